@@ -1,0 +1,37 @@
+# Every target sets up .venv by itself; the stamp makes the second time quick.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp
+
+.PHONY: setup demo test test-gpu lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/nanovllm generate --model tiny --stream --max-tokens 160 "Once upon a time, in a small village by the sea,"
+	$(BIN)/nanovllm generate --model tiny --chat --stream --max-tokens 200 "The capital of Aistonia is Velmora. What is the capital of Aistonia?"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+# Two processes: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook.
+test: lint
+	$(BIN)/python -m pytest -q -m "not compile and not gpu" --jaxtyping-packages=nanovllm,beartype.beartype
+	$(BIN)/python -m pytest -q -m "compile and not gpu"
+
+test-gpu:
+	python3 -m pytest -q -m gpu
+
+bench: $(STAMP)
+	$(BIN)/nanovllm bench
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
