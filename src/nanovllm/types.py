@@ -1,0 +1,45 @@
+"""The one vocabulary of axis names and array types.
+
+Axes: T tokens of a step · B sequences of a step · R rows of logits · V vocabulary · L layers · N pages of a pool, the dummy page
+included · K key/value heads · H query heads · D head_dim · S page_size · P width of a page table · M hidden_size · F intermediate_size.
+Ids, positions, slots and lengths are int32 everywhere on a device; keys of the generator are int64.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int32, Int64
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["Bool", "Float", "Float32", "Int32", "Int64", "Tensor", "dtype_of", "register_value"]
+
+C = TypeVar("C")
+
+
+def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
+    """Register a frozen dataclass as a pytree whose leaves are all fields but `static`, which go into the tree's structure."""
+    fields = tuple(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
+    leaves = tuple(f for f in fields if f not in static)
+
+    def flatten(value: Any):
+        return [getattr(value, f) for f in leaves], tuple(getattr(value, f) for f in static)
+
+    def flatten_with_keys(value: Any):
+        return [(pytree.GetAttrKey(f), getattr(value, f)) for f in leaves], tuple(getattr(value, f) for f in static)
+
+    def unflatten(children: Any, context: Any):
+        return cls(**dict(zip(leaves, children, strict=True)), **dict(zip(static, context, strict=True)))
+
+    pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}", flatten_with_keys_fn=flatten_with_keys
+    )
+    return cls
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype from itself or its name (`"float32"`, `"bfloat16"`, ...). Raises `ValueError` on any other name."""
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype {dtype!r} is not a floating-point torch dtype; use float32, bfloat16, float16 or float64")
+    return found
