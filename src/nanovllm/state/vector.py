@@ -1,0 +1,85 @@
+"""`IntVector`: a persistent sequence of int32 (token ids, page ids) whose append is cheap and never changes an older value."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+_MIN_CAPACITY = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffer:
+    """Storage that several vectors share. `used[0]` slots are spoken for; a vector that ends there may append in place."""
+
+    data: np.ndarray
+    used: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntVector:
+    """The first `length` ints of a buffer. Appending writes behind every older value's length, or into a copy where that place is taken."""
+
+    buffer: _Buffer
+    length: int
+
+    @staticmethod
+    def of(values: Iterable[int] | np.ndarray = ()) -> "IntVector":
+        """A vector of its own from ints."""
+        source = values if isinstance(values, np.ndarray) else np.fromiter(values, np.int32)
+        data = np.empty(max(_MIN_CAPACITY, len(source) + len(source) // 4), np.int32)
+        data[: len(source)] = source
+        return IntVector(_Buffer(data, [len(source)]), len(source))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if not -self.length <= index < self.length:
+            raise IndexError(f"index {index} of a vector of {self.length}")
+        return int(self.buffer.data[index % self.length])
+
+    def __iter__(self):
+        return iter(self.array().tolist())
+
+    def array(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """A read-only view of `[start:stop)`, no copy."""
+        view = self.buffer.data[start : self.length if stop is None else min(stop, self.length)]
+        view.flags.writeable = False
+        return view
+
+    def append(self, value: int) -> "IntVector":
+        """The vector with one more int."""
+        buffer, length = self.buffer, self.length
+        if buffer.used[0] == length and length < len(buffer.data):
+            buffer.data[length] = value
+            buffer.used[0] = length + 1
+            return IntVector(buffer, length + 1)
+        return self.extend((value,))
+
+    def extend(self, values: Iterable[int] | np.ndarray) -> "IntVector":
+        """The vector with more ints behind it."""
+        more = values if isinstance(values, np.ndarray) else np.fromiter(values, np.int32)
+        end = self.length + len(more)
+        buffer = self.buffer
+        if buffer.used[0] != self.length or end > len(buffer.data):
+            data = np.empty(max(_MIN_CAPACITY, 2 * end), np.int32)
+            data[: self.length] = buffer.data[: self.length]
+            buffer = _Buffer(data, [self.length])
+        buffer.data[self.length : end] = more
+        buffer.used[0] = end
+        return IntVector(buffer, end)
+
+    def truncate(self, length: int) -> "IntVector":
+        """The first `length` ints, sharing the storage."""
+        if not 0 <= length <= self.length:
+            raise IndexError(f"cannot truncate a vector of {self.length} to {length}")
+        return IntVector(self.buffer, length)
+
+    def replace(self, index: int, value: int) -> "IntVector":
+        """A copy with one int changed."""
+        if not 0 <= index < self.length:
+            raise IndexError(f"index {index} of a vector of {self.length}")
+        data = np.array(self.buffer.data)
+        data[index] = value
+        return IntVector(_Buffer(data, [self.length]), self.length)
