@@ -1,0 +1,8 @@
+"""The operations that torch does not have, each a custom op with a fake, a CPU reference and a CUDA kernel, as plain functions."""
+
+from .copy_pages import copy_pages
+from .kv_write import kv_write
+from .paged_decode import paged_decode
+from .paged_prefill import paged_prefill
+
+__all__ = ["copy_pages", "kv_write", "paged_decode", "paged_prefill"]

@@ -1,0 +1,43 @@
+# ruff: noqa: PLR0917 (an op's schema is positional)
+"""`paged_decode`: attention of one new token a row to its sequence's pages."""
+
+import torch
+
+from ..types import Float, Int32, Tensor
+from .reference import attend_one, row_kv
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define(
+    "paged_decode(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, float scale, int plan) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def paged_decode(
+    q: Float[Tensor, "B H D"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    layer: int,
+    page_tables: Int32[Tensor, "B P"],
+    seq_lens: Int32[Tensor, "B"],
+    scale: float,
+    plan: int,
+) -> Float[Tensor, "B H D"]:
+    """Attention of row b's newest token, at position `seq_lens[b] - 1`, to all KV of the row, its own included.
+
+    H is a multiple of K; every `seq_lens[b]` is at least 1 (padding rows: 1, on the dummy page). `plan` is the handle of a
+    `DecodePlan` whose pages cover `seq_lens`, or 0 for the reference.
+    """
+    return torch.ops.nanovllm.paged_decode.default(q, pages, layer, page_tables, seq_lens, scale, plan)
+
+
+@torch.library.register_fake("nanovllm::paged_decode", lib=_LIBRARY)
+def _fake(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, scale: float, plan: int) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _reference(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, scale: float, plan: int) -> Tensor:
+    kv = pages[layer]
+    return torch.stack([attend_one(q[b], row_kv(kv, page_tables[b], seq_len), scale) for b, seq_len in enumerate(seq_lens.tolist())])
+
+
+_LIBRARY.impl("paged_decode", _reference, "CPU")

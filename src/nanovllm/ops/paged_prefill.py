@@ -1,0 +1,48 @@
+# ruff: noqa: PLR0917 (an op's schema is positional)
+"""`paged_prefill`: causal attention of new tokens to their sequences' pages, ragged over the batch (append attention)."""
+
+import torch
+
+from ..types import Float, Int32, Tensor
+from .reference import prefill_rows
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define(
+    "paged_prefill(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, Tensor cu_seqlens, float scale, int plan)"
+    " -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def paged_prefill(
+    q: Float[Tensor, "T H D"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    layer: int,
+    page_tables: Int32[Tensor, "B P"],
+    seq_lens: Int32[Tensor, "B"],
+    cu_seqlens: Int32[Tensor, "B+1"],
+    scale: float,
+    plan: int,
+) -> Float[Tensor, "T H D"]:
+    """Attention of row b's queries, tokens `cu_seqlens[b]` to `cu_seqlens[b+1]`, to all KV of the row up to themselves.
+
+    `seq_lens[b]` counts the row's KV, its queries' own included, which must have been written: the queries stand at the last positions.
+    H is a multiple of K. `plan` is the handle of a `PrefillPlan` updated for this step, or 0 for the reference.
+    """
+    return torch.ops.nanovllm.paged_prefill.default(q, pages, layer, page_tables, seq_lens, cu_seqlens, scale, plan)
+
+
+@torch.library.register_fake("nanovllm::paged_prefill", lib=_LIBRARY)
+def _fake(
+    q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, scale: float, plan: int
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _reference(
+    q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, scale: float, plan: int
+) -> Tensor:
+    return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale)
+
+
+_LIBRARY.impl("paged_prefill", _reference, "CPU")

@@ -1,0 +1,32 @@
+"""The one table of the package: plans by integer, because custom ops take integers.
+
+A plan (FlashInfer's buffers and schedule for one shape of batch) belongs to the runtime that made it. The table only refers to it
+weakly: a handle dies with its plan and is never given out again.
+"""
+
+import itertools
+from weakref import WeakValueDictionary
+
+from ..errors import NanoVLLMError
+
+_PLANS: WeakValueDictionary[int, object] = WeakValueDictionary()
+_HANDLES = itertools.count(1)  # 0 is "no plan"
+
+
+class UnknownPlanError(NanoVLLMError):
+    """An op was given the handle of a plan that was never registered, or whose owner has let it go."""
+
+
+def register(plan: object) -> int:
+    """A new handle, at least 1, for a plan that the caller keeps alive."""
+    handle = next(_HANDLES)
+    _PLANS[handle] = plan
+    return handle
+
+
+def lookup(handle: int) -> object:
+    """The plan behind a handle. Raises `UnknownPlanError` for 0, for an unknown handle, and for one whose plan is gone."""
+    plan = _PLANS.get(handle)
+    if plan is None:
+        raise UnknownPlanError(f"no live attention plan has handle {handle}; live handles: {sorted(_PLANS) or 'none'}")
+    return plan
