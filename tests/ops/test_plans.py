@@ -27,8 +27,8 @@ def test_a_handle_dies_with_its_plan_and_is_not_given_out_again():
     gc.collect()
     with pytest.raises(UnknownPlanError, match=str(handle)):
         lookup(handle)
-    assert register(other := Plan()) > handle
-    del other
+    other = Plan()
+    assert register(other) > handle
 
 
 @pytest.mark.parametrize("handle", [0, -1, 10**9])
