@@ -1,0 +1,298 @@
+"""Sampling: `sample(logits, sampling, positions)` draws a token for every row, `record` counts it for the penalties.
+
+A row's token depends on its logits, its options, its seed and its position: not on the other rows, nor on which options they use. So every
+option's neutral value is a branch of `where`, and what decides a cut is compared, counted or added in integers.
+
+Shapes: B rows, one a sequence; V vocabulary; C candidates that the cuts look at.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .ops.philox import uniforms
+from .sampling_params import MAX_LOGPROBS, SamplingParams
+from .types import Bool, Float, Float32, Int32, Int64, Tensor, register_value
+
+__all__ = ["Features", "Penalties", "Row", "Sampled", "Sampling", "build", "copy_into", "features", "record", "sample"]
+
+Row = tuple[SamplingParams, int, np.ndarray, np.ndarray]  # options, seed, prompt ids, output ids
+
+
+class Features(NamedTuple):
+    """Which fields of a `Sampling` are on: with the shapes, all that traced code specialises on, hence the key of a captured graph."""
+
+    temperature: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    logit_bias: bool = False
+    num_logprobs: int | None = None
+    num_candidates: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Repetition (neutral: 1) acts on tokens of prompt or output, presence and frequency (neutral: 0) on those of the output.
+
+    `counts` says how often each token stands in the row's output; `record` writes it in place.
+    """
+
+    repetition: Float32[Tensor, "B"]
+    presence: Float32[Tensor, "B"]
+    frequency: Float32[Tensor, "B"]
+    prompt_mask: Bool[Tensor, "B V"]
+    counts: Int32[Tensor, "B V"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The options of a batch as tensors. A field that no row uses is None, so that its work is neither traced nor run.
+
+    Neutral values: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, bias 0. `num_logprobs` is None, or how many of the most likely
+    tokens are reported beside the drawn one. `num_candidates` bounds the search for the cuts of top-k and top-p to as many of the largest
+    logits; it may be set when every row that uses either has 0 < top_k <= num_candidates, and it never changes a token.
+    """
+
+    seeds: Int64[Tensor, "B"]
+    temperature: Float32[Tensor, "B"] | None = None
+    top_k: Int32[Tensor, "B"] | None = None
+    top_p: Float32[Tensor, "B"] | None = None
+    min_p: Float32[Tensor, "B"] | None = None
+    penalties: Penalties | None = None
+    logit_bias: Float32[Tensor, "B V"] | None = None
+    num_logprobs: int | None = None
+    num_candidates: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The drawn tokens. `logprobs` are natural logarithms under the model's own distribution, before any option; `top_*` are sorted."""
+
+    token_ids: Int32[Tensor, "B"]
+    logprobs: Float32[Tensor, "B"] | None = None
+    top_ids: Int32[Tensor, "B C"] | None = None
+    top_logprobs: Float32[Tensor, "B C"] | None = None
+
+
+register_value(Penalties)
+register_value(Sampling, static=("num_logprobs", "num_candidates"))
+register_value(Sampled)
+
+
+def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Tensor, "B"] | Int64[Tensor, "B"]) -> Sampled:
+    """Draw one token a row; `positions[b]` is the index in its sequence of the token being drawn.
+
+    The order is vLLM's: log-probabilities of the untouched logits; bias; repetition, frequency and presence penalties; temperature; min-p;
+    top-k; top-p; then the draw, `argmax(logits / temperature + g)` with Gumbel noise g from the key (seed, position) and the token id
+    (Gumbel, 1954), so that there is no normalisation, no host and no order of rows. At temperature 0 the cuts and the noise do not apply.
+
+    Ties: the cuts go by value, so tokens that tie with the last one kept are kept too (top-p counts the mass of exactly top_k of them);
+    argmax takes the lowest id. The largest logit is always kept. A -inf logit is never drawn unless the whole row is -inf, which draws
+    token 0. Where a row holds NaN or +inf its token is an id of the vocabulary, without further promise; other rows are not affected.
+    """
+    raw_BV = logits.float()
+    x_BV = _biased(raw_BV, sampling.logit_bias)
+    if sampling.penalties is not None:
+        x_BV = _penalised(x_BV, sampling.penalties)
+    if sampling.temperature is not None:
+        random_B1 = (sampling.temperature > 0).unsqueeze(1)
+        cut_BV = _cut(x_BV / torch.where(random_B1, sampling.temperature.unsqueeze(1), 1.0), sampling)
+        keys = torch.stack((sampling.seeds, torch.where(random_B1.squeeze(1), positions.long(), -1)), 1)
+        # log1p(-u) and not log(u): u is finest near 0, and that is where the largest noise comes from
+        noise_BV = -torch.log(-torch.log1p(-uniforms(keys, x_BV.shape[1])))
+        x_BV = torch.where(random_B1, cut_BV + noise_BV, x_BV)
+    ids_B1 = x_BV.argmax(1, keepdim=True)
+    ids = ids_B1.squeeze(1).int()
+    if sampling.num_logprobs is None:
+        return Sampled(token_ids=ids)
+    logprobs_BV = raw_BV.log_softmax(1)
+    logprobs = logprobs_BV.gather(1, ids_B1).squeeze(1)
+    if sampling.num_logprobs == 0:
+        return Sampled(token_ids=ids, logprobs=logprobs)
+    top = logprobs_BV.topk(min(sampling.num_logprobs, logprobs_BV.shape[1]), 1)
+    return Sampled(token_ids=ids, logprobs=logprobs, top_ids=top.indices.int(), top_logprobs=top.values)
+
+
+def _biased(x_BV: Tensor, bias_BV: Tensor | None) -> Tensor:
+    return x_BV if bias_BV is None else torch.where(bias_BV != 0, x_BV + bias_BV, x_BV)
+
+
+def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:
+    repetition, presence, frequency = p.repetition.unsqueeze(1), p.presence.unsqueeze(1), p.frequency.unsqueeze(1)
+    seen_BV = (p.counts > 0) | p.prompt_mask
+    repeated_BV = torch.where(x_BV > 0, x_BV / repetition, x_BV * repetition)
+    x_BV = torch.where(seen_BV & (repetition != 1), repeated_BV, x_BV)
+    x_BV = torch.where((p.counts > 0) & (frequency != 0), x_BV - frequency * p.counts, x_BV)
+    return torch.where((p.counts > 0) & (presence != 0), x_BV - presence, x_BV)
+
+
+def _cut(x_BV: Tensor, sampling: Sampling) -> Tensor:
+    """The logits over the temperature, with -inf for what min-p, top-k and top-p remove."""
+    if sampling.min_p is not None:
+        min_p = sampling.min_p.unsqueeze(1)
+        # A probability over the largest one, without the normalisation that both share
+        removed_BV = torch.exp(x_BV - x_BV.amax(1, keepdim=True)) < min_p
+        x_BV = torch.where((min_p > 0) & removed_BV, -torch.inf, x_BV)
+    if sampling.top_k is None and sampling.top_p is None:
+        return x_BV
+    num_candidates = x_BV.shape[1]
+    if sampling.num_candidates is not None and sampling.num_candidates < num_candidates:
+        num_candidates = sampling.num_candidates
+        sorted_BC = x_BV.topk(num_candidates, 1).values
+    else:
+        sorted_BC = x_BV.sort(1, descending=True).values
+    everything = torch.full_like(sampling.seeds, num_candidates).unsqueeze(1)
+    num_kept, active_B1 = everything, torch.zeros_like(everything, dtype=torch.bool)
+    if sampling.top_k is not None:
+        top_k = sampling.top_k.unsqueeze(1)
+        active_B1 = top_k > 0
+        num_kept = torch.where(active_B1, top_k.long().clamp(max=num_candidates), everything)
+    if sampling.top_p is not None:
+        top_p = sampling.top_p.unsqueeze(1)
+        active_B1 = active_B1 | (top_p < 1)
+        num_kept = torch.where(top_p < 1, _num_in_nucleus(sorted_BC, num_kept, top_p), num_kept)
+    least_B1 = sorted_BC.gather(1, num_kept - 1)
+    return torch.where(active_B1 & (x_BV < least_B1), -torch.inf, x_BV)
+
+
+def _num_in_nucleus(sorted_BC: Tensor, num_kept_B1: Tensor, top_p_B1: Tensor) -> Tensor:
+    """The least n such that the first n of the first `num_kept` tokens hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
+    # Fixed point, 40 bits below the largest weight: integers add up to the same whatever the order, the length or the device
+    weights_BC = (torch.exp(sorted_BC - sorted_BC[:, :1]) * 2.0**40).long()
+    inside_BC = torch.arange(sorted_BC.shape[1], device=sorted_BC.device) < num_kept_B1
+    weights_BC = torch.where(inside_BC, weights_BC, 0)
+    sums_BC = weights_BC.cumsum(1)
+    wanted_B1 = (top_p_B1.double() * sums_BC[:, -1:].double()).long()
+    missing_BC = inside_BC & (sums_BC - weights_BC < wanted_B1)
+    return missing_BC.sum(1, keepdim=True).clamp(min=1)
+
+
+def record(sampling: Sampling, token_ids: Int32[Tensor, "B"]) -> Sampling:
+    """`sampling` is donated: the counts of its penalties, if it has any, are increased in place by the tokens just drawn, one a row.
+
+    The returned value shares all its memory, and O(B) numbers are written: no copy of `[B, V]`. Without penalties nothing is done.
+    """
+    if sampling.penalties is not None:
+        counts = sampling.penalties.counts
+        ids_B1 = token_ids.long().unsqueeze(1)
+        counts.scatter_add_(1, ids_B1, torch.ones_like(ids_B1, dtype=counts.dtype))
+    return sampling
+
+
+def features(params: Sequence[SamplingParams]) -> Features:
+    """Which fields the rows of a batch need. Cuts of greedy rows do not count, because they change nothing."""
+    random = [p for p in params if p.temperature > 0]
+    top_k, top_p = any(p.top_k > 0 for p in random), any(p.top_p < 1 for p in random)
+    widest = max((p.top_k for p in random), default=0)
+    unbounded = any(p.top_k == 0 and p.top_p < 1 for p in random)
+    logprobs = [p.logprobs for p in params if p.logprobs is not None]
+    return Features(
+        temperature=bool(random),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=any(p.min_p > 0 for p in random),
+        penalties=any(_penalises(p) for p in params),
+        logit_bias=any(p.logit_bias is not None for p in params),
+        # One number for all requests that want any: fewer graphs, and ties are reported alike whatever others ask for
+        num_logprobs=None if not logprobs else MAX_LOGPROBS if max(logprobs) > 0 else 0,
+        num_candidates=next((c for c in (32, 128, 1024) if widest <= c), None) if (top_k or top_p) and not unbounded else None,
+    )
+
+
+def _penalises(p: SamplingParams) -> bool:
+    return (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def build(
+    rows: Sequence[Row], vocab_size: int, device: torch.device | str, *, pad_to: int | None = None, on: Features | None = None
+) -> Sampling:
+    """The tensors of `rows`, followed by greedy rows up to `pad_to`; each row is (options, seed, prompt ids, output ids).
+
+    `on` names the fields to make: by default those that the rows need; more is allowed, as for a captured graph, and changes no token.
+    Token ids must lie in the vocabulary (see `validate_for`). Raises `ValueError` if `on` lacks a field that the rows need, or
+    `pad_to` is below the number of rows.
+    """
+    params = [p for p, *_ in rows]
+    needed = features(params)
+    on = needed if on is None else on
+    if not _covers(on, needed):
+        raise ValueError(f"{on} does not cover what the rows need: {needed}")
+    size = len(rows) if pad_to is None else pad_to
+    if size < len(rows):
+        raise ValueError(f"pad_to={pad_to} is below the number of rows, {len(rows)}")
+
+    def column(values: Sequence[float], dtype: torch.dtype, neutral: float) -> Tensor:
+        return torch.tensor([*values, *[neutral] * (size - len(rows))], dtype=dtype).to(device)
+
+    def cut(name: str, dtype: torch.dtype, neutral: float) -> Tensor:
+        return column([getattr(p, name) if p.temperature > 0 else neutral for p in params], dtype, neutral)
+
+    def table(ids: Sequence[np.ndarray], values: Tensor) -> Tensor:
+        """Zeros [size, V] with the values set (bool) or added (numbers) at each row's ids."""
+        row = torch.from_numpy(np.repeat(np.arange(len(ids)), [len(i) for i in ids])).to(device)
+        col = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ids]).astype(np.int64)).to(device)
+        zeros = torch.zeros((size, vocab_size), dtype=values.dtype, device=device)
+        return zeros.index_put_((row, col), values.to(device), accumulate=values.dtype != torch.bool)
+
+    def penalties() -> Penalties:
+        prompts, outputs = [prompt for *_, prompt, _ in rows], [output for *_, output in rows]
+        return Penalties(
+            # A smaller divisor would leave float32's range
+            repetition=column([max(p.repetition_penalty, 1e-6) for p in params], torch.float32, 1.0),
+            presence=column([p.presence_penalty for p in params], torch.float32, 0.0),
+            frequency=column([p.frequency_penalty for p in params], torch.float32, 0.0),
+            prompt_mask=table(prompts, torch.ones((), dtype=torch.bool)),
+            counts=table(outputs, torch.ones((), dtype=torch.int32)),
+        )
+
+    biases = [dict(p.logit_bias or ()) for p in params]
+    bias_ids, bias_values = [np.array([*b], np.int64) for b in biases], [v for b in biases for v in b.values()]
+    return Sampling(
+        seeds=column([seed for _, seed, *_ in rows], torch.int64, 0),
+        temperature=column([p.temperature for p in params], torch.float32, 0.0) if on.temperature else None,
+        top_k=cut("top_k", torch.int32, 0) if on.top_k else None,
+        top_p=cut("top_p", torch.float32, 1.0) if on.top_p else None,
+        min_p=cut("min_p", torch.float32, 0.0) if on.min_p else None,
+        penalties=penalties() if on.penalties else None,
+        logit_bias=table(bias_ids, torch.tensor(bias_values, dtype=torch.float32)) if on.logit_bias else None,
+        num_logprobs=on.num_logprobs,
+        num_candidates=on.num_candidates,
+    )
+
+
+def _covers(on: Features, needed: Features) -> bool:
+    flags = all(have or not need for have, need in zip(on[:6], needed[:6], strict=True))
+    logprobs = needed.num_logprobs is None or (on.num_logprobs is not None and on.num_logprobs >= needed.num_logprobs)
+    no_cut = not (needed.top_k or needed.top_p)
+    bounded = on.num_candidates is None or no_cut or (needed.num_candidates is not None and on.num_candidates >= needed.num_candidates)
+    return flags and logprobs and bounded
+
+
+def copy_into(dst: Sampling, src: Sampling) -> Sampling:
+    """Copy `src` into the memory of `dst`, the static buffers of a captured graph, and return `dst`.
+
+    Raises `ValueError`, before anything is written, unless both have the same fields, number of rows and vocabulary.
+    """
+    (to, to_shape), (values, shape) = _tensors(dst), _tensors(src)
+    if to_shape != shape:
+        raise ValueError(f"the buffers hold {to_shape}, the values {shape}")
+    for buffer, value in zip(to, values, strict=True):
+        buffer.copy_(value, non_blocking=True)
+    return dst
+
+
+def _tensors(s: Sampling) -> tuple[list[Tensor], Mapping[str, object]]:
+    """The tensors of the fields that are on, and what a captured graph fixes: their shapes and the static fields."""
+    fields = {"seeds": s.seeds, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p}
+    if s.penalties is not None:
+        p = s.penalties
+        fields |= {"repetition": p.repetition, "presence": p.presence, "frequency": p.frequency}
+        fields |= {"prompt_mask": p.prompt_mask, "counts": p.counts}
+    on = {name: tensor for name, tensor in (fields | {"logit_bias": s.logit_bias}).items() if tensor is not None}
+    shapes = {name: tuple(tensor.shape) for name, tensor in on.items()}
+    return list(on.values()), shapes | {"num_logprobs": s.num_logprobs, "num_candidates": s.num_candidates}
