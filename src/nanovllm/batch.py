@@ -1,7 +1,12 @@
-"""`Batch`: the tensors of one step."""
+"""From the plan of a step to its tensors. Padding rows own the dummy page."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from .state.request import Sequence
 from .types import Int32, Tensor, register_value
 
 
@@ -26,3 +31,79 @@ class Batch:
 
 
 register_value(Batch, static=("plan",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostBatch:
+    """A `Batch` as int32 host arrays, with what an attention plan needs besides: the pages in use by each row."""
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    page_tables: np.ndarray
+    seq_lens: np.ndarray
+    page_counts: np.ndarray
+    cu_seqlens: np.ndarray | None = None
+    logit_indices: np.ndarray | None = None
+
+
+def prefill_batch(rows: Seq[tuple[Sequence, int]], *, page_size: int, dummy_page: int, draw: bool = True) -> HostBatch:
+    """The next `count` unfilled tokens of each sequence; with `draw`, logits for the last token of those that are whole afterwards."""
+    counts = np.array([count for _, count in rows], np.int32)
+    starts = np.array([s.num_filled for s, _ in rows], np.int32)
+    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+    positions = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
+    tables = page_tables([s for s, _ in rows], dummy_page)
+    whole = [i for i, (s, count) in enumerate(rows) if draw and count == s.todo]
+    return HostBatch(
+        input_ids=np.concatenate([s.tokens.array(s.num_filled, s.num_filled + count) for s, count in rows]),
+        positions=positions,
+        slots=tables[row_of, positions // page_size] * page_size + positions % page_size,
+        page_tables=tables,
+        seq_lens=starts + counts,
+        page_counts=-(-(starts + counts) // page_size),
+        cu_seqlens=cu_seqlens,
+        logit_indices=cu_seqlens[1:][whole] - 1,
+    )
+
+
+def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int) -> HostBatch:
+    """The newest token of each sequence; one that is filled already only reads, and writes into the dummy page."""
+    last = np.array([s.tokens.length - 1 for s in rows], np.int32)
+    tables = page_tables(rows, dummy_page)
+    slots = tables[np.arange(len(rows)), np.minimum(last // page_size, tables.shape[1] - 1)] * page_size + last % page_size
+    filled = np.array([s.todo == 0 for s in rows])
+    return HostBatch(
+        input_ids=np.array([s.tokens[-1] for s in rows], np.int32),
+        positions=last,
+        slots=np.where(filled, dummy_page * page_size, slots).astype(np.int32),
+        page_tables=tables,
+        seq_lens=last + 1,
+        page_counts=np.array([s.pages.length for s in rows], np.int32),
+    )
+
+
+def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
+    """The pages of each row, padded with the dummy page to the longest."""
+    tables = np.full((len(rows), max(1, *(s.pages.length for s in rows))), dummy_page, np.int32)
+    for row, sequence in zip(tables, rows, strict=True):
+        row[: sequence.pages.length] = sequence.pages.array()
+    return tables
+
+
+def to_device(host: HostBatch, device: torch.device, plan: int = 0) -> Batch:
+    """The tensors of a step, moved in one copy; each starts at a multiple of 16 bytes, as compiled kernels assume."""
+    fields = ("input_ids", "positions", "slots", "page_tables", "seq_lens", "cu_seqlens", "logit_indices")
+    arrays = {name: array for name in fields if (array := getattr(host, name)) is not None}
+    starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays.values()])
+    flat = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for start, array in zip(starts, arrays.values(), strict=False):
+        flat.numpy()[start : start + array.size] = array.ravel()
+    flat = flat.to(device, non_blocking=True)
+    tensors = {
+        name: flat[int(start) : int(start) + array.size].view(array.shape)
+        for start, (name, array) in zip(starts, arrays.items(), strict=False)
+    }
+    return Batch(**tensors, plan=plan)

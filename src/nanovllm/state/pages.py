@@ -49,38 +49,38 @@ def allocate(pages: PageState, count: int) -> tuple[PageState, tuple[int, ...]] 
         else:
             page, unused = unused, unused + 1
         taken.append(page)
-    with pages.refcounts.mutate() as counts:
-        for page in taken:
-            counts[page] = 1
-        refcounts = counts.finish()
+    counts = pages.refcounts.mutate()
+    for page in taken:
+        counts[page] = 1
+    refcounts = counts.finish()
     return PageState(num_pages=pages.num_pages, refcounts=refcounts, returned=returned, unused=unused), tuple(taken)
 
 
 def retain(pages: PageState, held: Iterable[int]) -> PageState:
     """Add an owner to each page. Raises `BrokenInvariantError` for a free page."""
-    with pages.refcounts.mutate() as counts:
-        for page in held:
-            if page not in counts:
-                raise BrokenInvariantError(f"page {page} is free and cannot be retained")
-            counts[page] = counts[page] + 1
-        refcounts = counts.finish()
+    counts = pages.refcounts.mutate()
+    for page in held:
+        if page not in counts:
+            raise BrokenInvariantError(f"page {page} is free and cannot be retained")
+        counts[page] = counts[page] + 1
+    refcounts = counts.finish()
     return PageState(num_pages=pages.num_pages, refcounts=refcounts, returned=pages.returned, unused=pages.unused)
 
 
 def release(pages: PageState, held: Iterable[int]) -> PageState:
     """Take an owner from each page; a page without owners is free. Raises `BrokenInvariantError` for a page that is already free."""
     returned = pages.returned
-    with pages.refcounts.mutate() as counts:
-        for page in held:
-            owners = counts.get(page, 0)
-            if owners == 0:
-                raise BrokenInvariantError(f"page {page} is free already: a double free")
-            if owners == 1:
-                del counts[page]
-                returned = (page, returned)
-            else:
-                counts[page] = owners - 1
-        refcounts = counts.finish()
+    counts = pages.refcounts.mutate()
+    for page in held:
+        owners = counts.get(page, 0)
+        if owners == 0:
+            raise BrokenInvariantError(f"page {page} is free already: a double free")
+        if owners == 1:
+            del counts[page]
+            returned = (page, returned)
+        else:
+            counts[page] = owners - 1
+    refcounts = counts.finish()
     return PageState(num_pages=pages.num_pages, refcounts=refcounts, returned=returned, unused=pages.unused)
 
 

@@ -2,8 +2,8 @@
 
 A trie whose nodes are pages. The key of a page is (page of the tokens before, its own tokens), so it commits to the whole prefix by
 exact comparison, not by a hash. The index owns one reference to each of its pages. A page that nobody else holds is `idle` and may be
-evicted, the one idle for longest first. Whoever holds a page holds all pages before it and gives them back deepest first: so an idle page never
-stands before a page in use, and the page idle for longest never has children.
+evicted, the one idle for longest first. Whoever holds a page holds all pages before it and gives them back deepest first: so an idle
+page never stands before a page in use, and the page idle for longest never has children.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,85 @@
+"""Chunks by function calls: `prefill`, `fork`, `truncate`, `release`."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .context import require_live, resolve
+from .engine import capacity, commit_state, enter, guarded
+from .errors import InvalidRequestError, OutOfPagesError
+from .fill import adopt, fill, plain_sequence, reserve_all
+from .model import Model
+from .state import pool as pools
+from .state.chunk import Chunk, Provenance
+from .state.engine_state import EngineState
+from .state.kv import pages_for
+from .state.request import Sequence
+from .state.vector import IntVector
+
+
+@torch.no_grad()
+def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
+    """Fill the KV of a text or of token ids, after a chunk or alone, and return the whole run as a chunk; `after` stays valid.
+
+    Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit, `OutOfPagesError` for what
+    does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
+    """
+    state = enter(state)
+    resolved = resolve(model, state, text_or_ids if after is None else [after, text_or_ids])
+    num_tokens, limit = len(resolved.tokens), capacity(state)
+    if num_tokens > limit:
+        raise InvalidRequestError(f"the chunk would have {num_tokens} tokens; this engine holds at most {limit}")
+    with guarded(state) as taken:
+        filled, sequences = adopt(state, [plain_sequence(resolved)])
+        filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
+        filled, (sequence,) = fill(model, filled, sequences)
+    after_state, chunk = chunk_of(model, filled, sequence, Provenance() if resolved.base is None else resolved.base.provenance)
+    return commit_state(after_state), chunk
+
+
+def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
+    """A second handle on the same KV, released on its own. Costs no page."""
+    return truncate(state, chunk, len(chunk))
+
+
+def truncate(state: EngineState, chunk: Chunk, length: int) -> tuple[EngineState, Chunk]:
+    """A handle on the first `length` tokens, sharing the pages; `chunk` stays valid.
+
+    Raises `InvalidRequestError` for a length outside 1 ... len(chunk).
+    """
+    state = enter(state)
+    require_live(state, chunk)
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= len(chunk):
+        raise InvalidRequestError(f"length={length!r} must be an integer in 1 ... {len(chunk)}, the tokens of the chunk")
+    pages = chunk.pages.truncate(pages_for(length, state.config.page_size))
+    twin = replace(chunk, tokens=chunk.tokens.truncate(length), pages=pages, liveness=state.next_id)
+    state = commit_state(
+        state, pool=pools.acquire(state.pool, pages), chunks=state.chunks.set(twin.liveness, twin), next_id=state.next_id + 1
+    )
+    return state, twin
+
+
+def release(state: EngineState, chunk: Chunk) -> EngineState:
+    """End a handle. Its pages stay readable through other handles, and reusable through the prefix index until they are evicted."""
+    state = enter(state)
+    require_live(state, chunk)
+    return commit_state(state, pool=pools.release(state.pool, chunk.pages), chunks=state.chunks.delete(chunk.liveness))
+
+
+def chunk_of(model: Model, state: EngineState, sequence: Sequence, provenance: Provenance) -> tuple[EngineState, Chunk]:
+    """Hand a wholly filled sequence's pages over to a new chunk; pages beyond its tokens return to the pool."""
+    if sequence.num_filled != len(sequence.tokens):
+        raise OutOfPagesError(f"{sequence.todo} of {len(sequence.tokens)} tokens are not filled")
+    count = pages_for(len(sequence.tokens), state.config.page_size)
+    spare = sequence.pages.array(count)
+    chunk = Chunk(
+        tokens=sequence.tokens,
+        pages=IntVector.of(sequence.pages.array(0, count)) if len(spare) else sequence.pages,
+        provenance=provenance,
+        fingerprint=model.fingerprint,
+        engine=state.runtime.lease.engine,
+        liveness=state.next_id,
+    )
+    pool = pools.release(state.pool, spare.tolist())
+    return replace(state, pool=pool, chunks=state.chunks.set(chunk.liveness, chunk), next_id=state.next_id + 1), chunk

@@ -1,0 +1,145 @@
+"""How steps are executed: what cannot be a value lives here, and nowhere else.
+
+`Runtime` owns the donation lease and an executor. `EagerExecutor` calls the functions as they stand; `GraphExecutor` (cuda_graphs.py)
+compiles the layer once, captures the decode step in CUDA graphs, and owns their static buffers and the attention plans.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from . import models, sample
+from .batch import HostBatch, decode_batch, prefill_batch, to_device
+from .decode import DecodeCarry, DecodeOutput, decode_step
+from .model import Model
+from .state.engine_state import Lease
+from .state.kv import KVState
+from .state.request import Sequence
+from .types import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """What a step drew, on the host: tokens `[R]`, and log-probabilities where they were asked for."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+class Executor(Protocol):
+    """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values."""
+
+    def prefill(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
+    ) -> tuple[Drawn | None, KVState]:
+        """Donates `kv`. Run prompt tokens; draw for the sequences that are whole afterwards (None where none is, or not `draw`)."""
+        ...
+
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+        """The carry of a decode step over these rows."""
+        ...
+
+    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+        """Donates `carry`. The same rows after some got other pages."""
+        ...
+
+    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+        """Donates `carry`. One token of every row."""
+        ...
+
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+        """A carry over tensors of its own for steps that the caller runs; what it needs beside lives until `end` of its ticket."""
+        ...
+
+    def end(self, ticket: int) -> None:
+        """Let go of what `begin` set up."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Runtime:
+    """The opaque part of an `EngineState`: the lease on its memory, and the executor with what cannot be a value."""
+
+    lease: Lease
+    executor: Executor
+
+
+class EagerExecutor:
+    """Steps as plain function calls: the reference, and the way on a CPU."""
+
+    def __init__(self, page_size: int, num_pages: int):
+        self._layout = {"page_size": page_size, "dummy_page": num_pages}
+
+    def prefill(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
+    ) -> tuple[Drawn | None, KVState]:
+        """See `Executor`."""
+        batch = to_device(prefill_batch(rows, draw=draw, **self._layout), model.device)
+        logits, kv = models.forward(model.params, kv, batch, model.config)
+        return draw_first(logits, rows, model) if draw else None, kv
+
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+        """See `Executor`."""
+        return decode_carry(model, kv, rows, decode_batch(rows, **self._layout))
+
+    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+        """See `Executor`."""
+        batch = to_device(decode_batch(rows, **self._layout), carry.active.device)
+        return replace(carry, batch=batch)
+
+    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+        """See `Executor`."""
+        carry, out = decode_step(model.params, carry, model.config)
+        return carry, to_host(out)
+
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+        """See `Executor`."""
+        return self.load(model, kv, rows)
+
+    def end(self, ticket: int) -> None:
+        """See `Executor`."""
+
+
+def decode_carry(model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch, plan: int = 0) -> DecodeCarry:
+    """A carry over fresh tensors."""
+    return DecodeCarry(
+        kv=kv,
+        batch=to_device(host, model.device, plan),
+        sampling=sampling_of(rows, model),
+        active=torch.ones(len(rows), dtype=torch.int32, device=model.device),
+    )
+
+
+def sampling_rows(rows: Seq[Sequence]) -> list[Any]:
+    """What `sample.build` needs to know of each sequence."""
+    return [
+        (s.request.sampling, s.request.seed, s.tokens.array(0, s.request.num_prompt), s.tokens.array(s.request.num_prompt)) for s in rows
+    ]
+
+
+def sampling_of(rows: Seq[Sequence], model: Model) -> sample.Sampling:
+    """The sampling tensors of these sequences as they stand."""
+    return sample.build(sampling_rows(rows), model.config.vocab_size, model.device)
+
+
+def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) -> Drawn | None:
+    """Draw the first token of the sequences whose last prompt token was run."""
+    whole = [s for s, count in rows if count == s.todo]
+    if not whole:
+        return None
+    positions = torch.tensor([s.tokens.length for s in whole], dtype=torch.int32, device=logits.device)
+    return to_host(sample.sample(logits, sampling_of(whole, model), positions))
+
+
+def to_host(out: "DecodeOutput | sample.Sampled", rows: int | None = None) -> Drawn:
+    """Wait for a step's results."""
+
+    def fetch(tensor: Tensor | None) -> np.ndarray | None:
+        return None if tensor is None else tensor[:rows].cpu().numpy()
+
+    return Drawn(out.token_ids[:rows].cpu().numpy(), fetch(out.logprobs), fetch(out.top_ids), fetch(out.top_logprobs))

@@ -1,0 +1,88 @@
+"""What a request attends to: from a chunk, a text, token ids, or a list of these, to one run of tokens after at most one chunk."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from .errors import ForeignChunkError, InvalidRequestError, ReleasedChunkError
+from .model import Model
+from .state.chunk import Chunk
+from .state.engine_state import EngineState
+from .state.vector import IntVector
+
+Context: TypeAlias = "Chunk | str | list[Any] | tuple[Any, ...] | np.ndarray"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resolved:
+    """All tokens of a context, and the chunk whose KV its beginning is (None: nothing is filled)."""
+
+    tokens: IntVector
+    base: Chunk | None
+
+
+def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
+    """The tokens of a context. A start token is added only where nothing stands before.
+
+    Raises `InvalidRequestError` for an empty context, text that is not valid Unicode, ids outside the vocabulary, or a chunk after the
+    first place; `ReleasedChunkError` and `ForeignChunkError` for a chunk that cannot be used here.
+    """
+    parts = list(context) if isinstance(context, list | tuple) and not _is_ids(context) else [context]
+    base: Chunk | None = None
+    runs: list[np.ndarray] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, Chunk):
+            if place:
+                raise InvalidRequestError(f"the context has a chunk at place {place}; only its first part may be one (compose joins chunks)")
+            require_live(state, part)
+            base = part
+        elif isinstance(part, str):
+            runs.append(encode(model, part, first=base is None and not any(map(len, runs))))
+        else:
+            runs.append(token_array(part, model.config.vocab_size))
+    new = np.concatenate(runs) if runs else np.empty(0, np.int32)
+    tokens = base.tokens.extend(new) if base is not None else IntVector.of(new)
+    if not len(tokens):
+        raise InvalidRequestError("the prompt is empty: it must hold at least one token")
+    return Resolved(tokens, base)
+
+
+def encode(model: Model, text: str, *, first: bool) -> np.ndarray:
+    """The tokens of a text, int32; the start token, where the model has one, only if `first`."""
+    if model.tokenizer is None:
+        raise InvalidRequestError("this model has no tokenizer: give token ids, not text")
+    return token_array(model.tokenizer.encode(text, add_special_tokens=first), model.config.vocab_size)
+
+
+def token_array(ids: Any, vocab_size: int) -> np.ndarray:
+    """Token ids as int32; raises `InvalidRequestError` naming the first that is not an integer or outside the vocabulary."""
+    if not isinstance(ids, list | tuple | np.ndarray):
+        raise InvalidRequestError(f"a prompt must be a chunk, a text, token ids or a list of these, not {type(ids).__name__}")
+    if isinstance(ids, list | tuple) and set(map(type, ids)) - {int}:
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise InvalidRequestError(f"token id {token!r} is of type {type(token).__name__}, not an integer")
+    try:
+        array = np.asarray(ids, dtype=None if len(ids) else np.int32)
+    except (ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"token ids must be a flat list of integers: {error}") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidRequestError(f"token ids must be a flat list of integers, not an array of {array.dtype} with {array.ndim} axes")
+    if len(array) and (array.min() < 0 or array.max() >= vocab_size):
+        wrong = array[(array < 0) | (array >= vocab_size)][0]
+        raise InvalidRequestError(f"token id {int(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
+    return array.astype(np.int32)
+
+
+def require_live(state: EngineState, chunk: Chunk) -> None:
+    """Raise unless the chunk is this engine's and not released."""
+    if chunk.engine != state.runtime.lease.engine:
+        raise ForeignChunkError(f"{chunk!r} belongs to another engine")
+    if chunk.liveness not in state.chunks:
+        raise ReleasedChunkError(f"{chunk!r} was released")
+
+
+def _is_ids(context: list[Any] | tuple[Any, ...]) -> bool:
+    """A list without a text or chunk in it is token ids (a list of lists of ids is a context of several parts)."""
+    return not any(isinstance(part, str | Chunk | list | tuple | np.ndarray) for part in context[:1] + context[-1:])

@@ -1,0 +1,115 @@
+"""The decode step as a pure function: all that changes is in `DecodeCarry`, so steps follow each other without the host.
+
+It can stand in a loop, in a CUDA graph, or in somebody's larger program under `torch.compile(fullgraph=True)`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import models
+from .batch import Batch
+from .config import ModelConfig
+from .sample import Sampled, Sampling, record, sample
+from .state.kv import KVState
+from .types import Float, Float32, Int32, Int64, Tensor, register_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLog:
+    """The tokens drawn since `begin`: `token_ids[:, :num_steps]`; `session` is the ticket by which `commit` finds the reserved pages."""
+
+    session: Int64[Tensor, ""]
+    num_steps: Int32[Tensor, ""]
+    token_ids: Int32[Tensor, "B room"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCarry:
+    """Donated. All that changes from one decode step to the next.
+
+    `batch` holds the token that runs next in each row; `active` is 1 for a row that moves on with each step and 0 for padding.
+    `log` is None where the host reads each step's tokens itself.
+    """
+
+    kv: KVState
+    batch: Batch
+    sampling: Sampling
+    active: Int32[Tensor, "B"]
+    log: TokenLog | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOutput:
+    """One step's results: the tokens drawn, their log-probabilities (None unless asked for), the likeliest tokens, the raw logits."""
+
+    token_ids: Int32[Tensor, "B"]
+    logprobs: Float32[Tensor, "B"] | None
+    top_ids: Int32[Tensor, "B k"] | None
+    top_logprobs: Float32[Tensor, "B k"] | None
+    logits: Float[Tensor, "B V"]
+
+
+for _value in (TokenLog, DecodeCarry, DecodeOutput):
+    register_value(_value)
+
+
+def decode_step(
+    params: Any,
+    carry: DecodeCarry,
+    config: ModelConfig,
+    *,
+    process_logits: Callable[[Tensor], Tensor] | None = None,
+    token_ids: Int32[Tensor, "B"] | None = None,
+    forward: Callable[..., tuple[Tensor, KVState]] = models.forward,
+) -> tuple[DecodeCarry, DecodeOutput]:
+    """Run one token of every row and draw the next. Donates `carry`; traces with `fullgraph=True` and copies no KV.
+
+    `process_logits` maps the logits `[B, V]` to those that are drawn from. `token_ids` are taken instead of drawn ones, and the
+    log-probabilities are then theirs: so given text is scored.
+    """
+    logits, kv = forward(params, carry.kv, carry.batch, config)
+    if process_logits is not None:
+        logits = process_logits(logits)
+    sampled = sample(logits, carry.sampling, carry.batch.positions + carry.active)
+    if token_ids is not None:
+        sampled = _forced(logits, sampled, token_ids)
+    carry = advance(carry, kv, sampled.token_ids)
+    return carry, DecodeOutput(
+        token_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        top_ids=sampled.top_ids,
+        top_logprobs=sampled.top_logprobs,
+        logits=logits,
+    )
+
+
+def advance(carry: DecodeCarry, kv: KVState, token_ids: Int32[Tensor, "B"]) -> DecodeCarry:
+    """The carry of the next step, in which `token_ids` run. A position beyond a row's page table writes into the dummy page."""
+    batch, active = carry.batch, carry.active
+    num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
+    positions = batch.positions + active
+    column = positions // page_size
+    width = batch.page_tables.shape[1]
+    page = batch.page_tables.gather(1, column.clamp(max=width - 1).long().unsqueeze(1)).squeeze(1)
+    page = torch.where(column < width, page, num_pages - 1)
+    slots = page * page_size + positions % page_size
+    return replace(
+        carry,
+        kv=kv,
+        batch=replace(batch, input_ids=token_ids, positions=positions, slots=slots, seq_lens=batch.seq_lens + active),
+        sampling=record(carry.sampling, token_ids),
+        log=None if carry.log is None else _write(carry.log, token_ids),
+    )
+
+
+def _write(log: TokenLog, token_ids: Tensor) -> TokenLog:
+    here = torch.arange(log.token_ids.shape[1], device=token_ids.device) == log.num_steps
+    return replace(log, num_steps=log.num_steps + 1, token_ids=torch.where(here, token_ids.unsqueeze(1), log.token_ids))
+
+
+def _forced(logits: Tensor, sampled: Sampled, token_ids: Tensor) -> Sampled:
+    logprobs = logits.float().log_softmax(-1).gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
+    return replace(sampled, token_ids=token_ids.to(torch.int32), logprobs=logprobs)

@@ -1,0 +1,229 @@
+"""The life of a token: a request is submitted, scheduled, run, its token drawn and settled, until it ends.
+
+Every function takes an `EngineState` and returns the next; the old one is donated. A call that raises leaves the old state usable.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from . import ops
+from .compile import Drawn
+from .context import Context, resolve
+from .errors import InvalidRequestError
+from .model import Model
+from .sampling_params import SamplingParams, from_generation_config, validate_for
+from .schedule import Plan, give_up_pages, schedule
+from .settle import counted, draw_token, finish_reason, result
+from .state import pool as pools
+from .state.chunk import Chunk
+from .state.engine_state import EngineState
+from .state.kv import KVState
+from .state.request import Request, Sequence, StepOutput, StopScan
+from .state.vector import IntVector
+from .tokenizer import Detokenizer
+
+
+def submit(model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None) -> tuple[EngineState, int]:
+    """Queue a request and return its id; it runs as `step` is called. None takes the model's own `generation_config`.
+
+    Raises `InvalidRequestError` for a prompt that can never fit, and what `resolve` raises.
+    """
+    state = enter(state)
+    state, sequence, _ = new_sequence(model, state, context, sampling_params)
+    if sequence.pages.length:
+        state = replace(state, pool=pools.acquire(state.pool, sequence.pages))
+    return commit_state(state, waiting=state.waiting.push(sequence)), sequence.request.request_id
+
+
+@torch.no_grad()
+def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput]]:
+    """Run one step of every request that the token budget and the pool allow: one token each of those that decode, then prompts in chunks.
+
+    Returns what each drew; an empty list means only that no reply moved on, or that nothing is left to do.
+    """
+    state = enter(state)
+    with guarded(state) as taken:
+        after, outputs = run_step(model, state, taken)
+    return commit_state(after), outputs
+
+
+def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[EngineState, list[StepOutput]]:
+    """A step without the lease: what `step` and `generate_many` share. Pages that it takes over are noted in `taken`."""
+    if not state.running and not state.waiting:
+        return state, []
+    plan = schedule(state.pool, state.running, state.waiting, state.config, state.cursor)
+    taken.extend(plan.allocated)
+    kv = copy_pages(state.kv, plan.copies)
+    prefilled, loaded, decoded = None, state.loaded, None
+    if plan.prefill:
+        prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill)
+    if plan.decode:
+        loaded, decoded = _decode(model, state, plan, kv)
+    return _settle(model, state, plan, kv, prefilled, loaded, decoded)
+
+
+def cancel(state: EngineState, request_id: int) -> EngineState:
+    """Drop a request wherever it stands; its pages return. Raises `InvalidRequestError` for one that is not waiting or running."""
+    state = enter(state)
+    waiting, running = state.waiting, state.running
+    found = waiting.items.get(request_id) or next((s for s in running if s.request.request_id == request_id), None)
+    if found is None:
+        raise InvalidRequestError(f"request {request_id!r} is neither waiting nor running: it never was submitted, or has ended")
+    if request_id in waiting.items:
+        waiting = waiting.pop(request_id)
+    else:
+        running = tuple(s for s in running if s is not found)
+    return commit_state(state, pool=give_up_pages(state.pool, found), waiting=waiting, running=running)
+
+
+def new_sequence(
+    model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None, *, keep: bool = False
+) -> tuple[EngineState, Sequence, Chunk | None]:
+    """A sequence for a context, with the next request id, and its base chunk; it refers to that chunk's pages but is not an owner yet."""
+    params = from_generation_config(model.generation_config) if sampling_params is None else sampling_params
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
+    validate_for(params, model.config.vocab_size)
+    resolved = resolve(model, state, context)
+    num_prompt, limit = len(resolved.tokens), capacity(state)
+    if num_prompt >= limit:
+        raise InvalidRequestError(f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated")
+    ends = () if params.ignore_eos else model.eos_token_ids
+    rid = state.next_id
+    request = Request(
+        request_id=rid,
+        num_prompt=num_prompt,
+        sampling=params,
+        seed=_mix(state.config.seed, rid) if params.seed is None else params.seed,
+        max_len=min(num_prompt + params.max_tokens, limit),
+        stop_ids=frozenset((*ends, *params.stop_token_ids)),
+        arrival=time.perf_counter(),
+        keep=keep,
+    )
+    if params.stop and model.tokenizer is None:
+        raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, and this model has none")
+    base = resolved.base
+    stops = StopScan(Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
+    pages, num_filled = (IntVector.of(), 0) if base is None else (base.pages, len(base))
+    sequence = Sequence(request, resolved.tokens, pages, num_filled, stops=stops)
+    return replace(state, next_id=rid + 1), sequence, base
+
+
+def capacity(state: EngineState) -> int:
+    """The most tokens that one request can have, prompt and reply."""
+    return min(state.config.max_model_len, state.config.num_pages * state.config.page_size)
+
+
+def enter(state: EngineState) -> EngineState:
+    """The state as a call finds it: checked against the lease, and without the pages whose KV an earlier failed call overwrote."""
+    lease = state.runtime.lease
+    lease.check(state.epoch)
+    if not lease.dirty:
+        return state
+    lost, pool, waiting, kept = lease.lost, state.pool, state.waiting, []
+    for sequence in state.running:
+        if lost.isdisjoint(sequence.pages):
+            kept.append(sequence)
+        else:
+            pool = pools.release(pool, sequence.pages)
+            waiting = waiting.push(sequence.with_pages(IntVector.of(), 0))
+    # The lease stays dirty until a call commits: one that fails again must find the same losses.
+    return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
+
+
+def commit_state(state: EngineState, **changes) -> EngineState:
+    """The state that a call returns; every older one is donated from here on."""
+    return replace(state, **changes, epoch=state.runtime.lease.advance())
+
+
+@contextmanager
+def guarded(state: EngineState) -> Iterator[list[int]]:
+    """Device work of one call, which notes the pages that it takes in the list. Where it raises, what it took over from the index or from
+    preempted sequences, and the decode carry, count as lost for the old state."""
+    taken: list[int] = []
+    try:
+        yield taken
+    except BaseException:
+        state.runtime.lease.lose(page for page in taken if state.pool.pages.refcount(page))
+        raise
+
+
+def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...]) -> KVState:
+    """Donates `kv`. Copy whole pages, all layers, from the first to the second of each pair."""
+    if copies:
+        for pages in kv.pools:
+            source, target = torch.tensor(copies, dtype=torch.int32).to(pages.device).unbind(1)
+            ops.copy_pages(pages, source.contiguous(), target.contiguous())
+    return kv
+
+
+def _decode(model: Model, state: EngineState, plan: Plan, kv: KVState):
+    """One decode step, on the carry of the last one where the same rows go on."""
+    executor, ids = state.runtime.executor, tuple(s.request.request_id for s in plan.decode)
+    if state.loaded is None or state.loaded[0] != ids:
+        carry = executor.load(model, kv, plan.decode)
+    elif plan.grew:
+        carry = executor.refresh(state.loaded[1], plan.decode)
+    else:
+        carry = state.loaded[1]
+    carry, drawn = executor.decode(model, carry)
+    return (ids, carry), drawn
+
+
+def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
+    """Append what was drawn, end what is done, index what was filled, count what was run."""
+    now, pool, page_size = time.perf_counter(), plan.pool, state.config.page_size
+    moved: dict[int, Sequence] = {}
+    prompt_run = reply_run = rerun = row = 0
+    for sequence, count in plan.prefill:
+        prompt, again = counted(sequence, count)
+        prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
+        grown = sequence.advance(count)
+        pool = pools.insert(pool, grown.tokens.array(0, grown.num_filled), grown.pages.array(), sequence.num_filled // page_size)
+        if count == sequence.todo and prefilled is not None:
+            grown = draw_token(model, grown, prefilled, row, now)
+            row += 1
+        moved[sequence.request.request_id] = grown
+    if decoded is not None:
+        for row, sequence in enumerate(plan.decode):
+            prompt, again = counted(sequence, 1)
+            prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + 1 - prompt, rerun + again
+            moved[sequence.request.request_id] = draw_token(model, sequence.advance(sequence.todo), decoded, row, now)
+    running, kept, outputs = [], state.kept, []
+    for sequence in (*plan.running, *plan.stuck):
+        rid = sequence.request.request_id
+        grown = moved.get(rid, sequence)
+        drew = grown.tokens.length > sequence.tokens.length
+        reason = finish_reason(grown) if drew else None
+        if reason is None and sequence in plan.stuck:
+            reason = "length"
+        if drew or reason:
+            tokens = (grown.tokens[-1],) if drew else ()
+            outputs.append(StepOutput(rid, tokens, reason, result(model, grown, reason, now) if reason else None))
+        if reason is None:
+            running.append(grown)
+        elif grown.request.keep:
+            kept = kept.set(rid, grown)
+        else:
+            pool = give_up_pages(pool, grown)
+    stats = state.stats.add(
+        prefill_tokens=prompt_run,
+        decode_tokens=reply_run,
+        reused_tokens=plan.num_reused,
+        rerun_tokens=rerun,
+        preemptions=plan.num_preempted,
+    )
+    state = replace(
+        state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, cursor=plan.cursor, loaded=loaded
+    )
+    return state, outputs
+
+
+def _mix(seed: int, request_id: int) -> int:
+    """A request's own seed where it gave none: reproducible from the engine's seed and the order of submission."""
+    return int(np.random.SeedSequence((seed, request_id)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,92 @@
+"""Pages and KV for the functional calls: everything is reserved before the first write, then filled in chunks."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from .context import Resolved
+from .engine import copy_pages
+from .errors import OutOfPagesError
+from .model import Model
+from .sampling_params import SamplingParams
+from .schedule import reserve, written_pages
+from .settle import counted
+from .state import pool as pools
+from .state.engine_state import EngineState
+from .state.pages import require_writable
+from .state.request import Request, Sequence
+from .state.vector import IntVector
+
+
+def plain_sequence(resolved: Resolved) -> Sequence:
+    """A sequence that only fills its tokens, over the pages of its base chunk; not an owner of them yet."""
+    count = len(resolved.tokens)
+    request = Request(
+        request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0
+    )
+    base = resolved.base
+    return Sequence(request, resolved.tokens, IntVector.of() if base is None else base.pages, 0 if base is None else len(base))
+
+
+def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:
+    """Make each sequence an owner of its base chunk's pages, or of what the index has of its tokens where that is more.
+
+    `logits`: the last token will run even where it is filled, so it does not count as reused.
+    """
+    pool, held, reused = state.pool, [], 0
+    for asked in sequences:
+        matched = pools.match(pool, asked.tokens.array())
+        more = len(matched) * state.config.page_size > asked.num_filled
+        sequence = asked.with_pages(IntVector.of(matched), len(matched) * state.config.page_size) if more else asked
+        pool = pools.acquire(pool, sequence.pages)
+        there = min(sequence.num_filled, len(sequence.tokens) - logits)
+        held.append(replace(sequence, most_filled=there))
+        reused += there
+    return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), held
+
+
+def reserve_all(
+    state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: list[int]
+) -> tuple[EngineState, list[Sequence]]:
+    """Give each sequence pages of its own up to `lengths` tokens; partly filled shared pages are copied. Donates the KV.
+
+    Raises `OutOfPagesError` before anything is written.
+    """
+    pool, held, copies = state.pool, list(sequences), []
+    for i, length in enumerate(lengths):
+        done = reserve(pool, held[i], length, state.config.page_size)
+        if done is None:
+            raise OutOfPagesError(
+                f"{length} tokens need more pages than the {pool.num_available} available of {state.config.num_pages}; "
+                "release chunks, cancel requests, or make the pool larger"
+            )
+        pool, held[i], copied, fresh = done
+        taken.extend(fresh)
+        copies.extend(copied)
+    pool = pools.release(pool, [source for source, _ in copies])
+    return replace(state, kv=copy_pages(state.kv, tuple(copies)), pool=pool), held
+
+
+def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: int = 0) -> tuple[EngineState, list[Sequence]]:
+    """Run every unfilled token of the sequences but the last `keep_back` of each, within the token budget of a step at a time.
+
+    Full pages of what was filled enter the prefix index. Donates the KV.
+    """
+    done, kv, pool, stats = list(sequences), state.kv, state.pool, state.stats
+    while True:
+        budget, rows = state.config.max_num_batched_tokens, []
+        for i, sequence in enumerate(done):
+            count = min(budget, sequence.todo - keep_back)
+            if count > 0 and len(rows) < state.config.max_num_seqs:
+                rows.append((i, count))
+                budget -= count
+        if not rows:
+            return replace(state, kv=kv, pool=pool, stats=stats), done
+        for i, count in rows:
+            require_writable(pool.pages, written_pages(done[i], count, state.config.page_size).tolist())
+        _, kv = state.runtime.executor.prefill(model, kv, [(done[i], count) for i, count in rows], draw=False)
+        for i, count in rows:
+            prompt, again = counted(done[i], count)
+            stats = stats.add(prefill_tokens=prompt, decode_tokens=count - prompt, rerun_tokens=again)
+            start = done[i].num_filled // state.config.page_size
+            done[i] = done[i].advance(count)
+            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_filled), done[i].pages.array(), start)

@@ -1,0 +1,106 @@
+"""Whole replies by one function call each: `generate` and `generate_many`."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+
+from .chunks import chunk_of
+from .context import Context
+from .engine import commit_state, enter, guarded, new_sequence, run_step
+from .errors import InvalidRequestError, OutOfPagesError
+from .fill import fill, reserve_all
+from .model import Model
+from .sampling_params import SamplingParams
+from .state import pool as pools
+from .state.chunk import Chunk, Provenance
+from .state.engine_state import EngineState
+from .state.kv import pages_for
+from .state.request import Queue, RequestOutput, Sequence, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Generation:
+    """A reply. `chunk` holds the context and the reply, all filled; `finish_reason` is `stop` or `length`."""
+
+    chunk: Chunk
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
+
+
+def generate(
+    model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None
+) -> tuple[EngineState, Generation]:
+    """One reply to one context. It ends with `length` where the pages available now end.
+
+    Raises `InvalidRequestError` for what can never be served and `OutOfPagesError` for a context that does not fit now.
+    """
+    state, (generation,) = generate_many(model, state, [context], sampling_params)
+    return state, generation
+
+
+@torch.no_grad()
+def generate_many(
+    model: Model,
+    state: EngineState,
+    contexts: Seq[Context],
+    sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
+) -> tuple[EngineState, list[Generation]]:
+    """One reply to each context, decoded together; contexts may share chunks. `sampling_params` is one for all or one for each.
+
+    The pages of all replies at their longest are reserved before anything is written: `OutOfPagesError` where they do not fit now (`submit`
+    and `step` serve such a load by waiting and preemption). Requests that were submitted stay as they are.
+    """
+    state = enter(state)
+    if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+        sampling_params = [sampling_params] * len(contexts)
+    if len(sampling_params) != len(contexts):
+        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: give one for all or one for each")
+    if not contexts:
+        return commit_state(state), []
+    inner = replace(state, running=(), waiting=Queue())
+    sequences, provenances = [], {}
+    for context, params in zip(contexts, sampling_params, strict=True):
+        inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
+        sequences.append(sequence)
+        provenances[sequence.request.request_id] = Provenance() if base is None else base.provenance
+    for sequence in _bounded(state, sequences):
+        inner = replace(inner, pool=pools.acquire(inner.pool, sequence.pages), waiting=inner.waiting.push(sequence))
+    ended: dict[int, RequestOutput] = {}
+    with guarded(state) as taken:
+        while inner.waiting or inner.running:
+            inner, outputs = run_step(model, inner, taken)
+            ended.update({out.request_id: out.output for out in outputs if out.output is not None})
+        kept = [inner.kept[s.request.request_id] for s in sequences]
+        inner, kept = reserve_all(inner, kept, [len(s.tokens) for s in kept], taken)
+        inner, filled = fill(model, inner, kept)
+    generations = []
+    for sequence in filled:
+        rid = sequence.request.request_id
+        inner, chunk = chunk_of(model, inner, sequence, provenances[rid])
+        inner = replace(inner, kept=inner.kept.delete(rid))
+        out = ended[rid]
+        generations.append(
+            Generation(chunk=chunk, token_ids=out.token_ids, text=out.text, finish_reason=out.finish_reason, logprobs=out.logprobs)
+        )
+    return commit_state(inner, running=state.running, waiting=state.waiting, cursor=state.cursor, loaded=None), generations
+
+
+def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:
+    """The sequences, none longer than the pages available now can hold; raises where they do not fit together."""
+    size, available = state.config.page_size, state.pool.num_available
+    if len(sequences) == 1:
+        (sequence,) = sequences
+        shared = sequence.num_filled // size  # whole pages of the base chunk; a partly filled one is copied into a page of its own
+        limit = min(sequence.request.max_len, (shared + available) * size)
+        if limit <= sequence.request.num_prompt:
+            raise OutOfPagesError(
+                f"the context has {sequence.request.num_prompt} tokens; {available} pages of {size} are available and leave none for a reply"
+            )
+        return [replace(sequence, request=replace(sequence.request, max_len=limit))]
+    needed = sum(pages_for(s.request.max_len, size) - s.num_filled // size for s in sequences)
+    if needed > available:
+        raise OutOfPagesError(f"{len(sequences)} replies need {needed} pages at their longest and {available} are available")
+    return sequences

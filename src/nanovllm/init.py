@@ -1,0 +1,86 @@
+"""`init_state`: an engine's first state, its KV pool and its runtime."""
+
+import torch
+
+from .compile import EagerExecutor, Executor, Runtime
+from .config import EngineConfig
+from .errors import InvalidRequestError, OutOfPagesError
+from .model import Model
+from .state.engine_state import EngineState, Lease
+from .state.kv import bytes_per_page, init_kv, pages_for
+from .state.pool import init_pool
+
+CPU_KV_BYTES = 4 << 30  # unless told otherwise
+
+
+def init_state(
+    model: Model,
+    *,
+    num_pages: int | None = None,
+    page_size: int = 16,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    memory_fraction: float = 0.9,
+    seed: int = 0,
+    compile: bool | None = None,
+    progress: bool | None = None,
+) -> EngineState:
+    """An empty engine for `model`.
+
+    `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
+    what `memory_fraction` of a GPU's memory leaves. `compile`: None is on for CUDA and off for a CPU. `progress`: None draws bars on a
+    terminal.
+    Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory.
+    """
+    config = model.config
+    max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
+    if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
+        raise InvalidRequestError(f"memory_fraction={memory_fraction!r} must be in (0, 1]")
+    limits = EngineConfig(
+        num_pages=1 if num_pages is None else num_pages,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        seed=seed,
+    )
+    if max_model_len > config.max_position_embeddings:
+        raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
+    if num_pages is None:
+        num_pages = _default_pages(model, limits, memory_fraction)
+        limits = EngineConfig(**{**_fields(limits), "num_pages": num_pages})
+    try:
+        kv = init_kv(config, num_pages=num_pages, page_size=page_size, dtype=model.dtype, device=model.device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
+        raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
+    runtime = Runtime(Lease(), _executor(model, limits, compile, progress))
+    return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
+
+
+def _executor(model: Model, limits: EngineConfig, compile: bool | None, progress: bool | None) -> Executor:
+    if model.device.type != "cuda" or compile is False:
+        return EagerExecutor(limits.page_size, limits.num_pages)
+    from .cuda_graphs import GraphExecutor
+
+    return GraphExecutor(model, limits, progress=progress)
+
+
+def _default_pages(model: Model, limits: EngineConfig, memory_fraction: float) -> int:
+    size = bytes_per_page(model.config, page_size=limits.page_size, dtype=model.dtype)
+    wanted = limits.max_num_seqs * pages_for(limits.max_model_len, limits.page_size)
+    if model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        used = total - free
+        budget = int(total * memory_fraction) - used
+    else:
+        budget = CPU_KV_BYTES
+    pages = min(wanted, budget // size - 1)
+    if pages < 1:
+        raise OutOfPagesError(f"{budget / 2**20:.0f} MiB are left for KV and one page takes {size / 2**20:.1f} MiB")
+    return pages
+
+
+def _fields(limits: EngineConfig) -> dict[str, int]:
+    return {name: getattr(limits, name) for name in EngineConfig.__dataclass_fields__}

@@ -1,0 +1,98 @@
+"""`check`: every invariant of an engine's state, stated as code."""
+
+from collections import Counter
+from itertools import pairwise
+
+from .errors import BrokenInvariantError
+from .state.engine_state import EngineState
+from .state.kv import pages_for
+from .state.pages import PageState, free_pages
+from .state.pool import Pool
+from .state.prefix import ROOT, PrefixIndex
+from .state.request import Sequence
+
+
+def check(state: EngineState) -> None:
+    """Raise `BrokenInvariantError` naming the invariant that does not hold. Linear in the pool; reads no device memory."""
+    size = state.config.page_size
+    _require(state.epoch <= state.runtime.lease.epoch, "lease", f"epoch {state.epoch} is ahead of the lease's {state.runtime.lease.epoch}")
+    sequences = [*state.running, *state.waiting, *state.kept.values(), *(s for v in state.sessions.values() for s in v.sequences)]
+    owners = Counter(page for s in sequences for page in s.pages)
+    owners.update(page for chunk in state.chunks.values() for page in chunk.pages)
+    check_pool(state.pool, owners)
+    for sequence in sequences:
+        _check_sequence(sequence, size, state.config.num_pages)
+    for chunk in state.chunks.values():
+        _require(len(chunk) > 0 and len(chunk.pages) == pages_for(len(chunk), size), "chunk", f"{chunk!r} does not fit its pages")
+        if not chunk.provenance.exact:
+            indexed = [page for page in chunk.pages if page in state.prefix]
+            _require(not indexed, "exact index", f"approximate pages {indexed} are in the prefix index")
+    ids = [s.request.request_id for s in state.running]
+    _require(all(a < b for a, b in pairwise(ids)), "order", f"running requests {ids} are not in order of arrival")
+    _require(not set(ids) & set(state.waiting.items), "order", "a request is both waiting and running")
+    _require(len(ids) <= state.config.max_num_seqs, "limits", f"{len(ids)} requests run and max_num_seqs={state.config.max_num_seqs}")
+    _require(all(rid >= state.waiting.head for rid in state.waiting.items), "order", "a waiting request stands before the queue's head")
+    _require(all(v >= 0 for v in vars_of(state.stats)), "stats", f"a counter is negative: {state.stats}")
+
+
+def check_pool(pool: Pool, owners: Counter[int]) -> None:
+    """The invariants of pages and index, given the references that others than the index hold (page -> number)."""
+    expected = Counter(owners)
+    expected.update(pool.prefix.nodes.keys())
+    _check_pages(pool.pages, expected)
+    _check_prefix(pool.prefix)
+    for page in pool.prefix.nodes:
+        idle, alone = page in pool.prefix.idle_since, pool.pages.refcount(page) == 1
+        _require(idle == alone, "idle pages", f"page {page} is {'idle' if idle else 'not idle'} and has {pool.pages.refcount(page)} owners")
+
+
+def vars_of(value: object) -> list[int]:
+    """The fields of a slotted dataclass of numbers."""
+    return [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
+
+
+def _check_pages(pages: PageState, expected: Counter[int]) -> None:
+    for page in expected.keys() | pages.refcounts.keys():
+        counted, real = pages.refcount(page), expected[page]
+        _require(counted == real, "reference counts", f"page {page} counts {counted} owners and has {real}")
+    free = free_pages(pages)
+    _require(len(free) == pages.num_free, "partition", f"{len(free)} pages are listed free and {pages.num_free} have no owner")
+    _require(len(free) == len(set(free)), "partition", "a page is listed free twice")
+    held = set(pages.refcounts.keys())
+    _require(not held & set(free), "partition", f"pages {sorted(held & set(free))[:8]} are both free and held")
+    _require(held | set(free) == set(range(pages.num_pages)), "partition", "free and held pages are not the whole pool")
+
+
+def _check_prefix(index: PrefixIndex) -> None:
+    _require(len(index.children) == len(index.nodes), "index", f"{len(index.children)} keys lead to {len(index.nodes)} pages")
+    children = Counter(node.parent for node in index.nodes.values())
+    for page, node in index.nodes.items():
+        _require(index.children.get((node.parent, node.tokens)) == page, "index", f"the key of page {page} does not lead to it")
+        _require(node.parent == ROOT or node.parent in index.nodes, "index", f"page {page} follows {node.parent}, which is not indexed")
+        _require(len(node.tokens) == 4 * index.page_size, "index", f"page {page} is indexed with {len(node.tokens) // 4} tokens")
+        _require(node.num_children == children[page], "index", f"page {page} counts {node.num_children} children and has {children[page]}")
+    _require({p: t for t, p in index.idle.items()} == dict(index.idle_since.items()), "eviction order", "its two directions disagree")
+    for page, since in index.idle_since.items():
+        _require(index.oldest <= since < index.now, "eviction order", f"page {page} is idle since {since}, before {index.oldest}")
+        _require(page in index.nodes, "eviction order", f"page {page} is idle and not indexed")
+    for page, node in index.nodes.items():
+        before = index.idle_since.get(node.parent)
+        if before is not None:
+            since = index.idle_since.get(page)
+            later = since is not None and since < before
+            _require(later, "eviction order", f"page {node.parent} could be evicted before page {page} behind it")
+
+
+def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:
+    name, pages, filled, length = f"request {sequence.request.request_id}", list(sequence.pages), sequence.num_filled, len(sequence.tokens)
+    _require(len(pages) == len(set(pages)), "sequences", f"{name} lists a page twice: {pages}")
+    _require(all(0 <= page < num_pages for page in pages), "sequences", f"{name} has a page outside the pool: {pages}")
+    _require(0 <= filled <= length, "sequences", f"{name} has {filled} of {length} tokens filled")
+    _require(filled <= len(pages) * page_size, "capacity", f"{name} has {filled} tokens in {len(pages)} pages")
+    _require(length <= sequence.request.max_len, "capacity", f"{name} has {length} tokens of {sequence.request.max_len}")
+    _require(sequence.num_generated >= 0, "sequences", f"{name} has fewer tokens than its prompt")
+
+
+def _require(holds: bool, name: str, detail: str) -> None:
+    if not holds:
+        raise BrokenInvariantError(f"invariant '{name}': {detail}")

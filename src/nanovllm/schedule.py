@@ -1,0 +1,284 @@
+"""Scheduling, pure: (pool, running, waiting, limits) -> plan.
+
+Requests are served in order of arrival. Each step runs one token of every decoding sequence first and fills the rest of its token
+budget with prompts in chunks. Where the pool is full the youngest running sequence gives its pages up and waits in front of the queue; so
+the oldest one always goes on, and every workload whose requests fit one by one ends.
+"""
+
+from bisect import bisect
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from .config import EngineConfig
+from .errors import BrokenInvariantError
+from .state import pool as pools
+from .state.kv import pages_for
+from .state.pages import require_writable
+from .state.pool import Pool
+from .state.request import Queue, Sequence
+from .state.vector import IntVector
+
+LOOKAHEAD = 64  # tokens whose pages a decoding sequence gets ahead of need, while an eighth of the pool stays free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """What one step runs, and the values that stand once it has. `decode` runs one token a sequence, `prefill` the given number.
+
+    `copies` are (source, destination) pages to be copied before anything is written; `allocated` are the pages handed out by this plan.
+    `stuck` sequences can never get another page while the live chunks stay: they end with what they have. `grew` tells that a decoding
+    sequence has other pages than before.
+    """
+
+    pool: Pool
+    running: tuple[Sequence, ...]
+    waiting: Queue
+    decode: tuple[Sequence, ...]
+    prefill: tuple[tuple[Sequence, int], ...]
+    copies: tuple[tuple[int, int], ...]
+    allocated: tuple[int, ...]
+    stuck: tuple[Sequence, ...]
+    grew: bool
+    num_preempted: int
+    num_reused: int
+    cursor: int
+
+
+def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig, cursor: int = 0) -> Plan:
+    """Choose the tokens of one step and find pages for them. Nothing that is passed in changes."""
+    draft = _Draft(pool, list(running), waiting, config)
+    decoding = _take_turns([s for s in running if s.todo <= 1], config.max_num_batched_tokens, cursor)
+    budget = config.max_num_batched_tokens - len(decoding)
+    chosen = draft.place_decode(decoding)
+    prefill: dict[int, int] = {}
+    for sequence in [s for s in draft.running if s.todo > 1]:
+        if budget and (count := draft.place_prefill(sequence, budget)):
+            prefill[sequence.request.request_id] = count
+            budget -= count
+    while budget and draft.may_admit():
+        sequence = draft.admit()
+        if sequence.todo <= 1:
+            if draft.make_room(sequence, sequence.num_filled + sequence.todo):
+                chosen.append(sequence.request.request_id)
+                budget -= 1
+        elif count := draft.place_prefill(sequence, budget):
+            prefill[sequence.request.request_id] = count
+            budget -= count
+    return draft.finish(chosen, prefill, cursor if len(decoding) == sum(s.todo <= 1 for s in running) else _id(decoding[-1]))
+
+
+Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
+
+
+def reserve(pool: Pool, sequence: Sequence, length: int, page_size: int) -> Reserved | None:
+    """Give a sequence pages of its own for tokens `num_filled ... length - 1`; None when the pool cannot.
+
+    A partly filled page that somebody else also holds is replaced by a copy (the returned (source, destination) pairs). The reference on
+    the source stays with the caller until the copy is made. Last come the pages taken.
+    """
+    held, filled = sequence.pages, sequence.num_filled
+    shared = length > filled and filled % page_size != 0 and pool.pages.refcount(held[filled // page_size]) > 1
+    missing = max(0, pages_for(length, page_size) - len(held))
+    if not shared and not missing:
+        return pool, sequence, [], ()
+    taken = pools.allocate(pool, missing + shared)
+    if taken is None:
+        return None
+    pool, fresh = taken
+    copies = []
+    if shared:
+        at = filled // page_size
+        copies.append((held[at], fresh[0]))
+        held = held.replace(at, fresh[0])
+    if missing:
+        held = held.extend(fresh[shared:])
+    return pool, sequence.with_pages(held, filled), copies, fresh
+
+
+def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
+    """Index what is filled and exact, then take the sequence's references back: full pages stay reusable until they are evicted."""
+    tokens = sequence.tokens.array(0, min(sequence.num_filled, sequence.tokens.length))
+    pool = pools.insert(pool, tokens, sequence.pages.array(), 0)
+    return pools.release(pool, sequence.pages)
+
+
+def written_pages(sequence: Sequence, count: int, page_size: int) -> np.ndarray:
+    """The pages that running the next `count` unfilled tokens writes."""
+    start = sequence.num_filled
+    return sequence.pages.array(start // page_size, pages_for(start + count, page_size)) if count else sequence.pages.array(0, 0)
+
+
+def _id(sequence: Sequence) -> int:
+    return sequence.request.request_id
+
+
+def _take_turns(decoding: list[Sequence], budget: int, cursor: int) -> list[Sequence]:
+    if len(decoding) <= budget:
+        return decoding
+    start = bisect([_id(s) for s in decoding], cursor)
+    return (decoding[start:] + decoding[:start])[:budget]
+
+
+class _Draft:
+    """The plan under construction: mutable, and never seen outside `schedule`."""
+
+    def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig):
+        self.pool, self.running, self.waiting, self.config = pool, running, waiting, config
+        self.allocated: list[int] = []
+        self.copies: dict[int, list[tuple[int, int]]] = {}
+        self.sources: list[int] = []  # read by a copy: released last, so that none is handed out again before
+        self.stuck: list[Sequence] = []
+        self.num_preempted = self.num_reused = 0
+        self.grew = False
+
+    def place_decode(self, decoding: list[Sequence]) -> list[int]:
+        size, short = self.config.page_size, False
+        for sequence in sorted(decoding, key=_id) if len(decoding) > 1 else decoding:
+            if len(sequence.pages) * size < sequence.num_filled + 1 or self.shares_tail(sequence):
+                if self.find(sequence) is None:
+                    continue
+                short = self.make_room(sequence, sequence.num_filled + sequence.todo) or short
+        if short:
+            self.grew = True
+            for sequence in decoding:
+                self.look_ahead(sequence)
+        return [_id(s) for s in decoding]
+
+    def shares_tail(self, sequence: Sequence) -> bool:
+        filled, size = sequence.num_filled, self.config.page_size
+        return filled % size != 0 and sequence.todo > 0 and self.pool.pages.refcount(sequence.pages[filled // size]) > 1
+
+    def look_ahead(self, sequence: Sequence) -> None:
+        """More pages than needed now, from free ones alone, so that many steps pass before the tables change again."""
+        at = self.find(sequence)
+        if at is None:
+            return
+        length = min(sequence.request.max_len, sequence.num_filled + 1 + LOOKAHEAD)
+        missing = pages_for(length, self.config.page_size) - len(self.running[at].pages)
+        if missing > 0 and self.pool.pages.num_free - missing >= self.config.num_pages // 8:
+            self.reserve(at, length)
+
+    def place_prefill(self, sequence: Sequence, budget: int) -> int:
+        """The tokens of a prompt that run in this step: what budget and pool allow; the oldest sequence always gets at least one."""
+        at = self.find(sequence)
+        if at is None:
+            return 0
+        sequence = self.running[at]
+        size, count = self.config.page_size, min(sequence.todo, budget)
+        spare = self.pool.num_available - self.shares_tail(sequence)
+        fits = (len(sequence.pages) + spare) * size - sequence.num_filled
+        count = min(count, max(1, fits))
+        return count if self.make_room(sequence, sequence.num_filled + count) else 0
+
+    def make_room(self, sequence: Sequence, length: int) -> bool:
+        """Reserve pages, preempting from the youngest on. False when the sequence itself had to give way."""
+        while True:
+            at = self.find(sequence)
+            if at is None:
+                raise BrokenInvariantError(f"request {_id(sequence)} is scheduled and not running")
+            if self.reserve(at, length):
+                return True
+            if at < len(self.running) - 1:
+                self.preempt(len(self.running) - 1)
+            elif at > 0:
+                self.preempt(at)
+                return False
+            elif not self.strip_waiting():
+                self.stuck.append(self.running.pop(at))
+                return False
+
+    def reserve(self, at: int, length: int) -> bool:
+        sequence = self.running[at]
+        done = reserve(self.pool, sequence, length, self.config.page_size)
+        if done is None:
+            return False
+        self.pool, self.running[at], copies, fresh = done
+        self.allocated.extend(fresh)
+        if copies:
+            self.copies[_id(sequence)] = copies
+            self.sources.extend(source for source, _ in copies)
+        return True
+
+    def preempt(self, at: int) -> None:
+        sequence = self.running.pop(at)
+        self.copies.pop(_id(sequence), None)
+        self.pool = give_up_pages(self.pool, sequence)
+        self.waiting = self.waiting.push(_without_pages(sequence))
+        self.num_preempted += 1
+
+    def strip_waiting(self) -> bool:
+        """Take the pages that waiting requests hold of their contexts; they are looked up, or run, again later."""
+        holders = [s for s in self.waiting if len(s.pages)]
+        if not holders:
+            return False
+        last = holders[-1]
+        self.pool = give_up_pages(self.pool, last)
+        self.waiting = self.waiting.push(_without_pages(last))
+        return True
+
+    def may_admit(self) -> bool:
+        first = self.waiting.first()
+        if first is None or len(self.running) >= self.config.max_num_seqs or self.num_preempted or self.stuck:
+            return False
+        if not self.running:
+            return True
+        # Shared pages that the index would give count as missing here: the estimate errs on the side of waiting.
+        missing = pages_for(first.tokens.length + 1, self.config.page_size) - len(first.pages)
+        if missing <= self.pool.num_available:
+            return True
+        matched = pools.match(self.pool, first.tokens.array())
+        idle = sum(page in self.pool.prefix.idle_since for page in matched)
+        missing = pages_for(first.tokens.length + 1, self.config.page_size) - max(len(matched), len(first.pages))
+        return missing <= self.pool.num_available - idle
+
+    def admit(self) -> Sequence:
+        sequence = self.waiting.first()
+        if sequence is None:
+            raise BrokenInvariantError("nothing waits and a request was to be admitted")
+        self.waiting = self.waiting.pop(_id(sequence))
+        matched = pools.match(self.pool, sequence.tokens.array())
+        if len(matched) * self.config.page_size > sequence.num_filled:
+            self.pool = pools.acquire(self.pool, matched)
+            self.pool = pools.release(self.pool, sequence.pages)
+            sequence = sequence.with_pages(IntVector.of(matched), len(matched) * self.config.page_size)
+        there = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even where it is filled
+        self.num_reused += max(0, there - sequence.most_filled)
+        sequence = Sequence(
+            sequence.request, sequence.tokens, sequence.pages, sequence.num_filled, max(sequence.most_filled, there),
+            sequence.num_cached if sequence.most_filled else there, sequence.first_token, sequence.logprobs, sequence.stops,
+        )  # fmt: skip
+        self.running.insert(bisect([_id(s) for s in self.running], _id(sequence)), sequence)
+        return sequence
+
+    def find(self, sequence: Sequence) -> int | None:
+        rid = _id(sequence)
+        at = bisect(self.running, rid, key=_id) - 1
+        return at if at >= 0 and _id(self.running[at]) == rid else None
+
+    def finish(self, chosen: list[int], prefill: dict[int, int], cursor: int) -> Plan:
+        held = {_id(s): s for s in self.running}
+        pool, size = pools.release(self.pool, self.sources), self.config.page_size
+        decode = tuple(held[rid] for rid in chosen if rid in held)
+        prompts = tuple((held[rid], count) for rid, count in prefill.items() if rid in held)
+        for sequence, count in (*((s, s.todo) for s in decode), *prompts):
+            require_writable(pool.pages, written_pages(sequence, count, size).tolist())
+        return Plan(
+            pool=pool,
+            running=tuple(self.running),
+            waiting=self.waiting,
+            decode=decode,
+            prefill=prompts,
+            copies=tuple(pair for pairs in self.copies.values() for pair in pairs),
+            allocated=tuple(self.allocated),
+            stuck=tuple(self.stuck),
+            grew=self.grew,
+            num_preempted=self.num_preempted,
+            num_reused=self.num_reused,
+            cursor=cursor,
+        )
+
+
+def _without_pages(sequence: Sequence) -> Sequence:
+    return sequence.with_pages(IntVector.of(), 0)

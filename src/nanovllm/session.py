@@ -1,0 +1,117 @@
+"""`begin` and `commit`: decode steps in the caller's hands, between the reservation of their pages and the replies they made."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from .chunks import chunk_of
+from .context import Context
+from .decode import DecodeCarry, TokenLog
+from .engine import capacity, commit_state, enter, guarded, new_sequence
+from .errors import DonatedStateError, InvalidRequestError
+from .fill import adopt, fill, reserve_all
+from .generate import Generation
+from .model import Model
+from .sampling_params import SamplingParams
+from .settle import counted, finish_reason, reply_text, scan
+from .state.chunk import Provenance
+from .state.engine_state import EngineState, Session
+from .state.request import Sequence
+
+
+@torch.no_grad()
+def begin(
+    model: Model,
+    state: EngineState,
+    contexts: Seq[Context],
+    sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
+    *,
+    room: int,
+) -> tuple[EngineState, DecodeCarry]:
+    """Fill the contexts and reserve pages for `room` decode steps of each: the carry to call `decode_step` with, `room` times at most.
+
+    The first step draws each context's first new token. Neither stop conditions nor `max_tokens` end a row before `commit`.
+    Raises `InvalidRequestError` for a context that with `room` tokens exceeds the engine's capacity, `OutOfPagesError` where the pages do
+    not suffice.
+    """
+    state = enter(state)
+    if isinstance(room, bool) or not isinstance(room, int) or room < 1:
+        raise InvalidRequestError(f"room={room!r} must be an integer of at least 1, the number of decode steps")
+    if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+        sampling_params = [sampling_params] * len(contexts)
+    if not contexts or len(sampling_params) != len(contexts):
+        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: give one for all or one for each")
+    inner, sequences, provenances = state, [], []
+    for context, params in zip(contexts, sampling_params, strict=True):
+        inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
+        if len(sequence.tokens) + room > capacity(state):
+            raise InvalidRequestError(
+                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's {capacity(state)} tokens a request"
+            )
+        sequences.append(sequence)
+        provenances.append(Provenance() if base is None else base.provenance)
+    ticket = inner.next_id
+    with guarded(state) as taken:
+        inner, sequences = adopt(inner, sequences, logits=True)
+        inner, sequences = reserve_all(inner, sequences, [len(s.tokens) + room for s in sequences], taken)
+        inner, sequences = fill(model, inner, sequences, keep_back=1)
+        carry = state.runtime.executor.begin(model, inner.kv, sequences, ticket)
+        log = TokenLog(
+            session=torch.tensor(ticket, device=model.device),
+            num_steps=torch.tensor(0, dtype=torch.int32, device=model.device),
+            token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=model.device),
+        )
+    session = Session(sequences=tuple(sequences), provenances=tuple(provenances), room=room)
+    state = commit_state(inner, next_id=ticket + 1, sessions=inner.sessions.set(ticket, session))
+    return state, replace(carry, log=log)
+
+
+@torch.no_grad()
+def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
+    """Donates `carry`. End a run of decode steps: each row's tokens up to its first reason to stop, as a reply and a chunk.
+
+    Raises `DonatedStateError` for a carry that was committed before, `InvalidRequestError` where more steps were run than there was room for.
+    """
+    state = enter(state)
+    if carry.log is None:
+        raise InvalidRequestError("this carry does not come from begin")
+    ticket, num_steps = int(carry.log.session), int(carry.log.num_steps)
+    session = state.sessions.get(ticket)
+    if session is None:
+        raise DonatedStateError(f"the decode steps of session {ticket} were committed already, or began in another engine")
+    if num_steps > session.room:
+        raise InvalidRequestError(f"{num_steps} steps were run and begin made room for {session.room}")
+    drawn = carry.log.token_ids.cpu().numpy()[:, :num_steps]
+    rows = [_settled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, drawn, strict=True)]
+    prompt = rerun = 0
+    if num_steps:
+        counts = [counted(s, 1) for s in session.sequences]
+        prompt, rerun = sum(p for p, _ in counts), sum(a for _, a in counts)
+    run = num_steps * len(rows)
+    used = sum(sequence.num_generated for sequence, _ in rows)
+    stats = state.stats.add(prefill_tokens=prompt, decode_tokens=run - prompt, rerun_tokens=rerun, discarded_tokens=run - used)
+    with guarded(state):
+        # Each row's pages reach its newest token: `begin` reserved them.
+        inner, filled = fill(model, replace(state, stats=stats), [sequence for sequence, _ in rows])
+        state.runtime.executor.end(ticket)
+    generations = []
+    for sequence, provenance, (_, reason) in zip(filled, session.provenances, rows, strict=True):
+        inner, chunk = chunk_of(model, inner, sequence, provenance)
+        token_ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
+        generations.append(Generation(chunk=chunk, token_ids=token_ids, text=reply_text(model, sequence), finish_reason=reason))
+    return commit_state(inner, sessions=inner.sessions.delete(ticket)), generations
+
+
+def _settled(model: Model, sequence: Sequence, tokens: np.ndarray) -> tuple[Sequence, str]:
+    """The sequence with its tokens up to the first that ends it; of them all but the newest are filled."""
+    reason, filled = None, sequence.num_filled
+    for token in tokens.tolist():
+        stops = sequence.stops and scan(sequence.stops, token, sequence.request.sampling.stop)
+        filled = len(sequence.tokens)
+        sequence = replace(sequence, tokens=sequence.tokens.append(token), stops=stops)
+        if (reason := finish_reason(sequence)) is not None:
+            break
+    sequence = replace(sequence, num_filled=filled, most_filled=max(filled, sequence.most_filled))
+    return sequence, reason or "length"

@@ -1,0 +1,94 @@
+"""What becomes of a drawn token: appended, looked at for a reason to stop, and in the end told to the caller."""
+
+from dataclasses import replace
+
+from .compile import Drawn
+from .model import Model
+from .state.request import Metrics, RequestOutput, Sequence, StopScan, TokenLogprobs
+
+
+def draw_token(model: Model, sequence: Sequence, drawn: Drawn, row: int, now: float) -> Sequence:
+    """The sequence with the token that row `row` drew."""
+    token = int(drawn.token_ids[row])
+    logprobs, stops = sequence.logprobs, sequence.stops
+    if sequence.request.sampling.logprobs is not None:
+        logprobs = (logprobs, _entry(drawn, row, token, sequence.request.sampling.logprobs))
+    if stops is not None:
+        stops = scan(stops, token, sequence.request.sampling.stop)
+    return Sequence(
+        sequence.request, sequence.tokens.append(token), sequence.pages, sequence.num_filled, sequence.most_filled, sequence.num_cached,
+        sequence.first_token or now, logprobs, stops,
+    )  # fmt: skip
+
+
+def finish_reason(sequence: Sequence) -> str | None:
+    """Why the newest token is the last: `stop`, `length`, or None while the reply goes on."""
+    request = sequence.request
+    if sequence.tokens[-1] in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
+        return "stop"
+    return "length" if sequence.tokens.length >= request.max_len else None
+
+
+def scan(stops: StopScan, token: int, strings: tuple[str, ...]) -> StopScan:
+    """Add a token's text and look for a stop string that ends in it."""
+    detokenizer, piece = stops.detokenizer.push([token])
+    begin = max(0, len(stops.text) - max(map(len, strings)) + 1)
+    text = stops.text + piece
+    places = [at for string in strings if (at := text.find(string, begin)) >= 0]
+    return StopScan(detokenizer, text, min(places, default=None))
+
+
+def counted(sequence: Sequence, count: int) -> tuple[int, int]:
+    """Of the `count` tokens that run next: how many belong to the prompt, and how many had run before a preemption."""
+    start = sequence.num_filled - (sequence.todo == 0)
+    prompt = max(0, min(sequence.request.num_prompt, start + count) - start)
+    return prompt, max(0, min(sequence.most_filled, start + count) - start)
+
+
+def reply_text(model: Model, sequence: Sequence) -> str:
+    """The reply as text: without special tokens, the token that stopped it, or a stop string."""
+    if model.tokenizer is None:
+        return ""
+    if sequence.stops is not None and sequence.stops.found is not None:
+        return sequence.stops.text[: sequence.stops.found]
+    ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
+    if ids and ids[-1] in sequence.request.stop_ids:
+        ids.pop()
+    return model.tokenizer.decode(ids)
+
+
+def result(model: Model, sequence: Sequence, reason: str, now: float) -> RequestOutput:
+    """What the caller gets of a request that has ended."""
+    request, generated = sequence.request, sequence.num_generated
+    first = sequence.first_token or now
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=sequence.tokens.array(0, request.num_prompt),
+        token_ids=sequence.tokens.array(request.num_prompt).tolist(),
+        text=reply_text(model, sequence),
+        finish_reason=reason,
+        num_cached_tokens=sequence.num_cached,
+        logprobs=None if request.sampling.logprobs is None else _unroll(sequence.logprobs),
+        metrics=Metrics(
+            time_to_first_token=first - request.arrival,
+            total_time=now - request.arrival,
+            decode_tokens_per_second=(generated - 1) / (now - first) if generated > 1 and now > first else 0.0,
+        ),
+    )
+
+
+def _entry(drawn: Drawn, row: int, token: int, num_top: int) -> TokenLogprobs:
+    logprob = float("nan") if drawn.logprobs is None else float(drawn.logprobs[row])
+    entry = TokenLogprobs(token_id=token, logprob=logprob)
+    if num_top and drawn.top_ids is not None and drawn.top_logprobs is not None:
+        pairs = zip(drawn.top_ids[row, :num_top].tolist(), drawn.top_logprobs[row, :num_top].tolist(), strict=True)
+        entry = replace(entry, top=tuple(pairs))
+    return entry
+
+
+def _unroll(entries: tuple | None) -> list[TokenLogprobs]:
+    found = []
+    while entries is not None:
+        entries, entry = entries
+        found.append(entry)
+    return found[::-1]

@@ -1,0 +1,109 @@
+"""`EngineState`: everything of one engine that changes, and the lease that makes a donated value an error to use."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from dataclasses import replace as _replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from immutables import Map
+
+from ..config import EngineConfig
+from ..errors import DonatedStateError
+from .chunk import Chunk, Provenance
+from .kv import KVState
+from .pages import PageState
+from .pool import Pool
+from .prefix import PrefixIndex
+from .request import Queue, Sequence
+
+if TYPE_CHECKING:
+    from ..compile import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Tokens since the engine began. run = prefill + decode = needed - reused + rerun + discarded."""
+
+    prefill_tokens: int = 0  # prompt tokens run
+    decode_tokens: int = 0  # reply tokens run
+    reused_tokens: int = 0  # prompt tokens whose KV was there already
+    rerun_tokens: int = 0  # of those run: run before, lost to preemption
+    discarded_tokens: int = 0  # of those run: ahead, then not used
+    preemptions: int = 0
+
+    def add(self, **more: int) -> "Stats":
+        """The counters with some increased."""
+        return _replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Who may use the KV memory: the state whose epoch is the lease's. Mutable on purpose, owned by the runtime.
+
+    `lost` are pages that a failed call wrote although an older value still counts on what stood there; the next call forgets them.
+    """
+
+    engine: str = field(default_factory=lambda: uuid4().hex)
+    epoch: int = 0
+    lost: frozenset[int] = frozenset()
+    dirty: bool = False
+
+    def check(self, epoch: int) -> None:
+        """Raise `DonatedStateError` unless `epoch` is the newest."""
+        if epoch != self.epoch:
+            raise DonatedStateError(
+                f"this state is {self.epoch - epoch} call(s) old and its memory was donated to a later one; use the state that call returned"
+            )
+
+    def advance(self) -> int:
+        """Take the memory over: every older state is donated from here on. Returns the new epoch."""
+        self.epoch += 1
+        self.lost, self.dirty = frozenset(), False
+        return self.epoch
+
+    def lose(self, pages: Iterable[int]) -> None:
+        """Note that a failed call wrote these pages, and perhaps moved the decode carry on."""
+        self.lost, self.dirty = self.lost.union(pages), True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Session:
+    """Sequences between `begin` and `commit`, with the pages reserved for `room` steps of each."""
+
+    sequences: tuple[Sequence, ...]
+    provenances: tuple[Provenance, ...]
+    room: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineState:
+    """Donated by every call that takes it. `running` is in order of arrival; `chunks` are the live handles by liveness token.
+
+    `loaded` names the sequences whose rows stand in the runtime's decode carry, in order; None when it has to be loaded anew.
+    """
+
+    config: EngineConfig
+    kv: KVState
+    pool: Pool
+    running: tuple[Sequence, ...] = ()
+    waiting: Queue = field(default_factory=Queue)
+    chunks: Map[int, Chunk] = field(default_factory=Map)
+    sessions: Map[int, Session] = field(default_factory=Map)
+    stats: Stats = field(default_factory=Stats)
+    next_id: int = 0
+    cursor: int = 0  # the request that decoded last, where a step's budget is below the number of running requests
+    kept: Map[int, Sequence] = field(default_factory=Map)  # ended, their pages not given up yet
+    loaded: Any = None
+    epoch: int = 0
+    runtime: "Runtime"
+
+    @property
+    def pages(self) -> PageState:
+        """Owners of the pages."""
+        return self.pool.pages
+
+    @property
+    def prefix(self) -> PrefixIndex:
+        """The index of reusable pages."""
+        return self.pool.prefix

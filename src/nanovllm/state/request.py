@@ -1,0 +1,154 @@
+"""A request, the sequence it has grown to, the queue it waits in, and what comes out of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from immutables import Map
+
+from ..sampling_params import SamplingParams
+from ..tokenizer import Detokenizer
+from .vector import IntVector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """What was asked for. `max_len` bounds prompt and reply together, in tokens; `seed` is the request's half of the generator's key."""
+
+    request_id: int
+    num_prompt: int
+    sampling: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: frozenset[int]
+    arrival: float
+    keep: bool = False  # its pages stay, in `EngineState.kept`, when it ends
+
+
+@dataclass(frozen=True, slots=True)
+class StopScan:
+    """The text of a reply so far, kept only for requests that stop at strings; `found` is where a stop string begins."""
+
+    detokenizer: Detokenizer
+    text: str = ""
+    found: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequence:
+    """A request under way: its tokens, the pages that hold the KV of the first `num_filled` of them, and counters.
+
+    Every token but the newest is filled once it decodes. `most_filled` is the highest `num_filled` ever reached: what is run again below
+    it was lost to preemption. `logprobs` is a linked list, newest first: (older, entry).
+    """
+
+    request: Request
+    tokens: IntVector
+    pages: IntVector
+    num_filled: int = 0
+    most_filled: int = 0
+    num_cached: int = 0
+    first_token: float = 0.0
+    logprobs: tuple[Any, Any] | None = None
+    stops: StopScan | None = None
+
+    @property
+    def todo(self) -> int:
+        """Tokens whose KV is missing; 0 for a filled context that has no logits yet."""
+        return self.tokens.length - self.num_filled
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the reply."""
+        return self.tokens.length - self.request.num_prompt
+
+    def with_pages(self, pages: IntVector, num_filled: int) -> "Sequence":
+        """The sequence over other pages, of which `num_filled` tokens are filled."""
+        return Sequence(
+            self.request, self.tokens, pages, num_filled, self.most_filled, self.num_cached, self.first_token, self.logprobs, self.stops
+        )
+
+    def advance(self, count: int) -> "Sequence":
+        """The sequence with `count` more tokens filled."""
+        filled = self.num_filled + count
+        return Sequence(
+            self.request, self.tokens, self.pages, filled, max(self.most_filled, filled), self.num_cached, self.first_token, self.logprobs,
+            self.stops,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queue:
+    """Waiting sequences in order of arrival, which is the order of their request ids. Persistent."""
+
+    items: Map[int, Sequence] = field(default_factory=Map)
+    head: int = 0  # no id in `items` is smaller
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (self.items[i] for i in sorted(self.items))
+
+    def push(self, sequence: Sequence) -> "Queue":
+        """The queue with one more; a preempted sequence, being older, stands before all that were never admitted."""
+        rid = sequence.request.request_id
+        return Queue(self.items.set(rid, sequence), min(self.head, rid) if self.items else rid)
+
+    def first(self) -> Sequence | None:
+        """The oldest, or None."""
+        if not self.items:
+            return None
+        rid = self.head
+        while rid not in self.items:
+            rid += 1
+        return self.items[rid]
+
+    def pop(self, request_id: int) -> "Queue":
+        """The queue without one; ids below it were served already when it is the first."""
+        first = self.first()
+        items = self.items.delete(request_id)
+        return Queue(items, request_id + 1 if first is not None and first.request.request_id == request_id else self.head)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """Seconds: from submission to the first token, and to the last; tokens a second in between."""
+
+    time_to_first_token: float
+    total_time: float
+    decode_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLogprobs:
+    """Log-probabilities at one place of the reply, of the model's own distribution: of the token drawn, and of the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestOutput:
+    """A finished request. `text` ends before a stop string and leaves special tokens out; `token_ids` has all that were drawn."""
+
+    request_id: int
+    prompt_token_ids: np.ndarray
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # "stop" or "length"
+    num_cached_tokens: int
+    logprobs: list[TokenLogprobs] | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What one step did for one request: the token it drew, and the whole result when that was the last."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
