@@ -1,0 +1,48 @@
+"""The architectures: one file each, found by the name that a Hugging Face `config.json` gives in `architectures`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..batch import Batch
+from ..config import HF, ModelConfig
+from ..state.kv import KVState
+from ..types import Float, Tensor
+from . import llama, qwen3
+from .params import Layer, ParamInfo, Params
+
+__all__ = ["REGISTRY", "Layer", "ModelSpec", "ParamInfo", "Params", "forward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The four functions of one architecture; `layer` stands alone so that it can be compiled once for all layers."""
+
+    config_from_hf: Callable[[HF], ModelConfig]
+    param_table: Callable[[ModelConfig], Params[ParamInfo]]
+    layer: Callable[..., Tensor]
+    forward: Callable[..., tuple[Tensor, KVState]]
+
+
+REGISTRY: Mapping[str, ModelSpec] = MappingProxyType(
+    {
+        "Qwen3ForCausalLM": ModelSpec(
+            config_from_hf=qwen3.config_from_hf, param_table=qwen3.param_table, layer=qwen3.layer, forward=qwen3.forward
+        ),
+        "LlamaForCausalLM": ModelSpec(
+            config_from_hf=llama.config_from_hf, param_table=llama.param_table, layer=llama.layer, forward=llama.forward
+        ),
+    }
+)
+
+
+def forward(
+    params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig, *, layer: Callable[..., Tensor] | None = None
+) -> tuple[Float[Tensor, "R V"], KVState]:
+    """Donates `kv`. Run one step's tokens through the model: logits `[R, V]` in the model's dtype, and the new KV state.
+
+    R is the length of `batch.logit_indices`, or every token when that is None. `layer` replaces the architecture's own layer function
+    by a compiled form of it.
+    """
+    spec = REGISTRY[config.architecture]
+    return spec.forward(params, kv, batch, config, layer=spec.layer if layer is None else layer)

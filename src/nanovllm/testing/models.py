@@ -1,0 +1,154 @@
+"""Small models for tests: a config, random weights, a byte-level tokenizer, and the Hugging Face folder that holds them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from torch.utils import _pytree as pytree
+
+from ..config import ModelConfig, RopeConfig
+from ..model import Model, resolve_device
+from ..models import REGISTRY, ParamInfo
+from ..tokenizer import Tokenizer, make_tokenizer
+from ..types import Tensor, dtype_of
+from ..weights import random_fingerprint, random_params
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+BYTE_VOCAB = 256 + len(SPECIAL)  # the smallest vocabulary that `byte_tokenizer` fits into
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+
+def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> ModelConfig:
+    """A config of two layers that runs in milliseconds; `changes` are fields of `ModelConfig`. Any vocabulary down to 1 will do."""
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=10000.0),
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+    )
+    return replace(config, **changes)
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    dtype: torch.dtype | str = "float32",
+    *,
+    device: torch.device | str = "cpu",
+    std: float = 0.2,
+    tokenizer: Tokenizer | None = None,
+) -> Model:
+    """A model with random weights. Without a `tokenizer` it gets the byte-level one where its vocabulary holds that, else none.
+
+    `std` is large so that greedy choices are well apart from each other.
+    """
+    if tokenizer is None and config.vocab_size >= BYTE_VOCAB:
+        tokenizer = byte_tokenizer()
+    target, kind = resolve_device(device), dtype_of(dtype)
+    return Model(
+        name=f"random-{seed}",
+        config=config,
+        params=random_params(config, seed=seed, device=target, dtype=kind, std=std),
+        tokenizer=tokenizer,
+        spec=REGISTRY[config.architecture],
+        generation_config={},
+        fingerprint=random_fingerprint(config, seed, std),
+        device=target,
+        dtype=kind,
+    )
+
+
+def save_hf_folder(path: Path, config: ModelConfig, seed: int = 0, dtype: torch.dtype | str = "float32", *, num_shards: int = 1) -> Path:
+    """Write a Hugging Face folder with random weights and the byte-level tokenizer; with several shards, an index too. Returns `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config_to_hf(replace(config, dtype=str(dtype_of(dtype)).removeprefix("torch.")))))
+    save_tokenizer(path)
+    tensors = random_tensors(config, seed, dtype_of(dtype))
+    if num_shards == 1:
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+    names = sorted(tensors)
+    places = {name: f"model-{i % num_shards + 1:05}-of-{num_shards:05}.safetensors" for i, name in enumerate(names)}
+    for shard in sorted(set(places.values())):
+        save_file({name: tensors[name] for name in names if places[name] == shard}, path / shard, metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return path
+
+
+def random_tensors(config: ModelConfig, seed: int, dtype: torch.dtype, std: float = 0.2) -> dict[str, Tensor]:
+    """Random tensors under their checkpoint names, in the shapes of the architecture's table."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for info in pytree.tree_leaves(REGISTRY[config.architecture].param_table(config)):
+        if isinstance(info, ParamInfo):
+            for name, shape in zip(info.sources, info.source_shapes, strict=True):
+                mean = 1.0 if info.kind == "gain" else 0.0
+                tensors[name] = torch.empty(shape).normal_(mean, std, generator=generator).to(dtype)
+    return tensors
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that the architecture's `config_from_hf` reads back as `config`."""
+    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    if config.rope.kind != "default":
+        rope["factor"] = config.rope.factor
+    if config.rope.kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+    extra = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+    rope.update({name: getattr(config.rope, name) for name in extra.get(config.rope.kind, ())})
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
+    more = ("mlp_bias", "hidden_act", "max_position_embeddings", "dtype", "bos_token_id")
+    return {
+        **{name: getattr(config, name) for name in (*same, *more)},
+        "architectures": [config.architecture],
+        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rope_parameters": rope,
+        "eos_token_id": list(config.eos_token_ids),
+    }
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer with one token a byte and the special tokens `SPECIAL` after them, with a chat template that knows thinking."""
+    return make_tokenizer(_byte_backend(), {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, CHAT_TEMPLATE)
+
+
+def save_tokenizer(path: Path) -> None:
+    """Write the byte-level tokenizer and its chat template into a folder."""
+    _byte_backend().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}))
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def _byte_backend() -> tokenizers.Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[:3]])
+    backend.add_tokens([AddedToken(token, special=False) for token in SPECIAL[3:]])
+    return backend

@@ -1,0 +1,224 @@
+"""Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
+
+Each parameter is read, cast, moved to its device and, on a CPU, prepacked before the next is touched, so that beyond the model itself
+the host never holds more than one parameter.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from .config import ModelConfig
+from .errors import CheckpointError
+from .models import REGISTRY, ParamInfo, Params
+from .models.layers import inverse_frequencies
+from .ops.linear import pack
+from .types import Tensor
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHeader:
+    """Where one tensor of a checkpoint lies: `start` and `stop` are byte offsets in `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_headers(folder: Path) -> Mapping[str, TensorHeader]:
+    """The headers of all tensors of a checkpoint folder, single or sharded, by tensor name.
+
+    Raises `CheckpointError` naming the file: no safetensors file, an unreadable index, a missing shard, a truncated or garbage file, a
+    tensor that the index places elsewhere.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (folder / "model.safetensors").is_file():
+            pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+            why = f"only pickle files ({', '.join(pickled)}), which can run code when read" if pickled else "no weights"
+            raise CheckpointError(f"{folder}: {why}; expected model.safetensors or model.safetensors.index.json")
+        return MappingProxyType(_read_file_headers(folder / "model.safetensors"))
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(places.values()))
+        unsafe = [shard for shard in shards if Path(shard).name != shard]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors shards: {error!r}") from error
+    if unsafe:
+        raise CheckpointError(f"{index}: shard {unsafe[0]!r} is not a plain file name")
+    headers: dict[str, TensorHeader] = {}
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise CheckpointError(f"{index}: names the shard {shard}, which is missing")
+        for name, header in _read_file_headers(folder / shard).items():
+            if places.get(name) != shard:
+                raise CheckpointError(f"{folder / shard}: holds {name}, which the index places in {places.get(name)}")
+            headers[name] = header
+    if absent := sorted(places.keys() - headers.keys()):
+        raise CheckpointError(f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places there")
+    return MappingProxyType(headers)
+
+
+def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
+    # `safe_open` is the judge of the file: offsets, overlaps, lengths. Its layout: github.com/huggingface/safetensors#format
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            entries: dict[str, Any] = json.loads(stream.read(length))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+    data = 8 + length
+    return {
+        name: TensorHeader(
+            file=file,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            start=data + entry["data_offsets"][0],
+            stop=data + entry["data_offsets"][1],
+        )
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def check_headers(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> None:
+    """Raises `CheckpointError` for the first tensor that is missing, unknown, misshapen or not of a floating-point dtype.
+
+    Ignored: `lm_head.weight` where the head is tied, and stored rotary frequencies, which are computed.
+    """
+    wanted = {name: shape for info in _infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
+    for name, shape in wanted.items():
+        if name not in headers:
+            raise CheckpointError(f"the checkpoint lacks the tensor {name} {list(shape)}")
+        if headers[name].shape != shape:
+            raise CheckpointError(f"{name} has shape {list(headers[name].shape)}, the config asks for {list(shape)}")
+        if headers[name].dtype not in FLOATS:
+            raise CheckpointError(f"{name} has dtype {headers[name].dtype}, expected one of {', '.join(FLOATS)}")
+    for name in headers.keys() - wanted.keys():
+        tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+        if not tied_head and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(f"the checkpoint holds the tensor {name}, which {config.architecture} does not have")
+
+
+def load_params(
+    folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, progress: bool | None = None
+) -> tuple[Params[Tensor], str]:
+    """The weights of a checkpoint folder on `device` in `dtype`, and the checkpoint's fingerprint.
+
+    `progress` shows a bar on stderr; None: where stderr is a terminal. Raises `CheckpointError`.
+    """
+    table = REGISTRY[config.architecture].param_table(config)
+    headers = read_headers(folder)
+    check_headers(headers, table, config)
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {h.file for h in headers.values()}}
+        total = sum(header.stop - header.start for header in headers.values())
+        hide = not (sys.stderr.isatty() if progress is None else progress)
+        bar = stack.enter_context(tqdm(total=total, desc="weights", unit="B", unit_scale=True, unit_divisor=1024, disable=hide))
+
+        def read(info: ParamInfo) -> Tensor:
+            # Fused parameters are filled in place, part by part: neither a list of parts nor a cast copy of the whole ever exists.
+            param = torch.empty(info.shape, dtype=info.dtype or dtype, device=device)
+            row = 0
+            for name in info.sources:
+                part = files[headers[name].file].get_tensor(name)
+                param[row : row + part.shape[0]].copy_(part)
+                row += part.shape[0]
+                bar.update(part.nbytes)
+            return param
+
+        try:
+            params = build_params(table, config, read, device)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: could not be read: {error}") from error
+    return params, fingerprint(config, headers)
+
+
+def random_params(config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02) -> Params[Tensor]:
+    """Random weights from the architecture's table: matrices and biases normal with deviation `std`, gains `1 + std * normal`.
+
+    The same seed gives the same values on every device (they are drawn on the CPU in float32, then cast).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(info: ParamInfo) -> Tensor:
+        values = torch.empty(info.shape).normal_(1.0 if info.kind == "gain" else 0.0, std, generator=generator)
+        return values.to(device, info.dtype or dtype)
+
+    return build_params(REGISTRY[config.architecture].param_table(config), config, draw, device)
+
+
+def build_params(
+    table: Params[ParamInfo], config: ModelConfig, make: Callable[[ParamInfo], Tensor], device: torch.device
+) -> Params[Tensor]:
+    """Fill the table in its own order, packing each matrix as soon as it is made; the rotary frequencies are computed.
+
+    On a CPU a tied head is packed from the embedding table, which stays plain because rows are read from it: the one weight held twice.
+    """
+
+    def leaf(info: ParamInfo | None) -> Tensor | None:
+        match info:
+            case None:
+                return None
+            case ParamInfo(kind="rope"):
+                return inverse_frequencies(config.rope, config.head_dim).to(device)
+            case ParamInfo(kind="matrix"):
+                return pack(make(info))
+            case _:
+                return make(info)
+
+    params: Params[Tensor] = pytree.tree_map(leaf, table)
+    if params.head is not None:
+        return params
+    head = pack(params.embed)
+    return Params(
+        embed=params.embed,
+        layers=params.layers,
+        final_norm=params.final_norm,
+        head=None if head is params.embed else head,
+        inv_freq=params.inv_freq,
+    )
+
+
+def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
+    """SHA-256 (hex) of the config, of every tensor's name, dtype and shape, and of bytes from its start, middle and end.
+
+    It costs milliseconds and does not depend on how tensors are spread over files. It tells checkpoints apart; it is no integrity check.
+    """
+    digest = hashlib.sha256(repr(config).encode())
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(file.open("rb")).fileno() for file in {h.file for h in headers.values()}}
+        for name, header in sorted(headers.items()):
+            digest.update(f"{name} {header.dtype} {header.shape}".encode())
+            last = max(header.start, header.stop - SAMPLE)
+            for at in (header.start, (header.start + last) // 2, last):
+                digest.update(os.pread(files[header.file], min(SAMPLE, header.stop - at), at))
+    return digest.hexdigest()
+
+
+def random_fingerprint(config: ModelConfig, seed: int, std: float = 0.02) -> str:
+    """The fingerprint (hex) of `random_params` of this config, seed and deviation."""
+    return hashlib.sha256(f"random {config!r} {seed} {std}".encode()).hexdigest()
+
+
+def _infos(table: Params[ParamInfo]) -> Iterable[ParamInfo]:
+    return (leaf for leaf in pytree.tree_leaves(table) if leaf is not None)
