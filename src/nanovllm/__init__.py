@@ -1,1 +1,81 @@
-"""nanovllm"""
+"""nanovllm: a language-model inference engine for one GPU, written as a functional program.
+
+The model is a pure function of `(params, KVState, batch)`; KV pages and chunks are values that the caller threads. `LLM` is the shell for
+those who just want text.
+"""
+
+from .batch import Batch
+from .chunks import fork, prefill, release, truncate
+from .config import EngineConfig, ModelConfig, RopeConfig
+from .decode import DecodeCarry, DecodeOutput, decode_step
+from .engine import cancel, step, submit
+from .errors import (
+    BrokenInvariantError,
+    CheckpointError,
+    ChunkFileError,
+    DonatedStateError,
+    ForeignChunkError,
+    InvalidRequestError,
+    NanoVLLMError,
+    OutOfPagesError,
+    ReleasedChunkError,
+)
+from .generate import Generation, generate, generate_many
+from .init import init_state
+from .invariants import check
+from .model import Model, load_model
+from .models import Params, forward
+from .sampling_params import SamplingParams
+from .session import begin, commit
+from .state.chunk import Chunk
+from .state.engine_state import EngineState, Stats
+from .state.kv import KVState
+from .state.pages import PageState
+from .state.prefix import PrefixIndex
+from .state.request import RequestOutput, StepOutput
+
+__all__ = [
+    "Batch",
+    "BrokenInvariantError",
+    "CheckpointError",
+    "Chunk",
+    "ChunkFileError",
+    "DecodeCarry",
+    "DecodeOutput",
+    "DonatedStateError",
+    "EngineConfig",
+    "EngineState",
+    "ForeignChunkError",
+    "Generation",
+    "InvalidRequestError",
+    "KVState",
+    "Model",
+    "ModelConfig",
+    "NanoVLLMError",
+    "OutOfPagesError",
+    "PageState",
+    "Params",
+    "PrefixIndex",
+    "ReleasedChunkError",
+    "RequestOutput",
+    "RopeConfig",
+    "SamplingParams",
+    "Stats",
+    "StepOutput",
+    "begin",
+    "cancel",
+    "check",
+    "commit",
+    "decode_step",
+    "fork",
+    "forward",
+    "generate",
+    "generate_many",
+    "init_state",
+    "load_model",
+    "prefill",
+    "release",
+    "step",
+    "submit",
+    "truncate",
+]

@@ -93,7 +93,7 @@ def new_sequence(
     num_prompt, limit = len(resolved.tokens), capacity(state)
     if num_prompt >= limit:
         raise InvalidRequestError(f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated")
-    ends = () if params.ignore_eos else model.eos_token_ids
+    ends = () if params.ignore_eos else model.config.eos_token_ids
     rid = state.next_id
     request = Request(
         request_id=rid,
