@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .ops.philox import uniforms
+from .ops.draw import draw
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .types import Bool, Float, Float32, Int32, Int64, Tensor, register_value
 
@@ -88,87 +88,84 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
     """Draw one token a row; `positions[b]` is the index in its sequence of the token being drawn.
 
     The order is vLLM's: log-probabilities of the untouched logits; bias; repetition, frequency and presence penalties; temperature; min-p;
-    top-k; top-p; then the draw, `argmax(logits / temperature + g)` with Gumbel noise g from the key (seed, position) and the token id
-    (Gumbel, 1954), so that there is no normalisation, no host and no order of rows. At temperature 0 the cuts and the noise do not apply.
+    top-k; top-p; then the draw, `argmax(logits / temperature + g)` with Gumbel noise g from the key (seed, position) and the token id.
+    At temperature 0 the token is the argmax of the penalised logits: the cuts and the noise do not apply.
 
     Ties: the cuts go by value, so tokens that tie with the last one kept are kept too (top-p counts the mass of exactly top_k of them);
     argmax takes the lowest id. The largest logit is always kept. A -inf logit is never drawn unless the whole row is -inf, which draws
     token 0. Where a row holds NaN or +inf its token is an id of the vocabulary, without further promise; other rows are not affected.
     """
-    raw_BV = logits.float()
-    x_BV = _biased(raw_BV, sampling.logit_bias)
+    x_BV = logits
+    if sampling.logit_bias is not None:
+        x_BV = torch.where(sampling.logit_bias != 0, x_BV.float() + sampling.logit_bias, x_BV.float())
     if sampling.penalties is not None:
-        x_BV = _penalised(x_BV, sampling.penalties)
-    if sampling.temperature is not None:
-        random_B1 = (sampling.temperature > 0).unsqueeze(1)
-        cut_BV = _cut(x_BV / torch.where(random_B1, sampling.temperature.unsqueeze(1), 1.0), sampling)
-        keys = torch.stack((sampling.seeds, torch.where(random_B1.squeeze(1), positions.long(), -1)), 1)
-        # log1p(-u) and not log(u): u is finest near 0, and that is where the largest noise comes from
-        noise_BV = -torch.log(-torch.log1p(-uniforms(keys, x_BV.shape[1])))
-        x_BV = torch.where(random_B1, cut_BV + noise_BV, x_BV)
-    ids_B1 = x_BV.argmax(1, keepdim=True)
-    ids = ids_B1.squeeze(1).int()
+        x_BV = _penalised(x_BV.float(), sampling.penalties)
+    if sampling.temperature is None:
+        ids = x_BV.argmax(1).int()
+    else:
+        keys = torch.stack((sampling.seeds, positions.long()), 1)
+        ids = draw(x_BV, sampling.temperature, _least_kept(x_BV, sampling, sampling.temperature), keys)
     if sampling.num_logprobs is None:
         return Sampled(token_ids=ids)
-    logprobs_BV = raw_BV.log_softmax(1)
-    logprobs = logprobs_BV.gather(1, ids_B1).squeeze(1)
+    logprobs_BV = logits.float().log_softmax(1)
+    logprobs = logprobs_BV.gather(1, ids.long().unsqueeze(1)).squeeze(1)
     if sampling.num_logprobs == 0:
         return Sampled(token_ids=ids, logprobs=logprobs)
     top = logprobs_BV.topk(min(sampling.num_logprobs, logprobs_BV.shape[1]), 1)
     return Sampled(token_ids=ids, logprobs=logprobs, top_ids=top.indices.int(), top_logprobs=top.values)
 
 
-def _biased(x_BV: Tensor, bias_BV: Tensor | None) -> Tensor:
-    return x_BV if bias_BV is None else torch.where(bias_BV != 0, x_BV + bias_BV, x_BV)
-
-
 def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:
     repetition, presence, frequency = p.repetition.unsqueeze(1), p.presence.unsqueeze(1), p.frequency.unsqueeze(1)
-    seen_BV = (p.counts > 0) | p.prompt_mask
+    drawn_BV = p.counts > 0
     repeated_BV = torch.where(x_BV > 0, x_BV / repetition, x_BV * repetition)
-    x_BV = torch.where(seen_BV & (repetition != 1), repeated_BV, x_BV)
-    x_BV = torch.where((p.counts > 0) & (frequency != 0), x_BV - frequency * p.counts, x_BV)
-    return torch.where((p.counts > 0) & (presence != 0), x_BV - presence, x_BV)
+    x_BV = torch.where((drawn_BV | p.prompt_mask) & (repetition != 1), repeated_BV, x_BV)
+    x_BV = torch.where(drawn_BV & (frequency != 0), x_BV - frequency * p.counts, x_BV)
+    return torch.where(drawn_BV & (presence != 0), x_BV - presence, x_BV)
 
 
-def _cut(x_BV: Tensor, sampling: Sampling) -> Tensor:
-    """The logits over the temperature, with -inf for what min-p, top-k and top-p remove."""
-    if sampling.min_p is not None:
-        min_p = sampling.min_p.unsqueeze(1)
-        # A probability over the largest one, without the normalisation that both share
-        removed_BV = torch.exp(x_BV - x_BV.amax(1, keepdim=True)) < min_p
-        x_BV = torch.where((min_p > 0) & removed_BV, -torch.inf, x_BV)
+def _least_kept(x_BV: Tensor, sampling: Sampling, temperature: Tensor) -> Tensor | None:
+    """The least logit over temperature that min-p, top-k and top-p keep, -inf where they keep all; None where no row uses them.
+
+    Dividing by a temperature keeps the order, so that the candidates alone are divided.
+    """
+    if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
+        return None
+    divisor_B1 = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
     if sampling.top_k is None and sampling.top_p is None:
-        return x_BV
-    num_candidates = x_BV.shape[1]
-    if sampling.num_candidates is not None and sampling.num_candidates < num_candidates:
-        num_candidates = sampling.num_candidates
-        sorted_BC = x_BV.topk(num_candidates, 1).values
+        sorted_BC = x_BV.amax(1, keepdim=True)
+    elif sampling.num_candidates is not None and sampling.num_candidates < x_BV.shape[1]:
+        sorted_BC = x_BV.topk(sampling.num_candidates, 1).values
     else:
         sorted_BC = x_BV.sort(1, descending=True).values
-    everything = torch.full_like(sampling.seeds, num_candidates).unsqueeze(1)
-    num_kept, active_B1 = everything, torch.zeros_like(everything, dtype=torch.bool)
+    sorted_BC = sorted_BC.float() / divisor_B1
+    least_B1 = torch.full_like(divisor_B1, -torch.inf)
+    if sampling.min_p is not None:
+        min_p = sampling.min_p.unsqueeze(1)
+        least_B1 = torch.where(min_p > 0, sorted_BC[:, :1] + min_p.log(), least_B1)
+    num_kept_B1 = torch.full_like(divisor_B1, sorted_BC.shape[1], dtype=torch.int64)
+    cut_B1 = torch.zeros_like(divisor_B1, dtype=torch.bool)
     if sampling.top_k is not None:
         top_k = sampling.top_k.unsqueeze(1)
-        active_B1 = top_k > 0
-        num_kept = torch.where(active_B1, top_k.long().clamp(max=num_candidates), everything)
+        cut_B1 = top_k > 0
+        num_kept_B1 = torch.where(cut_B1, top_k.clamp(max=sorted_BC.shape[1]).long(), num_kept_B1)
     if sampling.top_p is not None:
         top_p = sampling.top_p.unsqueeze(1)
-        active_B1 = active_B1 | (top_p < 1)
-        num_kept = torch.where(top_p < 1, _num_in_nucleus(sorted_BC, num_kept, top_p), num_kept)
-    least_B1 = sorted_BC.gather(1, num_kept - 1)
-    return torch.where(active_B1 & (x_BV < least_B1), -torch.inf, x_BV)
+        cut_B1 = cut_B1 | (top_p < 1)
+        num_kept_B1 = torch.where(top_p < 1, _num_in_nucleus(sorted_BC, num_kept_B1, least_B1, top_p), num_kept_B1)
+    last_B1 = sorted_BC.gather(1, num_kept_B1 - 1)
+    return torch.where(cut_B1, torch.maximum(last_B1, least_B1), least_B1).squeeze(1)
 
 
-def _num_in_nucleus(sorted_BC: Tensor, num_kept_B1: Tensor, top_p_B1: Tensor) -> Tensor:
-    """The least n such that the first n of the first `num_kept` tokens hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
+def _num_in_nucleus(sorted_BC: Tensor, num_kept_B1: Tensor, least_B1: Tensor, top_p_B1: Tensor) -> Tensor:
+    """How many of the first `num_kept` tokens, of those from `least` up, hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
     # Fixed point, 40 bits below the largest weight: integers add up to the same whatever the order, the length or the device
     weights_BC = (torch.exp(sorted_BC - sorted_BC[:, :1]) * 2.0**40).long()
-    inside_BC = torch.arange(sorted_BC.shape[1], device=sorted_BC.device) < num_kept_B1
-    weights_BC = torch.where(inside_BC, weights_BC, 0)
+    kept_BC = (torch.arange(sorted_BC.shape[1], device=sorted_BC.device) < num_kept_B1) & (sorted_BC >= least_B1)
+    weights_BC = torch.where(kept_BC, weights_BC, 0)
     sums_BC = weights_BC.cumsum(1)
     wanted_B1 = (top_p_B1.double() * sums_BC[:, -1:].double()).long()
-    missing_BC = inside_BC & (sums_BC - weights_BC < wanted_B1)
+    missing_BC = kept_BC & (sums_BC - weights_BC < wanted_B1)
     return missing_BC.sum(1, keepdim=True).clamp(min=1)
 
 

@@ -16,11 +16,11 @@ STREAM = 0  # counter word 1: another use of the same (seed, position) takes ano
 def uniforms(keys: Int64[Tensor, "B 2"], num: int) -> Float32[Tensor, "B V"]:
     """`num` uniform numbers in the open interval (0, 1) for each key (seed, position); bitwise the same on a CPU and a GPU.
 
-    Row b depends on `keys[b]` alone, and its first n numbers do not depend on `num`. A negative position asks for no draw: its row is 0.5.
+    Row b depends on `keys[b]` alone, and its first n numbers do not depend on `num`, which is at most 2**31 - 1.
     The bits are Philox-4x32-10's (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). The key is the seed's low and
     high 32 bits. The counter of number i is (i // 4, `STREAM`, the position's low and high 32 bits), and its output word i % 4 is used.
     A word w becomes the midpoint of its cell, exact in float32: (w >> 9) + 1/2 in units of 2**-23, and where w < 2**23 the nine bits that
-    this drops are used as well, w + 1/2 in units of 2**-32, so that -log(u) has a fine upper tail.
+    this drops are used as well, w + 1/2 in units of 2**-32, so that the numbers are finest near 0.
     """
     return torch.ops.nanovllm.uniforms.default(keys, num)
 
@@ -52,13 +52,17 @@ def to_unit(words: Tensor) -> Tensor:
 
 
 def _reference(keys: Tensor, num: int) -> Tensor:
-    out = torch.full((keys.shape[0], num), 0.5)
-    wanted = keys[:, 1] >= 0
-    seed, position = keys[wanted].unsqueeze(-1).unbind(1)
-    counter = (torch.arange(-(-num // 4)), torch.tensor(STREAM), position & WORD, position >> 32)
+    seed, position = keys.unsqueeze(-1).unbind(1)
+    counter = (torch.arange(-(-num // 4)), torch.tensor(STREAM), position & WORD, (position >> 32) & WORD)
     words = philox(counter, (seed & WORD, (seed >> 32) & WORD))
-    out[wanted] = to_unit(torch.stack(words, -1).flatten(1)[:, :num])
-    return out
+    return to_unit(torch.stack(words, -1).flatten(1)[:, :num])
+
+
+def _cuda(keys: Tensor, num: int) -> Tensor:
+    from .triton_sampling import launch_uniforms  # triton is not installed without a GPU
+
+    return launch_uniforms(keys, num)
 
 
 _LIBRARY.impl("uniforms", _reference, "CPU")
+_LIBRARY.impl("uniforms", _cuda, "CUDA")

@@ -1,0 +1,54 @@
+"""`draw`: one token a row from its logits, by the Gumbel-max trick, without normalisation and without the host."""
+
+import torch
+
+from ..types import Float, Float32, Int32, Int64, Tensor
+from .philox import uniforms
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define("draw(Tensor logits, Tensor temperature, Tensor? least, Tensor keys) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def draw(
+    logits: Float[Tensor, "B V"], temperature: Float32[Tensor, "B"], least: Float32[Tensor, "B"] | None, keys: Int64[Tensor, "B 2"]
+) -> Int32[Tensor, "B"]:
+    """argmax over v of y + g where `y = logits / temperature`, at temperature 0 of the logits; the lowest id of a tie.
+
+    Tokens with y < `least` are left out (temperature 1 stands for 0). The noise g has the standard Gumbel distribution (Gumbel, 1954) and
+    is a function of `keys[b]` = (seed, position) and v, so a row's token does not depend on the other rows. The token of a row that holds
+    NaN is some id of the vocabulary; a row that is -inf throughout yields 0.
+    """
+    return torch.ops.nanovllm.draw.default(logits, temperature, least, keys)
+
+
+@torch.library.register_fake("nanovllm::draw", lib=_LIBRARY)
+def _fake(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+
+
+def gumbel(uniform: Tensor) -> Tensor:
+    """Standard Gumbel noise from uniform numbers: -log(-log(1 - u)), for 1 - u is as uniform as u, and u is finest near 0."""
+    # 1 - u is exact where u >= 2**-9; below, three terms of log's series are as good as float32
+    exponential = torch.where(uniform < 2.0**-9, uniform + uniform * uniform * (0.5 + uniform / 3), -torch.log(1 - uniform))
+    return -torch.log(exponential)
+
+
+def _reference(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
+    ids = logits.argmax(1)
+    random = temperature > 0
+    if random.any():  # numbers are generated for the rows that need them only
+        y = logits[random].float() / temperature[random].unsqueeze(1)
+        if least is not None:
+            y = torch.where(y < least[random].unsqueeze(1), -torch.inf, y)
+        ids[random] = (y + gumbel(uniforms(keys[random], y.shape[1]))).argmax(1)
+    return ids.int()
+
+
+def _cuda(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
+    from .triton_sampling import launch_draw  # triton is not installed without a GPU
+
+    return launch_draw(logits, temperature, least, keys)
+
+
+_LIBRARY.impl("draw", _reference, "CPU")
+_LIBRARY.impl("draw", _cuda, "CUDA")
