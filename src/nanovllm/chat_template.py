@@ -80,8 +80,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_POWER:
             raise SecurityError(f"{left} ** {right} is too large")
         for times, repeated in ((left, right), (right, left)):
-            sequence = operator == "*" and isinstance(times, int) and isinstance(repeated, str | bytes | list | tuple)
-            if sequence and times * len(repeated) > MAX_OUTPUT:
+            if operator != "*" or not isinstance(times, int) or isinstance(repeated, int | float):
+                continue
+            if times * len(repeated) > MAX_OUTPUT:
                 raise SecurityError(f"a repetition passes {MAX_OUTPUT} elements")
         return super().call_binop(context, operator, left, right)
 

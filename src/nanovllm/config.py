@@ -77,7 +77,7 @@ class EngineConfig:
                 raise InvalidRequestError(f"{name}={value!r} must be an integer of at least 1")
 
 
-# Reading a Hugging Face `config.json`. An absent key and a null one mean the same there.
+# Reading a Hugging Face `config.json`. An absent key and a null one mean the same there, except for token ids, where null means none.
 
 HF = Mapping[str, Any]
 
@@ -108,7 +108,7 @@ def read_bool(hf: HF, name: str, default: bool) -> bool:
 
 def read_ids(hf: HF, name: str, default: int | None = None) -> tuple[int, ...]:
     """Token ids written as null, one integer or a list of integers. Raises `CheckpointError`."""
-    value = default if hf.get(name) is None else hf[name]
+    value = hf.get(name, default)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise CheckpointError(f"config.json: {name}={value!r} must be a token id or a list of token ids")

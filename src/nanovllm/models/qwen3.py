@@ -86,7 +86,7 @@ def param_table(config: ModelConfig) -> Params[ParamInfo]:
     )
 
 
-def layer(  # noqa: PLR0917 (one call a layer and step: positional, as the ops are)
+def layer(
     w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
 ) -> Tensor:
     """One decoder layer, compilable on its own. `pages` is donated: k and v of layer `index` are written into it."""

@@ -37,9 +37,13 @@ def pack(weight: Tensor) -> Tensor:
     if not torch.backends.mkldnn.is_available() or not (ragged or weight.numel() >= MIN_PACKED):
         return weight
     try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        return _reorder(weight, ROWS)
     except RuntimeError:  # bfloat16 on a CPU without AVX-512
         return weight
+
+
+def _reorder(weight: Tensor, rows: int) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 @torch.library.register_fake("nanovllm::linear", lib=_LIBRARY)

@@ -1,0 +1,14 @@
+"""One thread (the machine is shared, and results must not depend on it) and a Hypothesis profile that draws the same examples every time."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports transformers: no test may look at the network
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
