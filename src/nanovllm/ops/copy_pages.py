@@ -3,6 +3,7 @@
 import torch
 
 from ..types import Float, Int32, Tensor
+from .backends import installed
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("copy_pages(Tensor(a!) pages, Tensor src, Tensor dst) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -25,4 +26,13 @@ def _reference(pages: Tensor, src: Tensor, dst: Tensor) -> None:
     pages[:, dst] = pages[:, src]
 
 
+def _cuda(pages: Tensor, src: Tensor, dst: Tensor) -> None:
+    if not installed("triton"):
+        return _reference(pages, src, dst)
+    from . import triton_kv
+
+    return triton_kv.copy_pages(pages, src, dst)
+
+
 _LIBRARY.impl("copy_pages", _reference, "CPU")
+_LIBRARY.impl("copy_pages", _cuda, "CUDA")

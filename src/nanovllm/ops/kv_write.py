@@ -3,6 +3,7 @@
 import torch
 
 from ..types import Float, Int32, Tensor
+from .backends import installed
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("kv_write(Tensor(a!) pages, SymInt layer, Tensor k, Tensor v, Tensor slots) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -19,7 +20,7 @@ def kv_write(
 
     A slot is `page * page_size + offset`. Slots of real tokens are distinct; padding goes to the dummy page, where the last of
     several writers is unspecified. k and v may be views of a fused projection. A slot outside the pool raises `IndexError` on a CPU
-    and is undefined on a GPU.
+    and is undefined on a GPU. One launch on a GPU: FlashInfer's append wants a page and an offset, which is two more.
     """
     torch.ops.nanovllm.kv_write.default(pages, layer, k, v, slots)
 
@@ -35,4 +36,13 @@ def _reference(pages: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -
     by_slot[slots // page_size, slots % page_size] = torch.stack((k, v), 1)
 
 
+def _cuda(pages: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    if not installed("triton"):
+        return _reference(pages, layer, k, v, slots)
+    from . import triton_kv
+
+    return triton_kv.kv_write(pages[layer], k, v, slots)
+
+
 _LIBRARY.impl("kv_write", _reference, "CPU")
+_LIBRARY.impl("kv_write", _cuda, "CUDA")

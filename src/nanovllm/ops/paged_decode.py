@@ -1,10 +1,11 @@
-# ruff: noqa: PLR0917 (an op's schema is positional)
 """`paged_decode`: attention of one new token a row to its sequence's pages."""
 
 import torch
 
 from ..types import Float, Int32, Tensor
-from .reference import attend_one, row_kv
+from .flashinfer import DecodePlan
+from .plans import lookup
+from .reference import attend_one, decode_rows, row_kv
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -40,4 +41,11 @@ def _reference(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_le
     return torch.stack([attend_one(q[b], row_kv(kv, page_tables[b], seq_len), scale) for b, seq_len in enumerate(seq_lens.tolist())])
 
 
+def _cuda(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, scale: float, plan: int) -> Tensor:
+    if plan == 0:
+        return decode_rows(q, pages[layer], page_tables, seq_lens, scale)
+    return lookup(plan, DecodePlan).run(q, pages, layer, seq_lens, scale)
+
+
 _LIBRARY.impl("paged_decode", _reference, "CPU")
+_LIBRARY.impl("paged_decode", _cuda, "CUDA")

@@ -1,9 +1,10 @@
-# ruff: noqa: PLR0917 (an op's schema is positional)
 """`paged_prefill`: causal attention of new tokens to their sequences' pages, ragged over the batch (append attention)."""
 
 import torch
 
 from ..types import Float, Int32, Tensor
+from .flashinfer import PrefillPlan
+from .plans import lookup
 from .reference import prefill_rows
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -45,4 +46,13 @@ def _reference(
     return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale)
 
 
+def _cuda(
+    q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, scale: float, plan: int
+) -> Tensor:
+    if plan == 0:
+        return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale)
+    return lookup(plan, PrefillPlan).run(q, pages, layer, scale)
+
+
 _LIBRARY.impl("paged_prefill", _reference, "CPU")
+_LIBRARY.impl("paged_prefill", _cuda, "CUDA")

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (an op's schema is positional)
 """Paged attention in plain torch: what the kernels are checked against, and what runs where there are none.
 
 Shapes: n queries of one row · C keys of one row · G query heads of one key/value head · the rest as in `types`.

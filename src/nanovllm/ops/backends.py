@@ -1,0 +1,29 @@
+"""Which kernels serve: decided once, when plans are made, from what the machine and the installation have."""
+
+import functools
+import importlib.util
+from typing import Literal
+
+import torch
+
+FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
+FLASHINFER_HEAD_DIMS = (64, 128, 256)  # other sizes are not refused everywhere and can be silently wrong
+
+
+@functools.cache
+def installed(package: str) -> bool:
+    """Whether a package can be imported; nothing is imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> Literal["flashinfer", "reference"]:
+    """The attention that a model gets: FlashInfer's kernels, or plain torch where they cannot serve it.
+
+    FlashInfer needs a GPU of compute capability 8.0 or more, float16 or bfloat16, a head_dim of 64, 128 or 256, and its package.
+    `"reference"` means plan handle 0 in every call. On a GPU the caller warns, once.
+    """
+    if device.type != "cuda" or dtype not in FLASHINFER_DTYPES or head_dim not in FLASHINFER_HEAD_DIMS or page_size < 1:
+        return "reference"
+    if not (installed("flashinfer") and installed("triton")) or torch.cuda.get_device_capability(device) < (8, 0):
+        return "reference"
+    return "flashinfer"

@@ -1,0 +1,285 @@
+"""FlashInfer's batch attention over our pages: the schedules that its kernels follow, and the calls that launch them.
+
+Written against flashinfer-python 0.6.14 and imported only here. The functions below are the two that its
+`BatchPrefillWithPagedKVCacheWrapper` ends in: the wrapper's own `plan` walks the batch in Python, and its buffers cannot be alternated.
+
+**Page counts ahead of lengths.** A decode schedule splits a row by its number of pages, planned; the kernel takes the row's length from
+`(pages - 1) * page_size + last_page_len`, in unsigned arithmetic, when it runs. So one schedule serves every step until a row outgrows
+its planned pages: `last_page_len` is set on the device from the lengths, negative where a row is still pages short, and a split that
+starts at or after the row's length covers nothing and weighs nothing in the merge.
+
+**Order.** All work of plans that share a workspace goes to one stream. An update writes pinned memory that asynchronous copies read, so
+each plan alternates between two sets of it, and waits only when the host is two updates ahead of the device.
+"""
+
+import numpy as np
+import torch
+
+from ..types import Float, Int32, Tensor
+from .backends import attention_backend
+from .plans import PlanMismatchError, register
+
+__all__ = ["AttentionWorkspace", "DecodePlan", "PrefillPlan", "attention_backend"]
+
+NON_CAUSAL, CAUSAL = 0, 1  # flashinfer.utils.MaskMode
+HND = 1  # flashinfer.utils.TensorLayout
+FA3_MIN_QUERIES = 128  # mean queries a row from which Hopper's own kernel is faster
+
+
+def _num_tiles(num_tokens: int, num_rows: int, num_heads: int, num_kv_heads: int, tile: int, device: torch.device) -> int:
+    """Thread-block rows that FlashInfer reserves for a captured schedule: two blocks a multiprocessor, or a tile for every query tile."""
+    blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count // num_kv_heads
+    return max(blocks, -(-num_tokens * (num_heads // num_kv_heads) // tile) + num_rows - 1)
+
+
+class AttentionWorkspace:
+    """Scratch memory for partial results, shared by all plans of one stream. Sizes: the largest batch, and the model's heads."""
+
+    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        tile_bytes = num_heads * (head_dim + 1) * 4
+        decode = _num_tiles(max_rows, max_rows, num_heads, num_kv_heads, 16, device) * 16 * tile_bytes
+        prefill = _num_tiles(0, 1, num_heads, num_kv_heads, 128, device) * 128 * tile_bytes
+        self.buffer = torch.empty(max(decode, prefill) + (1 << 20), dtype=torch.uint8, device=device)
+
+
+class _Staging:
+    """Pinned memory of one update. `copied` has passed when the copies out of it have run."""
+
+    def __init__(self, num_ints: int, schedule_bytes: int) -> None:
+        self.ints = torch.empty(num_ints, dtype=torch.int32, pin_memory=True)
+        self.schedule = torch.empty(schedule_bytes, dtype=torch.uint8, pin_memory=True)
+        self.copied = torch.cuda.Event()
+
+
+class _Plan:
+    """What both kinds share: FlashInfer's schedule, the index arrays, and their pinned sources."""
+
+    def __init__(
+        self,
+        workspace: AttentionWorkspace,
+        num_ints: int,
+        schedule_bytes: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if attention_backend(device, dtype, head_dim, page_size) != "flashinfer":
+            raise PlanMismatchError(f"no FlashInfer attention for {dtype}, head_dim={head_dim}, page_size={page_size} on {device}")
+        self.workspace, self.dtype, self.head_dim, self.page_size = workspace, dtype, head_dim, page_size
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.ints = torch.zeros(num_ints, dtype=torch.int32, device=device)
+        self.schedule = torch.empty(schedule_bytes, dtype=torch.uint8, device=device)
+        self.staging = (_Staging(num_ints, schedule_bytes), _Staging(num_ints, schedule_bytes))
+        self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.handle = register(self)
+
+    def module(self, backend: str):
+        """The kernels; the first call for a dtype and head_dim builds them: fa2 about 30 s, fa3 90 s, kept in FlashInfer's disk cache."""
+        from flashinfer.prefill import get_batch_prefill_module
+
+        dtypes = (self.dtype, self.dtype, self.dtype, torch.int32)
+        return get_batch_prefill_module(backend, *dtypes, self.head_dim, self.head_dim, 0, False, False, False)
+
+    def next_staging(self) -> _Staging:
+        self.staging = self.staging[::-1]
+        self.staging[0].copied.synchronize()
+        return self.staging[0]
+
+    def commit(
+        self, staging: _Staging, backend: str, used: int, qo_indptr, kv_indptr, kv_lens, num_tokens: int, captured: bool, causal: bool
+    ):
+        """Send the staged arrays, then the schedule; returns where the schedule's parts lie, the same for any captured batch."""
+        self.ints[:used].copy_(staging.ints[:used], non_blocking=True)
+        info = self.module(backend).plan(
+            self.workspace.buffer,
+            self.schedule,
+            staging.schedule,
+            torch.from_numpy(qo_indptr),
+            torch.from_numpy(kv_indptr),
+            torch.from_numpy(kv_lens),
+            num_tokens,
+            len(qo_indptr) - 1,
+            self.num_heads,
+            self.num_kv_heads,
+            self.page_size,
+            captured,
+            self.head_dim,
+            self.head_dim,
+            causal,
+            -1,  # window_left
+            *((-1, False, 0) if backend == "fa2" else ()),  # fixed_split_size, disable_split_kv, num_colocated_ctas
+        )
+        staging.copied.record()
+        return info
+
+    def launch(self, backend, info, q, pages, layer, indptrs_indices_lens, out, mask, scale, pdl) -> None:
+        kv = pages[layer]
+        self.module(backend).paged_run(
+            self.workspace.buffer,
+            self.schedule,
+            info,
+            q,
+            kv[:, 0],
+            kv[:, 1],
+            *indptrs_indices_lens,
+            out,
+            None,  # log-sum-exp
+            mask,
+            HND,
+            -1,  # window_left
+            pdl,
+            *(None,) * 6,  # masks, slopes, multi-item scoring
+            0.0,  # logits_soft_cap
+            scale,
+            *(None,) * 3,  # scales of 8-bit inputs
+            1.0,  # rope_scale
+            1e4,  # rope_theta
+            0,  # token_pos_in_items_len
+            self.workspace.buffer.numel(),
+        )
+
+
+class DecodePlan(_Plan):
+    """The schedule of decode batches of exactly `batch_size` rows; its device buffers never move, so its launches can be captured.
+
+    `max_pages` is the most pages of one row. `handle` is what `paged_decode` takes; it lives as long as this object.
+    """
+
+    def __init__(
+        self,
+        workspace: AttentionWorkspace,
+        batch_size: int,
+        max_pages: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        schedule_bytes = 4096 + 32 * (_num_tiles(batch_size, batch_size, num_heads, num_kv_heads, 16, device) + batch_size)
+        num_ints = batch_size + 1 + batch_size * max_pages
+        super().__init__(workspace, num_ints, schedule_bytes, num_heads, num_kv_heads, head_dim, page_size, dtype, device)
+        self.batch_size, self.max_pages = batch_size, max_pages
+        self.qo_indptr_host = np.arange(batch_size + 1, dtype=np.int32)
+        self.qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+        self.kv_indptr, self.indices = self.ints[: batch_size + 1], self.ints[batch_size + 1 :]
+        self.last_page_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
+        self.info = None
+
+    def update(self, page_counts: Int32[np.ndarray, "B"], page_tables: Int32[np.ndarray, "B P"]) -> None:
+        """Plan for rows that hold the first `page_counts[b]` ids of `page_tables[b]`, or any part of them, until the next update.
+
+        Both arrays are the host's. Count pages ahead of need: the plan serves every step in which `seq_lens[b]` is between 1 and
+        `page_counts[b] * page_size`; beyond that tokens are silently left out. A padding row counts one page, the dummy page.
+        Asynchronous on the current stream. Raises `PlanMismatchError` for another number of rows, or counts outside 1 ... max_pages.
+        """
+        rows, width = page_tables.shape
+        if rows != self.batch_size or page_counts.shape != (rows,):
+            raise PlanMismatchError(f"a plan for {self.batch_size} rows was given {page_counts.shape[0]} counts and {rows} page tables")
+        if page_counts.min() < 1 or page_counts.max() > min(width, self.max_pages):
+            raise PlanMismatchError(
+                f"page counts {page_counts.min()} ... {page_counts.max()} must be in 1 ... {min(width, self.max_pages)}"
+            )
+        indptr = np.zeros(rows + 1, np.int32)
+        np.cumsum(page_counts, out=indptr[1:])
+        used = rows + 1 + int(indptr[-1])
+        staging = self.next_staging()
+        host = staging.ints.numpy()
+        host[: rows + 1] = indptr
+        host[rows + 1 : used] = page_tables[np.arange(width, dtype=np.int32) < page_counts[:, None]]
+        self.info = self.commit(staging, "fa2", used, self.qo_indptr_host, indptr, page_counts * self.page_size, rows, True, False)
+
+    def run(
+        self, q: Float[Tensor, "B H D"], pages: Float[Tensor, "L N 2 K S D"], layer: int, seq_lens: Int32[Tensor, "B"], scale: float
+    ) -> Float[Tensor, "B H D"]:
+        """`paged_decode` of one layer. Layer 0 comes first in every step: it takes the step's lengths for all."""
+        from .triton_kv import last_page_lens
+
+        if q.shape[0] != self.batch_size or self.info is None:
+            raise PlanMismatchError(
+                f"{q.shape[0]} rows were given to a plan {'updated' if self.info else 'never updated'} for {self.batch_size}"
+            )
+        if layer == 0:
+            last_page_lens(self.last_page_lens, seq_lens, self.kv_indptr, self.page_size)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        arrays = (self.qo_indptr, self.kv_indptr, self.indices, self.last_page_lens)
+        # A dependent launch reads last_page_lens before it waits for the kernel in front, which at layer 0 is the one that writes them.
+        self.launch("fa2", self.info, q, pages, layer, arrays, out, NON_CAUSAL, scale, self.pdl and layer != 0)
+        return out
+
+
+class PrefillPlan(_Plan):
+    """The schedule of batches of any number of new tokens a row, updated for every step.
+
+    At most `max_rows` rows of `max_pages` pages. `backend` is `fa2`, `fa3` (Hopper only) or `auto`: on Hopper fa3 for steps of many
+    tokens a row, else fa2. With `max_tokens` the plan is for capture: fa2, q always of `max_tokens` tokens, the unused ones giving 0.
+    `handle` is what `paged_prefill` takes; it lives as long as this object.
+    """
+
+    def __init__(
+        self,
+        workspace: AttentionWorkspace,
+        max_rows: int,
+        max_pages: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str = "auto",
+        max_tokens: int | None = None,
+    ) -> None:
+        if backend not in ("auto", "fa2", "fa3"):
+            raise PlanMismatchError(f"attention backend {backend!r} is not one of auto, fa2, fa3")
+        num_ints = 3 * max_rows + 2 + max_rows * max_pages
+        schedule_bytes = 1 << 20 if max_tokens else 1 << 23
+        super().__init__(workspace, num_ints, schedule_bytes, num_heads, num_kv_heads, head_dim, page_size, dtype, device)
+        self.max_rows, self.max_pages, self.max_tokens = max_rows, max_pages, max_tokens
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self.backend = "fa2" if max_tokens or not hopper else backend
+        self.chosen, self.info, self.arrays, self.num_tokens = "fa2", None, (), 0
+
+    def update(self, cu_seqlens: Int32[np.ndarray, "B+1"], seq_lens: Int32[np.ndarray, "B"], page_tables: Int32[np.ndarray, "B P"]) -> None:
+        """Plan for one step: the host's copies of what `paged_prefill` is given (more pages in a table than its row needs do no harm).
+
+        Asynchronous on the current stream. Raises `PlanMismatchError` for more rows, pages or tokens than the plan was made for.
+        """
+        given, width = page_tables.shape
+        num_tokens = int(cu_seqlens[-1])
+        if given > self.max_rows or cu_seqlens.shape != (given + 1,) or num_tokens > (self.max_tokens or num_tokens):
+            raise PlanMismatchError(
+                f"{given} rows, {num_tokens} tokens: the plan takes {self.max_rows} rows, {self.max_tokens or 'any'} tokens"
+            )
+        counts = -(-seq_lens // self.page_size)
+        if counts.min() < 1 or counts.max() > min(width, self.max_pages):
+            raise PlanMismatchError(f"rows of {counts.min()} ... {counts.max()} pages must be in 1 ... {min(width, self.max_pages)}")
+        rows = self.max_rows if self.max_tokens else given  # a captured launch has all rows; those not given have no tokens and no pages
+        qo, kv, lens = np.full(rows + 1, num_tokens, np.int32), np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        qo[: given + 1], lens[:given] = cu_seqlens, seq_lens
+        np.cumsum(counts, out=kv[1 : given + 1])
+        kv[given + 1 :] = kv[given]
+        used = 3 * rows + 2 + int(kv[-1])
+        staging = self.next_staging()
+        host = staging.ints.numpy()
+        host[: 3 * rows + 2] = np.concatenate((qo, kv, lens - (np.diff(kv) - 1) * self.page_size))
+        host[3 * rows + 2 : used] = page_tables[np.arange(width, dtype=np.int32) < counts[:, None]]
+        many = self.backend == "auto" and num_tokens >= FA3_MIN_QUERIES * given
+        self.chosen = "fa3" if many or self.backend == "fa3" else "fa2"
+        bound = self.max_tokens or num_tokens
+        self.info = self.commit(staging, self.chosen, used, qo, kv, lens, bound, self.max_tokens is not None, True)
+        indptrs, rest = self.ints[: 2 * rows + 2].view(2, rows + 1), self.ints[2 * rows + 2 :]
+        self.arrays, self.num_tokens = (*indptrs, rest[rows:], rest[:rows]), bound
+
+    def run(self, q: Float[Tensor, "T H D"], pages: Float[Tensor, "L N 2 K S D"], layer: int, scale: float) -> Float[Tensor, "T H D"]:
+        """`paged_prefill` of one layer, for the batch of the last update."""
+        if q.shape[0] != self.num_tokens or self.info is None:
+            raise PlanMismatchError(f"{q.shape[0]} tokens were given to a plan last updated for {self.num_tokens}")
+        make = torch.zeros if self.max_tokens else torch.empty  # padding must not put NaN into the dummy page
+        out = make(q.shape, dtype=q.dtype, device=q.device)
+        self.launch(self.chosen, self.info, q, pages, layer, self.arrays, out, CAUSAL, scale, self.pdl)
+        return out
