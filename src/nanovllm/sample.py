@@ -223,10 +223,10 @@ def build(
     if size < len(rows):
         raise ValueError(f"pad_to={pad_to} is below the number of rows, {len(rows)}")
 
-    def column(values: Sequence[float], dtype: torch.dtype, neutral: float) -> Tensor:
+    def column(values: Sequence[int | float], dtype: torch.dtype, neutral: int | float) -> Tensor:
         return torch.tensor([*values, *[neutral] * (size - len(rows))], dtype=dtype).to(device)
 
-    def cut(name: str, dtype: torch.dtype, neutral: float) -> Tensor:
+    def cut(name: str, dtype: torch.dtype, neutral: int | float) -> Tensor:
         return column([getattr(p, name) if p.temperature > 0 else neutral for p in params], dtype, neutral)
 
     def table(ids: Sequence[np.ndarray], values: Tensor) -> Tensor:
