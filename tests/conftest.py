@@ -1,4 +1,4 @@
-"""One thread (the machine is shared, and results must not depend on it) and a Hypothesis profile that draws the same examples every time."""
+"""One thread, because machines are shared, and a Hypothesis profile that draws the same examples every time."""
 
 import os
 

@@ -103,12 +103,12 @@ def resolve_folder(path_or_repo: str | os.PathLike[str]) -> tuple[Path, str]:
         if not (TINY / "config.json").is_file():
             raise CheckpointError(f"the packaged tiny model is missing: {TINY} has no config.json")
         return TINY, "tiny"
-    if folder.is_dir():
+    if given and folder.is_dir():
         return folder, folder.resolve().name
     cache = hub_cache()
     repo = cache / f"models--{given.replace('/', '--')}"
     reference = repo / "refs" / "main"
-    if given.count("/") > 1 or given.startswith((".", "/", "~")) or not repo.is_dir():
+    if given.count("/") > 1 or given.startswith((".", "/", "~")) or not given or not repo.is_dir():
         raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache} (nothing is downloaded)")
     if not reference.is_file():
         raise CheckpointError(f"{repo}: no refs/main; the repository was not downloaded whole")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,13 +19,13 @@ REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or 
 class Tokenizer:
     """One checkpoint's tokenizer and chat template. `special_tokens` maps names such as `bos_token` to their text."""
 
-    backend: tokenizers.Tokenizer
-    render: Render
+    backend: tokenizers.Tokenizer = field(repr=False)
+    render: Render = field(repr=False)
     special_tokens: Mapping[str, str]
     bos_token_id: int | None
     max_token_id: int
     think_token_ids: tuple[int, int] | None  # of `<think>` and `</think>`, where both are single tokens
-    byte_token_ids: frozenset[int]  # of the byte-fallback tokens `<0x00>` ... `<0xFF>`, where there are any
+    byte_token_ids: frozenset[int] = field(repr=False)  # of the byte-fallback tokens `<0x00>` ... `<0xFF>`, where there are any
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text; bytes are read as UTF-8. Text like `<|im_end|>` becomes the special token it names.

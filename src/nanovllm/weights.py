@@ -1,16 +1,16 @@
 """Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
 
-Each parameter is read, cast, moved to its device and, on a CPU, prepacked before the next is touched, so that beyond the model itself
-the host never holds more than one parameter.
+Each parameter is read, cast, moved to its device and, on a CPU, prepacked before the next is touched: beyond the model itself the host
+holds a buffer of 16 MiB and, while a matrix is packed, that one matrix.
 """
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,10 @@ from .models.layers import inverse_frequencies
 from .ops.linear import pack
 from .types import Tensor
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
+STAGE = 16 << 20  # bytes read at once; a multiple of every itemsize
 SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
 
 
@@ -130,27 +133,43 @@ def load_params(
     headers = read_headers(folder)
     check_headers(headers, table, config)
     with ExitStack() as stack:
-        files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {h.file for h in headers.values()}}
+        files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
         total = sum(header.stop - header.start for header in headers.values())
         hide = not (sys.stderr.isatty() if progress is None else progress)
         bar = stack.enter_context(tqdm(total=total, desc="weights", unit="B", unit_scale=True, unit_divisor=1024, disable=hide))
+        stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
         def read(info: ParamInfo) -> Tensor:
-            # Fused parameters are filled in place, part by part: neither a list of parts nor a cast copy of the whole ever exists.
             param = torch.empty(info.shape, dtype=info.dtype or dtype, device=device)
             row = 0
             for name in info.sources:
-                part = files[headers[name].file].get_tensor(name)
-                param[row : row + part.shape[0]].copy_(part)
-                row += part.shape[0]
-                bar.update(part.nbytes)
+                header = headers[name]
+                _read_into(param[row : row + header.shape[0]].view(-1), header, files[header.file], stage)
+                row += header.shape[0]
+                bar.update(header.stop - header.start)
             return param
 
         try:
             params = build_params(table, config, read, device)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise CheckpointError(f"{folder}: could not be read: {error}") from error
     return params, fingerprint(config, headers)
+
+
+def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Tensor) -> None:
+    # Plain reads through one small buffer: pages of a memory map would count as this process's memory until the file is closed.
+    dtype, view, done = FLOATS[header.dtype], stage.numpy().data, 0
+    stream.seek(header.start)
+    while header.start + done < header.stop:
+        size, got = min(STAGE, header.stop - header.start - done), 0
+        while got < size:
+            count = stream.readinto(view[got:size])
+            if not count:
+                raise CheckpointError(f"{header.file}: ends while it is being read")
+            got += count
+        first = done // dtype.itemsize
+        flat[first : first + size // dtype.itemsize].copy_(stage[:size].view(dtype))
+        done += size
 
 
 def random_params(config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02) -> Params[Tensor]:
@@ -206,12 +225,13 @@ def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str
     """
     digest = hashlib.sha256(repr(config).encode())
     with ExitStack() as stack:
-        files = {file: stack.enter_context(file.open("rb")).fileno() for file in {h.file for h in headers.values()}}
+        files = {file: stack.enter_context(file.open("rb")) for file in {h.file for h in headers.values()}}
         for name, header in sorted(headers.items()):
             digest.update(f"{name} {header.dtype} {header.shape}".encode())
             last = max(header.start, header.stop - SAMPLE)
             for at in (header.start, (header.start + last) // 2, last):
-                digest.update(os.pread(files[header.file], min(SAMPLE, header.stop - at), at))
+                files[header.file].seek(at)
+                digest.update(files[header.file].read(min(SAMPLE, header.stop - at)))
     return digest.hexdigest()
 
 

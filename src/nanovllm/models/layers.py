@@ -75,9 +75,7 @@ def apply_rope(x_TXD: Float[Tensor, "T X D"], cos: Float32[Tensor, "T 1 half"], 
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_TXD.dtype)
 
 
-def attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch
-) -> Tensor:
+def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch) -> Tensor:
     """Write k and v of layer `index` into their slots (`pages` is donated), then attend over the page tables; `[T, H, D]`."""
     kv_write(pages, index, k_TKD, v_TKD, batch.slots)
     scale = q_THD.shape[-1] ** -0.5

@@ -86,9 +86,7 @@ def param_table(config: ModelConfig) -> Params[ParamInfo]:
     )
 
 
-def layer(
-    w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
-) -> Tensor:
+def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
     """One decoder layer, compilable on its own. `pages` is donated: k and v of layer `index` are written into it."""
     h_TM = rms_norm(x_TM, w.input_norm, config.rms_norm_eps)
     heads_TXD = linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim))

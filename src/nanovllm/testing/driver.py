@@ -54,7 +54,9 @@ def step_batch(at: Layout, pieces: Sequence[tuple[int, Sequence[int], int]], dev
     )
 
 
-def run_chunks(model: Model, rows: Sequence[Sequence[int]], at: Layout, chunk: int, layer: Callable[..., Tensor] | None = None) -> list[Tensor]:
+def run_chunks(
+    model: Model, rows: Sequence[Sequence[int]], at: Layout, chunk: int, layer: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
     """Prefill all rows together, at most `chunk` tokens of each a step; the logits of every token, `[len(row), V]` a row."""
     logits: list[list[Tensor]] = [[] for _ in rows]
     for start in range(0, max(map(len, rows)), chunk):
@@ -69,7 +71,12 @@ def run_chunks(model: Model, rows: Sequence[Sequence[int]], at: Layout, chunk: i
 
 
 def run_greedy(
-    model: Model, prompts: Sequence[Sequence[int]], num_tokens: int, page_size: int = 4, chunk: int = 64, layer: Callable[..., Tensor] | None = None
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    page_size: int = 4,
+    chunk: int = 64,
+    layer: Callable[..., Tensor] | None = None,
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Greedy decoding of all prompts in one batch: the new ids of each row, and the logits `[num_tokens, V]` that they were taken from."""
     at = layout(model, [len(prompt) + num_tokens for prompt in prompts], page_size)

@@ -1,0 +1,134 @@
+"""Reading `config.json`: both forms of the rotary settings, and a refusal for every setting that would be computed wrongly."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.config import ModelConfig, RopeConfig, read_rope
+from nanovllm.errors import CheckpointError
+from nanovllm.models import REGISTRY
+from nanovllm.models.layers import inverse_frequencies
+from nanovllm.testing.models import config_to_hf, tiny_config
+
+ROPES = {
+    "default": RopeConfig(theta=5e5),
+    "linear": RopeConfig(theta=1e4, kind="linear", factor=3.0),
+    "llama3": RopeConfig(
+        theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+    "yarn": RopeConfig(theta=1e6, kind="yarn", factor=4.0, original_max_position_embeddings=128, attention_factor=1.25, beta_fast=20.0),
+}
+
+
+@pytest.mark.parametrize("architecture", REGISTRY)
+@pytest.mark.parametrize("rope", ROPES)
+def test_what_is_written_is_read_back(architecture: str, rope: str) -> None:
+    config = tiny_config(
+        architecture,
+        rope=ROPES[rope],
+        tie_word_embeddings=True,
+        attention_bias=True,
+        bos_token_id=3,
+        eos_token_ids=(7, 8),
+        dtype="bfloat16",
+    )
+    assert REGISTRY[architecture].config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+def test_both_forms_of_rope_are_one() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    old = {"rope_theta": 1e6, "rope_scaling": scaling, "max_position_embeddings": 2048}
+    new = {"rope_parameters": dict(scaling, rope_type="yarn", rope_theta=1e6), "max_position_embeddings": 2048}
+    assert read_rope(old) == read_rope(new)
+    assert (
+        read_rope({"rope_theta": 1e6})
+        == read_rope({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
+        == RopeConfig(theta=1e6)
+    )
+    assert read_rope({}) == RopeConfig(theta=10000.0)
+
+
+YARNS = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128, "beta_fast": 20.0, "beta_slow": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False, "attention_factor": 0.7},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.8, "mscale_all_dim": 0.5},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 32},
+]
+
+
+@pytest.mark.parametrize("rope", YARNS, ids=repr)
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_frequencies_equal_those_of_transformers(rope: dict[str, Any], theta: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = LlamaConfig(hidden_size=96, num_attention_heads=2, max_position_embeddings=256, rope_parameters=dict(rope, rope_theta=theta))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"))
+    ours = read_rope({"rope_parameters": dict(rope, rope_theta=theta), "max_position_embeddings": 256})
+    torch.testing.assert_close(inverse_frequencies(ours, 48), expected, rtol=1e-6, atol=0)
+    assert ours.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+
+
+REFUSED = {
+    "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "longrope": ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
+    "rope by layer type": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    "theta": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta"),
+    "activation": ({"hidden_act": "gelu"}, "gelu"),
+    "no vocabulary": ({"vocab_size": None}, "vocab_size"),
+    "text for a size": ({"hidden_size": "32"}, "hidden_size"),
+    "no layers": ({"num_hidden_layers": 0}, "num_layers"),
+    "head ratio": ({"num_key_value_heads": 3}, "num_kv_heads"),
+    "odd head_dim": ({"head_dim": 15}, "head_dim"),
+    "dtype": ({"dtype": "int8"}, "int8"),
+    "eos": ({"eos_token_id": ["x"]}, "eos_token_id"),
+    "tie": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+}
+
+
+@pytest.mark.parametrize("architecture", REGISTRY)
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_settings_are_named(architecture: str, case: str) -> None:
+    change, named = REFUSED[case]
+    hf = config_to_hf(tiny_config(architecture))
+    if "rope_scaling" in change:
+        del hf["rope_parameters"]
+    with pytest.raises(CheckpointError, match=named):
+        REGISTRY[architecture].config_from_hf({**hf, **change})
+
+
+@pytest.mark.parametrize("change", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}])
+def test_qwen3_refuses_sliding_windows(change: dict[str, Any]) -> None:
+    hf = config_to_hf(tiny_config("Qwen3ForCausalLM"))
+    read: Callable[[Any], ModelConfig] = REGISTRY["Qwen3ForCausalLM"].config_from_hf
+    assert read({**hf, "use_sliding_window": False, "sliding_window": 4096, "layer_types": ["full_attention"] * 2}) == read(hf)
+    with pytest.raises(CheckpointError, match="sliding"):
+        read({**hf, **change})
+
+
+@pytest.mark.parametrize("architecture", REGISTRY)
+def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    import transformers
+
+    name = architecture.replace("ForCausalLM", "Config")
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    theirs = getattr(transformers, name)(**sizes, **({"num_key_value_heads": 4} if "Qwen3" in name else {}))
+    ours = REGISTRY[architecture].config_from_hf(sizes)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == theirs.head_dim
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert (list(ours.eos_token_ids) or [None])[0] == theirs.eos_token_id

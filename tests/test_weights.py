@@ -1,0 +1,279 @@
+"""Loading: every bad folder is refused by name, and a good one costs the host little more than the model."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
+
+from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.model import load_model
+from nanovllm.models import REGISTRY, ParamInfo
+from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
+from nanovllm.weights import fingerprint, random_params, read_headers
+
+NORM = "model.layers.1.post_attention_layernorm.weight"
+
+
+def edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def overwrite(name: str, make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes(make((folder / name).read_bytes()))
+
+    return apply
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def set_config(**change: object) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+
+    return apply
+
+
+# what is wrong: (what is done to a good single-file folder, what the message names)
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "config is not JSON": (overwrite("config.json", lambda data: data[:-9]), "config.json: not JSON"),
+    "config is a list": (overwrite("config.json", lambda data: b"[]"), "expected an object"),
+    "unknown architecture": (set_config(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*Qwen3ForCausalLM"),
+    "no architecture": (set_config(architectures=None), "unknown architecture None"),
+    "quantised": (set_config(quantization_config={"quant_method": "gptq"}), "gptq"),
+    "remote code": (set_config(auto_map={"AutoModelForCausalLM": "modeling.Mine"}), "trust_remote_code"),
+    "missing tensor": (edit(lambda t: t.pop(NORM)), f"lacks the tensor {NORM}"),
+    "extra tensor": (edit(lambda t: t.update({"model.layers.0.extra": torch.ones(3)})), "model.layers.0.extra"),
+    "extra layer": (edit(lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)})), "layers.2.mlp.up_proj"),
+    "wrong shape": (edit(lambda t: t.update({NORM: torch.ones(31)})), rf"{NORM} has shape \[31\].*\[32\]"),
+    "wrong dtype": (edit(lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})), f"{NORM} has dtype I8"),
+    "truncated": (overwrite("model.safetensors", lambda data: data[:-100]), "model.safetensors: not a whole"),
+    "truncated header": (overwrite("model.safetensors", lambda data: data[:50]), "model.safetensors: not a whole"),
+    "empty": (overwrite("model.safetensors", lambda data: b""), "model.safetensors: not a whole"),
+    "garbage": (overwrite("model.safetensors", lambda data: bytes(range(256)) * 40), "model.safetensors: not a whole"),
+    "pickle only": (pickle_only, "pytorch_model.bin.*expected model.safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
+    "garbage tokenizer": (overwrite("tokenizer.json", lambda data: data[: len(data) // 2]), "tokenizer.json: not a tokenizer"),
+    "tokenizer beyond the vocabulary": (set_config(vocab_size=260), "tokenizer has the id 260.*vocab_size is 260"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_folder_is_refused_by_name_and_the_next_loads(fault: str, tmp_path: Path) -> None:
+    spoil, named = FAULTS[fault]
+    bad = save_hf_folder(tmp_path / "bad", tiny_config())
+    spoil(bad)
+    with pytest.raises(CheckpointError, match=named):
+        load_model(bad, device="cpu")
+    assert load_model(save_hf_folder(tmp_path / "good", tiny_config()), device="cpu").params.head is not None
+
+
+def index_of(folder: Path) -> Path:
+    return folder / "model.safetensors.index.json"
+
+
+def drop_from_shard(folder: Path) -> None:
+    shard = folder / "model-00001-of-00003.safetensors"
+    tensors = load_file(shard)
+    tensors.pop("lm_head.weight")
+    save_file(tensors, shard)
+
+
+SHARD_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (
+        lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(),
+        "model-00002-of-00003.safetensors, which is missing",
+    ),
+    "index is not JSON": (lambda folder: index_of(folder).write_text("{"), "index.json: not an index"),
+    "index without a map": (lambda folder: index_of(folder).write_text("{}"), "index.json: not an index"),
+    "index of numbers": (lambda folder: index_of(folder).write_text('{"weight_map": {"a": 1}}'), "index.json: not an index"),
+    "index leads out": (lambda folder: index_of(folder).write_text('{"weight_map": {"a": "../x.safetensors"}}'), "not a plain file name"),
+    "tensor gone from its shard": (drop_from_shard, "lacks lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", SHARD_FAULTS)
+def test_a_bad_index_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+    spoil, named = SHARD_FAULTS[fault]
+    folder = save_hf_folder(tmp_path, tiny_config(), num_shards=3)
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=named):
+        load_model(folder, device="cpu")
+
+
+def test_remote_code_with_the_opt_in_uses_only_what_is_built_in(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config())
+    (folder / "modeling.py").write_text("raise SystemExit('the code of a checkpoint ran')")
+    set_config(auto_map={"AutoModelForCausalLM": "modeling.Mine"})(folder)
+    assert load_model(folder, device="cpu", trust_remote_code=True).config.architecture == "Qwen3ForCausalLM"
+    set_config(architectures=["Mine"])(folder)
+    with pytest.raises(CheckpointError, match="no loader for remote code"):
+        load_model(folder, device="cpu", trust_remote_code=True)
+
+
+def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config(tie_word_embeddings=True))
+    extras = {"lm_head.weight": torch.ones(264, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit(lambda tensors: tensors.update(extras))(folder)
+    assert load_model(folder, device="cpu").params.head is None
+
+
+@pytest.mark.parametrize("architecture", REGISTRY)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_have_the_structure_of_the_table(architecture: str, tied: bool, tmp_path: Path) -> None:
+    config = tiny_config(architecture, tie_word_embeddings=tied, attention_bias=True)
+    table = REGISTRY[architecture].param_table(config)
+    folder = save_hf_folder(tmp_path, config, num_shards=2, dtype="float16")
+    for model in (load_model(folder, device="cpu"), random_model(config)):
+        assert pytree.tree_structure(model.params) == pytree.tree_structure(table)
+        for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(model.params), strict=True):
+            if isinstance(info, ParamInfo):
+                assert (tuple(param.shape), param.dtype) == (info.shape, info.dtype or torch.float32)
+            else:
+                assert info is None
+                assert param is None
+
+
+def test_values_and_names_do_not_depend_on_sharding(tmp_path: Path) -> None:
+    config = tiny_config(attention_bias=True)
+    one, three = (load_model(save_hf_folder(tmp_path / str(n), config, num_shards=n), device="cpu") for n in (1, 3))
+    assert one.fingerprint == three.fingerprint
+    for a, b in zip(pytree.tree_leaves(one.params), pytree.tree_leaves(three.params), strict=True):
+        assert a is b is None or torch.equal(a, b)
+    tensors = load_file(tmp_path / "1" / "model.safetensors")
+    attn, layer = "model.layers.1.self_attn", one.params.layers[1]
+    assert torch.equal(layer.qkv, torch.cat([tensors[f"{attn}.{x}_proj.weight"] for x in "qkv"]))
+    assert torch.equal(layer.qkv_bias, torch.cat([tensors[f"{attn}.{x}_proj.bias"] for x in "qkv"]))
+    assert torch.equal(layer.gate_up[:48], tensors["model.layers.1.mlp.gate_proj.weight"])
+
+
+def test_fingerprint_sees_config_headers_and_bytes(tmp_path: Path) -> None:
+    config = tiny_config()
+    folder = save_hf_folder(tmp_path, config)
+    headers = read_headers(folder)
+    first = fingerprint(config, headers)
+    assert first == fingerprint(config, read_headers(folder))
+    assert len(first) == 64
+    assert first != fingerprint(replace(config, rms_norm_eps=1e-5), headers)
+    edit(lambda tensors: tensors[NORM].view(-1)[0].add_(1))(folder)
+    assert first != fingerprint(config, read_headers(folder))
+    assert random_model(config, 0).fingerprint != random_model(config, 1).fingerprint
+    assert random_model(config, 0).fingerprint == random_model(config, 0).fingerprint
+
+
+def test_random_params_repeat_and_norms_are_near_one() -> None:
+    config = tiny_config(tie_word_embeddings=True)
+    one, same, other = (random_params(config, seed=s, device=torch.device("cpu"), dtype=torch.float32) for s in (1, 1, 2))
+    assert torch.equal(one.embed, same.embed)
+    assert not torch.equal(one.embed, other.embed)
+    assert one.embed.std().item() == pytest.approx(0.02, rel=0.1)
+    assert one.final_norm.mean().item() == pytest.approx(1.0, abs=0.05)
+
+
+def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config(eos_token_ids=(258,)))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 258], "temperature": 0.6, "top_k": 20, "do_sample": true}')
+    model = load_model(folder, device="cpu")
+    assert model.config.eos_token_ids == (258, 256)
+    assert model.generation_config["top_k"] == 20
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        load_model(folder, device="cpu")
+
+
+def test_a_repository_resolves_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    repo = tmp_path / "hub" / "models--org--name"
+    save_hf_folder(repo / "snapshots" / "abc123", tiny_config())
+    with pytest.raises(CheckpointError, match="no refs/main"):
+        load_model("org/name", device="cpu")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc123")
+    assert load_model("org/name", device="cpu").name == "org/name"
+    (repo / "refs" / "main").write_text("def456")
+    with pytest.raises(CheckpointError, match="def456"):
+        load_model("org/name", device="cpu")
+    for absent in ("org/other", "../etc", "a/b/c", "/nowhere", ""):
+        with pytest.raises(CheckpointError, match="neither a folder nor"):
+            load_model(absent, device="cpu")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        load_model("org/name", device="cpu")
+
+
+def test_device_and_dtype_by_name(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config(), dtype="bfloat16")
+    model = load_model(folder, device="cpu")
+    assert (model.dtype, model.config.dtype, model.params.embed.dtype) == (torch.float32, "bfloat16", torch.float32)
+    assert load_model(str(folder), device=torch.device("cpu"), dtype="bfloat16").params.embed.dtype == torch.bfloat16
+    for bad in (
+        {"device": "toaster"},
+        {"device": "cuda:99"},
+        {"device": "meta"},
+        {"device": "cpu", "dtype": "int8"},
+        {"device": "cpu", "dtype": "Tensor"},
+    ):
+        with pytest.raises(InvalidRequestError):
+            load_model(folder, **bad)
+
+
+def test_progress_bar_only_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config())
+    load_model(folder, device="cpu")
+    assert "weights" not in capsys.readouterr().err
+    load_model(folder, device="cpu", progress=True)
+    assert "100%" in capsys.readouterr().err
+
+
+MEASURE = """
+import sys
+import torch
+from nanovllm.model import load_model
+peak = lambda: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+torch.ops.mkldnn._reorder_linear_weight(torch.randn(1024, 512), 8)
+before = peak()
+model = load_model(sys.argv[1], device="cpu", dtype=sys.argv[2])
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
+@pytest.mark.parametrize("saved,loaded", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_loading_takes_little_more_memory_than_the_model(saved: str, loaded: str, tmp_path: Path) -> None:
+    config = tiny_config(hidden_size=512, intermediate_size=2048, num_layers=12, num_heads=8, num_kv_heads=8, head_dim=64, vocab_size=12000)
+    folder = save_hf_folder(tmp_path, config, dtype=saved, num_shards=2)
+    table = REGISTRY[config.architecture].param_table(config)
+    size = sum(torch.Size(info.shape).numel() for info in pytree.tree_leaves(table) if isinstance(info, ParamInfo))
+    size *= getattr(torch, loaded).itemsize
+    command = [sys.executable, "-c", MEASURE, str(folder), loaded]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert size > 90e6
+    assert 0.9 * size < grown < 1.3 * size
+
+
+def test_fingerprint_costs_milliseconds(tmp_path: Path) -> None:
+    config = tiny_config(num_layers=28)
+    headers = read_headers(save_hf_folder(tmp_path, config))
+    begin = time.perf_counter()
+    fingerprint(config, headers)
+    assert time.perf_counter() - begin < 0.25
