@@ -1,7 +1,9 @@
 """`KVState`: the key/value memory of all layers, and the arithmetic of pages and slots."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..config import ModelConfig
@@ -24,7 +26,18 @@ register_value(KVState)
 def init_kv(config: ModelConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVState:
     """Zeroed KV memory of `num_pages` pages and the dummy page: a masked read of a slot never written is then never NaN."""
     shape = (config.num_layers, num_pages + 1, 2, config.num_kv_heads, page_size, config.head_dim)
-    return KVState(pools=(torch.zeros(shape, dtype=dtype, device=device),))
+    return KVState(pools=(_lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device),))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU whose memory the system provides where it is first written: `torch.zeros` would touch every page of a large pool."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        raw = np.zeros(size + 64, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address holds
+        raise torch.OutOfMemoryError(str(error)) from error
+    start = -raw.ctypes.data % 64  # a cache line, as torch's own allocator aligns
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
 def bytes_per_page(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
