@@ -196,3 +196,25 @@ def test_a_clone_between_writes_is_lost():
     if not torch.equal(old, want):
         assert torch.equal(old, pages)  # compiled: the copy is the memory after it
         pytest.xfail(f"torch {torch.__version__} drops a clone between two in-place writes")
+
+
+def test_other_layers_and_plans_do_not_compile_anew():
+    """The handle of a plan and the layer are symbols once they have changed: one function serves all layers and batch buckets."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def layer_step(q, pages, layer, tables, seq_lens, plan):
+        kv_write(pages, layer, q, q, seq_lens)
+        return paged_decode(q, pages, layer, tables, seq_lens, 0.1, plan)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer_step, fullgraph=True, backend=backend)
+    pages, q, slots = inputs()
+    with torch.no_grad():
+        for plan in (7, 9, 12):
+            for layer in range(L):
+                compiled(q, pages, layer, (slots // S)[:, None], slots % S + 1, plan)
+    assert len(graphs) <= 5  # layers 0 and 1 are specialised, each with a constant and then a symbolic plan; one for the rest

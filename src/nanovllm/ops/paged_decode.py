@@ -9,7 +9,7 @@ from .reference import attend_one, decode_rows, row_kv
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
-    "paged_decode(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, float scale, int plan) -> Tensor",
+    "paged_decode(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, float scale, SymInt plan) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

@@ -9,7 +9,7 @@ from .reference import prefill_rows
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
-    "paged_prefill(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, Tensor cu_seqlens, float scale, int plan)"
+    "paged_prefill(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, Tensor cu_seqlens, float scale, SymInt plan)"
     " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )

@@ -13,7 +13,7 @@ from ..errors import NanoVLLMError
 P = TypeVar("P")
 
 _PLANS: WeakValueDictionary[int, object] = WeakValueDictionary()
-_HANDLES = itertools.count(1)  # 0 is "no plan"
+_HANDLES = itertools.count(2)  # 0 is "no plan"; compiled code is specialised on 0 and 1, and follows any other integer
 
 
 class UnknownPlanError(NanoVLLMError):
@@ -25,7 +25,7 @@ class PlanMismatchError(NanoVLLMError):
 
 
 def register(plan: object) -> int:
-    """A new handle, at least 1, for a plan that the caller keeps alive."""
+    """A new handle, at least 2, for a plan that the caller keeps alive."""
     handle = next(_HANDLES)
     _PLANS[handle] = plan
     return handle

@@ -1,0 +1,374 @@
+"""The CUDA kernels of the ops against dense float32 attention and against the CPU references.
+
+Stale decode schedules are the point of the second half: planned for more pages than the rows have reached, replayed while lengths grow.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.ops import copy_pages, kv_write, paged_decode, paged_prefill, reference
+from nanovllm.ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan
+from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
+CUDA = torch.device("cuda")
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+# dtype, head_dim, page_size, query heads a key/value head, key/value heads
+SHAPES = [
+    (torch.bfloat16, 128, 16, 2, 8),
+    (torch.bfloat16, 128, 1, 1, 4),
+    (torch.bfloat16, 128, 32, 4, 8),
+    (torch.bfloat16, 64, 16, 7, 2),
+    (torch.bfloat16, 64, 4, 2, 3),
+    (torch.float16, 128, 16, 4, 2),
+]
+
+
+class Pool:
+    """Two layers of pages full of large garbage, and rows that own random ones, `counts[b]` of them."""
+
+    def __init__(self, counts, shape, seed=0):
+        self.dtype, self.head_dim, self.page_size, self.group, self.kv_heads = shape
+        self.rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        self.counts = np.array(counts, np.int32)
+        self.num_pages = int(self.counts.sum()) + 3
+        self.dummy = self.num_pages - 1
+        size = (2, self.num_pages, 2, self.kv_heads, self.page_size, self.head_dim)
+        self.pages = torch.full(size, 300.0, dtype=self.dtype, device=CUDA)
+        ids = self.rng.permutation(self.num_pages - 1).astype(np.int32)
+        self.tables = np.full((len(counts), int(self.counts.max()) + 1), self.dummy, np.int32)
+        for b, count in enumerate(counts):
+            self.tables[b, :count], ids = ids[:count], ids[count:]
+        self.device_tables = torch.from_numpy(self.tables).to(CUDA)
+        self.lens = np.zeros(len(counts), np.int64)
+        self.k = [torch.zeros(2, 0, self.kv_heads, self.head_dim, dtype=self.dtype, device=CUDA) for _ in counts]
+        self.v = list(self.k)
+        self.scale = self.head_dim**-0.5
+
+    def slots(self, b, start, stop):
+        at = torch.arange(start, stop, device=CUDA)
+        return (self.device_tables[b, at // self.page_size] * self.page_size + at % self.page_size).int()
+
+    def grow(self, b, length):
+        """Write row b's tokens up to `length` in both layers."""
+        n = length - int(self.lens[b])
+        k, v = torch.randn(2, 2, n, self.kv_heads, self.head_dim, device=CUDA).to(self.dtype)
+        for layer in range(2):
+            kv_write(self.pages, layer, k[layer], v[layer], self.slots(b, self.lens[b], length))
+        self.k[b], self.v[b] = torch.cat((self.k[b], k), 1), torch.cat((self.v[b], v), 1)
+        self.lens[b] = length
+
+    def queries(self, n):
+        return torch.randn(n, self.group * self.kv_heads, self.head_dim, device=CUDA).to(self.dtype)
+
+    def dense(self, q, b, layer, length):
+        """Row b's last len(q) of `length` tokens, causally, in float32."""
+        k = self.k[b][layer, :length].float().repeat_interleave(self.group, 1)
+        v = self.v[b][layer, :length].float().repeat_interleave(self.group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.scale
+        hidden = torch.ones(len(q), length, dtype=torch.bool, device=CUDA).triu(length - len(q) + 1)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+    def sizes(self):
+        return (self.group * self.kv_heads, self.kv_heads, self.head_dim, self.page_size, self.dtype, CUDA)
+
+    def workspace(self, rows=256):
+        space = AttentionWorkspace(rows, self.group * self.kv_heads, self.kv_heads, self.head_dim, CUDA)
+        space.buffer.fill_(0xFF)  # NaN, whatever it is read as
+        return space
+
+    def close(self, out, want):
+        assert out.dtype == self.dtype
+        error = (out.float() - want).norm(dim=-1) / want.norm(dim=-1)  # a head of a token each
+        assert error.max() < 3 * TOLERANCE[self.dtype], f"relative error {error.max()}"
+        assert (out.float() - want).norm() < TOLERANCE[self.dtype] * want.norm()
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "page_size", "head_dim"), [(8, 16, 128), (3, 1, 64), (1, 4, 24)])
+def test_kv_write_from_views_of_a_fused_projection(dtype, kv_heads, page_size, head_dim):
+    tokens, pages = 37, torch.randn(3, 50, 2, kv_heads, page_size, head_dim, dtype=dtype)
+    qkv = torch.randn(tokens, 4 * kv_heads, head_dim, dtype=dtype)
+    slots = torch.randperm(50 * page_size)[:tokens].int()
+    want = pages.clone()
+    kv_write(want, 1, qkv[:, 2 * kv_heads : 3 * kv_heads], qkv[:, 3 * kv_heads :], slots)
+    on_gpu, qkv_gpu = pages.to(CUDA), qkv.to(CUDA)
+    kv_write(on_gpu, 1, qkv_gpu[:, 2 * kv_heads : 3 * kv_heads], qkv_gpu[:, 3 * kv_heads :], slots.to(CUDA))
+    assert torch.equal(on_gpu.cpu(), want)
+    transposed = qkv_gpu[:, 3 * kv_heads :].transpose(1, 2).contiguous().transpose(1, 2)
+    kv_write(on_gpu, 2, transposed, transposed, slots.to(CUDA))
+    kv_write(want, 2, transposed.cpu(), transposed.cpu(), slots)
+    assert torch.equal(on_gpu.cpu(), want)
+
+
+@pytest.mark.parametrize("page_shape", [(8, 16, 128), (3, 1, 24)])
+def test_copy_pages(page_shape):
+    pages = torch.randn(3, 40, 2, *page_shape, dtype=torch.bfloat16)
+    src, dst = torch.tensor([4, 4, 39, 0], dtype=torch.int32), torch.tensor([1, 38, 2, 7], dtype=torch.int32)
+    on_gpu = pages.to(CUDA)
+    copy_pages(on_gpu, src.to(CUDA), dst.to(CUDA))
+    copy_pages(pages, src, dst)
+    assert torch.equal(on_gpu.cpu(), pages)
+
+
+@pytest.mark.parametrize("shape", [(torch.float32, 48, 4, 2, 2), SHAPES[0]])
+def test_without_a_plan_plain_torch_serves(shape):
+    pool = Pool([3, 1, 9], shape)
+    for b, length in enumerate(pool.counts * pool.page_size - 1):
+        pool.grow(b, int(length))
+    lens = int32(pool.lens.tolist())
+    q = pool.queries(3)
+    out = paged_decode(q, pool.pages, 1, pool.device_tables, lens, pool.scale, 0)
+    for b in range(3):
+        pool.close(out[b : b + 1], pool.dense(q[b : b + 1], b, 1, int(pool.lens[b])))
+    out = paged_prefill(q, pool.pages, 1, pool.device_tables[1:], lens[1:], int32([0, 1, 3]), pool.scale, 0)
+    pool.close(out, torch.cat((pool.dense(q[:1], 1, 1, int(pool.lens[1])), pool.dense(q[1:], 2, 1, int(pool.lens[2])))))
+
+
+def test_decode_without_a_plan_can_be_captured():
+    pool = Pool([3, 5], SHAPES[0])
+    pool.grow(0, 20), pool.grow(1, 70)
+    lens, q = int32([20, 70]), pool.queries(2)
+    step = lambda: paged_decode(q, pool.pages, 0, pool.device_tables, lens, pool.scale, 0)  # noqa: E731
+    want = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 33, 80])
+def test_a_stale_decode_plan_serves_every_length_up_to_its_pages(shape, rows):
+    rng = np.random.default_rng(rows)
+    counts = rng.integers(1, 1 + 600 // shape[2], rows)
+    counts[0] = 2000 // shape[2]  # many splits
+    pool = Pool(counts, shape)
+    space = pool.workspace()
+    plan = DecodePlan(space, rows, int(counts.max()), *pool.sizes())
+    plan.update(pool.counts, pool.tables)
+    for b in range(rows):
+        pool.grow(b, int(pool.counts[b]) * pool.page_size)
+    full = pool.counts.astype(np.int64) * pool.page_size
+    trials = [full, np.ones_like(full), np.maximum(1, full - pool.page_size), np.maximum(1, full - 128), np.minimum(full, 129)]
+    trials += [rng.integers(1, full + 1) for _ in range(8)]
+    for lens in trials:
+        space.buffer.fill_(0xFF)
+        q = pool.queries(rows)
+        for layer in range(2):
+            out = paged_decode(q, pool.pages, layer, pool.device_tables, int32(lens.tolist()), pool.scale, plan.handle)
+            want = torch.cat([pool.dense(q[b : b + 1], b, layer, int(lens[b])) for b in range(rows)])
+            pool.close(out, want)
+
+
+def test_unwritten_slots_of_planned_pages_are_never_read():
+    pool = Pool([40, 3], SHAPES[0])
+    plan = DecodePlan(pool.workspace(), 2, 40, *pool.sizes())
+    plan.update(pool.counts, pool.tables)
+    pool.pages.fill_(float("nan"))
+    pool.grow(0, 33), pool.grow(1, 5)
+    q = pool.queries(2)
+    out = paged_decode(q, pool.pages, 0, pool.device_tables, int32([33, 5]), pool.scale, plan.handle)
+    pool.close(out, torch.cat((pool.dense(q[:1], 0, 0, 33), pool.dense(q[1:], 1, 0, 5))))
+
+
+def decode_step(pool, plan, q, lens, outs):
+    """One captured step: a token written at each row's end, attention in both layers, lengths moved on, all on the device."""
+    k = q[:, : pool.kv_heads].contiguous()
+    at = (lens - 1).long()
+    slots = pool.device_tables.gather(1, (at // pool.page_size)[:, None])[:, 0] * pool.page_size + (at % pool.page_size).int()
+    for layer in range(2):
+        kv_write(pool.pages, layer, k, k, slots)
+        outs[layer].copy_(paged_decode(q, pool.pages, layer, pool.device_tables, lens, pool.scale, plan.handle))
+    lens += 1
+
+
+def test_replays_follow_lengths_on_the_device_and_new_plans():
+    shape, rows = SHAPES[0], 6
+    counts = [3, 20, 1, 9, 40, 2]
+    pool = Pool(counts, shape)
+    plan = DecodePlan(pool.workspace(), rows, 41, *pool.sizes())
+    plan.update(np.ones(rows, np.int32), np.full((rows, 1), pool.dummy, np.int32))  # captured on padding rows
+    q = pool.queries(rows)
+    lens, outs = torch.ones(rows, dtype=torch.int32, device=CUDA), torch.zeros(2, *q.shape, dtype=pool.dtype, device=CUDA)
+    real_tables = pool.device_tables.clone()
+    pool.device_tables.fill_(pool.dummy)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        decode_step(pool, plan, q, lens, outs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_step(pool, plan, q, lens, outs)
+    pool.device_tables.copy_(real_tables)
+    first = list(plan.info)
+    start = [1, 250, 3, 100, 511, 16]
+    for b, length in enumerate(start):
+        pool.grow(b, length - 1) if length > 1 else None
+    lens.copy_(int32(start))
+    planned = np.array([1, 16, 1, 7, 32, 1], np.int32)
+    for step in range(30):
+        needed = -(-(np.array(start) + step) // pool.page_size)
+        if step == 0 or (needed > planned).any():
+            planned = np.minimum(needed + 1, pool.counts).astype(np.int32)  # a page ahead of need, so most steps do not plan
+            plan.update(planned, pool.tables)
+            assert list(plan.info) == first  # a captured launch stays valid
+        if start[2] + step > 16 or start[5] + step > 32:
+            break
+        q.copy_(pool.queries(rows))
+        graph.replay()
+        for b in range(rows):
+            new = q[b : b + 1, : pool.kv_heads].expand(2, -1, -1, -1).reshape(2, 1, pool.kv_heads, pool.head_dim)
+            pool.k[b], pool.v[b] = torch.cat((pool.k[b], new), 1), torch.cat((pool.v[b], new), 1)
+        for layer in range(2):
+            pool.close(outs[layer], torch.cat([pool.dense(q[b : b + 1], b, layer, start[b] + step) for b in range(rows)]))
+    assert step > 10
+
+
+def test_updates_may_run_ahead_of_the_device():
+    """Six schedules are made while the device is still busy; none overwrites what an earlier one has yet to copy."""
+    shape, rows = SHAPES[0], 8
+    pool = Pool([30] * rows, shape)
+    for b in range(rows):
+        pool.grow(b, 30 * 16)
+    plan = DecodePlan(pool.workspace(), rows, 31, *pool.sizes())
+    q, rng, results = pool.queries(rows), np.random.default_rng(0), []
+    order = [rng.permutation(rows) for _ in range(6)]
+    counts = [rng.integers(1, 31, rows).astype(np.int32) for _ in range(6)]
+    lens = [int32((c * 16 - rng.integers(0, 16, rows)).tolist()) for c in counts]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for turn in range(6):
+        plan.update(counts[turn], pool.tables[order[turn]])
+        results.append(paged_decode(q, pool.pages, 0, pool.device_tables, lens[turn], pool.scale, plan.handle))
+    for turn, out in enumerate(results):
+        host = lens[turn].tolist()
+        pool.close(out, torch.cat([pool.dense(q[b : b + 1], order[turn][b], 0, host[b]) for b in range(rows)]))
+
+
+ROWS = [(100, 20), (17, 17), (300, 1), (64, 64), (1000, 700), (5, 2)]
+
+
+def prefill_case(shape, rows):
+    pool = Pool([-(-length // shape[2]) for length, _ in rows], shape)
+    for b, (length, _) in enumerate(rows):
+        pool.grow(b, length)
+    cu = np.cumsum([0, *(n for _, n in rows)]).astype(np.int32)
+    seq_lens = np.array([length for length, _ in rows], np.int32)
+    q = pool.queries(int(cu[-1]))
+    wants = [torch.cat([pool.dense(q[cu[b] : cu[b + 1]], b, y, length) for b, (length, _) in enumerate(rows)]) for y in range(2)]
+    return pool, cu, seq_lens, q, wants
+
+
+def prefill(pool, plan, q, cu, seq_lens, layer):
+    return paged_prefill(q, pool.pages, layer, pool.device_tables, int32(seq_lens), int32(cu), pool.scale, plan.handle)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [ROWS, [(2000, 900)], [(33, 32)] * 40], ids=["mixed", "long", "many"])
+def test_prefill_over_a_cached_prefix(shape, rows):
+    pool, cu, seq_lens, q, wants = prefill_case(shape, rows)
+    plan = PrefillPlan(pool.workspace(), 64, 2100 // pool.page_size + 1, *pool.sizes(), backend="fa2")
+    plan.update(cu, seq_lens, pool.tables)
+    fused = torch.randn(len(q), 3 * q.shape[1], pool.head_dim, device=CUDA).to(pool.dtype)  # q as a view of a fused projection
+    fused[:, : q.shape[1]] = q
+    for layer, want in enumerate(wants):
+        pool.close(prefill(pool, plan, q, cu.tolist(), seq_lens.tolist(), layer), want)
+        pool.close(prefill(pool, plan, fused[:, : q.shape[1]], cu.tolist(), seq_lens.tolist(), layer), want)
+
+
+@pytest.mark.parametrize("rows", [ROWS, [(2000, 900)], [(33, 32)] * 40], ids=["mixed", "long", "many"])
+def test_prefill_with_hoppers_own_kernel(rows):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 is for compute capability 9.0")
+    pool, cu, seq_lens, q, wants = prefill_case(SHAPES[0], rows)
+    plan = PrefillPlan(pool.workspace(), 64, 2100 // pool.page_size + 1, *pool.sizes(), backend="fa3")
+    plan.update(cu, seq_lens, pool.tables)
+    assert plan.chosen == "fa3"
+    for layer, want in enumerate(wants):
+        pool.close(prefill(pool, plan, q, cu.tolist(), seq_lens.tolist(), layer), want)
+
+
+def test_a_captured_prefill_serves_other_batches():
+    shape, space = SHAPES[0], None
+    steps = [[(100, 20), (17, 17)], [(300, 60)], [(40, 1), (50, 3), (64, 64)]]
+    longest = prefill_case(shape, [(320, 1)])[0]
+    space = longest.workspace()
+    plan = PrefillPlan(space, 3, 20, *longest.sizes(), max_tokens=128)
+    q = torch.zeros(128, 16, 128, dtype=torch.bfloat16, device=CUDA)
+    pages = torch.zeros(2, 64, 2, 8, 16, 128, dtype=torch.bfloat16, device=CUDA)
+    plan.update(np.array([0, 1], np.int32), np.array([1], np.int32), np.zeros((1, 1), np.int32))
+    run = lambda: [plan.run(q, pages, layer, 128**-0.5) for layer in range(2)]  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for rows in steps:
+        pool, cu, seq_lens, real_q, wants = prefill_case(shape, rows)
+        pages[:, : pool.num_pages].copy_(pool.pages)
+        q.fill_(float("nan"))[: len(real_q)].copy_(real_q)
+        plan.update(cu, seq_lens, pool.tables)
+        graph.replay()
+        for out, want in zip(outs, wants, strict=True):
+            pool.close(out[: len(real_q)], want)
+            assert not out[len(real_q) :].any()
+
+
+def test_all_of_it_on_another_stream():
+    pool, cu, seq_lens, q, wants = prefill_case(SHAPES[0], ROWS)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        plan = PrefillPlan(pool.workspace(), 64, 64, *pool.sizes(), backend="fa2")
+        plan.update(cu, seq_lens, pool.tables)
+        pool.close(prefill(pool, plan, q, cu.tolist(), seq_lens.tolist(), 1), wants[1])
+        decode = DecodePlan(plan.workspace, len(ROWS), 64, *pool.sizes())
+        decode.update(pool.counts, pool.tables)
+        last = q[torch.from_numpy(cu[1:] - 1).long().to(CUDA)]
+        out = paged_decode(last, pool.pages, 0, pool.device_tables, int32(seq_lens.tolist()), pool.scale, decode.handle)
+        pool.close(out, wants[0][torch.from_numpy(cu[1:] - 1).long().to(CUDA)])
+
+
+def test_plans_refuse_what_they_were_not_made_for():
+    pool = Pool([2, 2], SHAPES[0])
+    pool.grow(0, 3), pool.grow(1, 3)
+    plan = DecodePlan(pool.workspace(), 2, 4, *pool.sizes())
+    q, lens = pool.queries(2), int32([3, 3])
+    decode = lambda q, handle: paged_decode(q, pool.pages, 0, pool.device_tables, lens, pool.scale, handle)  # noqa: E731
+    with pytest.raises(PlanMismatchError, match="never updated"):
+        decode(q, plan.handle)
+    with pytest.raises(PlanMismatchError, match=r"1 counts and 1 page tables"):
+        plan.update(pool.counts[:1], pool.tables[:1])
+    for counts in ([0, 1], [1, 4]):  # the tables are 3 wide
+        with pytest.raises(PlanMismatchError, match=r"must be in 1 \.\.\. 3"):
+            plan.update(np.array(counts, np.int32), pool.tables)
+    plan.update(pool.counts, pool.tables)
+    with pytest.raises(PlanMismatchError, match="3 rows"):
+        decode(pool.queries(3), plan.handle)
+    with pytest.raises(PlanMismatchError, match="DecodePlan"):
+        prefill(pool, plan, q, [0, 1, 2], [3, 3], 0)
+    handle = plan.handle
+    del plan
+    with pytest.raises(UnknownPlanError):
+        decode(q, handle)
+
+
+def test_the_same_bits_again():
+    """A plan's result does not vary from run to run."""
+    pool = Pool([100, 7, 30], SHAPES[0])
+    for b in range(3):
+        pool.grow(b, int(pool.counts[b]) * 16 - 5)
+    plan = DecodePlan(pool.workspace(), 3, 100, *pool.sizes())
+    plan.update(pool.counts, pool.tables)
+    q, lens = pool.queries(3), int32(pool.lens.tolist())
+    outs = [paged_decode(q, pool.pages, 0, pool.device_tables, lens, pool.scale, plan.handle) for _ in range(5)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert reference.decode_rows(q, pool.pages[0], pool.device_tables, lens, pool.scale).dtype == pool.dtype
