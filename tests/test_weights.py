@@ -258,16 +258,16 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
-@pytest.mark.parametrize("saved,loaded", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("saved,loaded", [("float32", "float32"), ("bfloat16", "float32")])
 def test_loading_takes_little_more_memory_than_the_model(saved: str, loaded: str, tmp_path: Path) -> None:
-    config = tiny_config(hidden_size=512, intermediate_size=2048, num_layers=12, num_heads=8, num_kv_heads=8, head_dim=64, vocab_size=12000)
+    config = tiny_config(hidden_size=512, intermediate_size=2048, num_layers=16, num_heads=8, num_kv_heads=8, head_dim=64, vocab_size=12000)
     folder = save_hf_folder(tmp_path, config, dtype=saved, num_shards=2)
     table = REGISTRY[config.architecture].param_table(config)
     size = sum(torch.Size(info.shape).numel() for info in pytree.tree_leaves(table) if isinstance(info, ParamInfo))
     size *= getattr(torch, loaded).itemsize
     command = [sys.executable, "-c", MEASURE, str(folder), loaded]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert size > 90e6
+    assert size > 300e6
     assert 0.9 * size < grown < 1.3 * size
 
 

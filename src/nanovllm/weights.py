@@ -1,7 +1,7 @@
 """Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
 
 Each parameter is read, cast, moved to its device and, on a CPU, prepacked before the next is touched: beyond the model itself the host
-holds a buffer of 16 MiB and, while a matrix is packed, that one matrix.
+holds a buffer of 4 MiB and, while a matrix is packed, that one matrix.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from .types import Tensor
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-STAGE = 16 << 20  # bytes read at once; a multiple of every itemsize
+STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
 SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
 
 
