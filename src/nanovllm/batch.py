@@ -87,7 +87,7 @@ def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int) -> Hos
 
 def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
     """The pages of each row, padded with the dummy page to the longest."""
-    tables = np.full((len(rows), max(1, *(s.pages.length for s in rows))), dummy_page, np.int32)
+    tables = np.full((len(rows), max([1, *(s.pages.length for s in rows)])), dummy_page, np.int32)
     for row, sequence in zip(tables, rows, strict=True):
         row[: sequence.pages.length] = sequence.pages.array()
     return tables

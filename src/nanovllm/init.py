@@ -7,7 +7,7 @@ from .config import EngineConfig
 from .errors import InvalidRequestError, OutOfPagesError
 from .model import Model
 from .state.engine_state import EngineState, Lease
-from .state.kv import bytes_per_page, init_kv, pages_for
+from .state.kv import KVState, bytes_per_page, init_kv, pages_for
 from .state.pool import init_pool
 
 CPU_KV_BYTES = 4 << 30  # unless told otherwise
@@ -55,16 +55,16 @@ def init_state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
-    runtime = Runtime(Lease(), _executor(model, limits, compile, progress))
+    runtime = Runtime(Lease(), _executor(model, limits, kv, compile, progress))
     return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
 
 
-def _executor(model: Model, limits: EngineConfig, compile: bool | None, progress: bool | None) -> Executor:
+def _executor(model: Model, limits: EngineConfig, kv: KVState, compile: bool | None, progress: bool | None) -> Executor:
     if model.device.type != "cuda" or compile is False:
         return EagerExecutor(limits.page_size, limits.num_pages)
     from .cuda_graphs import GraphExecutor
 
-    return GraphExecutor(model, limits, progress=progress)
+    return GraphExecutor(model, limits, kv, progress=progress)
 
 
 def _default_pages(model: Model, limits: EngineConfig, memory_fraction: float) -> int:

@@ -1,5 +1,6 @@
 """What becomes of a drawn token: appended, looked at for a reason to stop, and in the end told to the caller."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from .compile import Drawn
@@ -29,7 +30,7 @@ def finish_reason(sequence: Sequence) -> str | None:
     return "length" if sequence.tokens.length >= request.max_len else None
 
 
-def scan(stops: StopScan, token: int, strings: tuple[str, ...]) -> StopScan:
+def scan(stops: StopScan, token: int, strings: Seq[str]) -> StopScan:
     """Add a token's text and look for a stop string that ends in it."""
     detokenizer, piece = stops.detokenizer.push([token])
     begin = max(0, len(stops.text) - max(map(len, strings)) + 1)
