@@ -1,0 +1,67 @@
+"""Hypothesis strategies for small engines: few pages, short pages, few tokens, so that collisions are common."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ..config import EngineConfig
+from ..sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The arguments of `init_state` that bound an engine."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    seed: int = 0
+
+    def config(self) -> EngineConfig:
+        """The same as the value that an `EngineState` holds."""
+        return EngineConfig(**self.options())
+
+    def options(self) -> dict[str, int]:
+        """The same as keyword arguments."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def limits(max_pages: int = 8, max_page_size: int = 3, max_model_len: int = 64) -> st.SearchStrategy[Limits]:
+    """Pools of 1 to `max_pages` pages of 1 to `max_page_size` tokens, with every kind of bottleneck."""
+    return st.builds(
+        Limits,
+        num_pages=st.integers(1, max_pages),
+        page_size=st.integers(1, max_page_size),
+        max_model_len=st.one_of(st.just(max_model_len), st.integers(2, max_model_len)),
+        max_num_seqs=st.integers(1, 5),
+        max_num_batched_tokens=st.integers(1, 9),
+        seed=st.integers(0, 3),
+    )
+
+
+def token_ids(vocab_size: int = 2, min_size: int = 1, max_size: int = 10) -> st.SearchStrategy[list[int]]:
+    """Lists of token ids; the default vocabulary of two makes shared prefixes likely."""
+    return st.lists(st.integers(0, vocab_size - 1), min_size=min_size, max_size=max_size)
+
+
+def sampling_params(vocab_size: int = 2, max_tokens: int = 8, *, greedy_only: bool = False) -> st.SearchStrategy[SamplingParams]:
+    """Options of short replies, greedy or seeded, some with stop ids, penalties or log-probabilities."""
+    stops = st.lists(st.integers(0, vocab_size - 1), max_size=1)
+    common: dict[str, Any] = {"max_tokens": st.integers(1, max_tokens), "stop_token_ids": st.one_of(st.just([]), stops)}
+    greedy = st.builds(SamplingParams, temperature=st.just(0.0), **common)
+    if greedy_only:
+        return greedy
+    drawn = st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.5, 1.0, 2.0]),
+        top_k=st.sampled_from([0, 1, 3]),
+        top_p=st.sampled_from([1.0, 0.7]),
+        seed=st.one_of(st.none(), st.integers(0, 5)),
+        frequency_penalty=st.sampled_from([0.0, 1.5]),
+        logprobs=st.sampled_from([None, 0, 1]),
+        **common,
+    )
+    return st.one_of(greedy, drawn)

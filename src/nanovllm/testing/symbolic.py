@@ -1,0 +1,126 @@
+"""A symbolic model: the KV of a token is a number that commits to every token before it, so that wrong KV is seen at once and exactly.
+
+The engine, its pages and its page copies are the real ones; only the model and its attention are replaced. A token's number is made of its id
+and of the numbers that are read for all earlier tokens through the page table; logits are made of the newest number.
+"""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from ..batch import Batch, decode_batch, prefill_batch, to_device
+from ..compile import Drawn, decode_carry, draw_first, to_host
+from ..config import ModelConfig
+from ..decode import DecodeCarry, decode_step
+from ..errors import BrokenInvariantError
+from ..model import Model
+from ..sample import build, sample
+from ..sampling_params import SamplingParams
+from ..state.kv import KVState
+from ..state.request import Sequence
+from ..types import Tensor
+
+MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 is a slot that was never written
+START = 1
+
+
+def fold(before: int, number: int) -> int:
+    """What the numbers up to one come to."""
+    return (before * 1000003 + number) % 2147483647
+
+
+def number_of(before: int, token: int) -> int:
+    """The number of a token after what its predecessors fold to."""
+    return ((before * 31 + token * 7919 + 12345) * 2654435761 >> 7) % MODULUS + 1
+
+
+def numbers(tokens: Seq[int]) -> list[int]:
+    """The numbers that a prefill of these tokens writes."""
+    found, before = [], START
+    for token in tokens:
+        found.append(number_of(before, int(token)))
+        before = fold(before, found[-1])
+    return found
+
+
+def logits_of(number: int, vocab_size: int) -> list[float]:
+    """The logits after the token with this number: multiples of 1/512 below 8."""
+    return [((number * 40503 + (v + 1) * 2654435761) * 2246822519 >> 9) % 4096 / 512 for v in range(vocab_size)]
+
+
+def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
+    """Donates `kv`. The model's signature; host memory only. Raises `BrokenInvariantError` for positions that contradict `seq_lens`."""
+    (pool,) = kv.pools
+    memory, size = pool.numpy(), pool.shape[4]
+    starts = list(range(batch.seq_lens.shape[0] + 1)) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    ids, positions, slots, tables = batch.input_ids.tolist(), batch.positions.tolist(), batch.slots.tolist(), batch.page_tables.tolist()
+    logits = []
+    for row, seq_len in enumerate(batch.seq_lens.tolist()):
+        first = seq_len - (starts[row + 1] - starts[row])
+        before = START
+        for at in range(first):
+            before = fold(before, read(memory, tables[row][at // size], at % size))
+        for at in range(first, seq_len):
+            token = starts[row] + at - first
+            if positions[token] != at:
+                raise BrokenInvariantError(f"the token at place {at} of row {row} runs at position {positions[token]}")
+            memory[:, slots[token] // size, :, :, slots[token] % size, :] = number_of(before, ids[token])
+            seen = read(memory, tables[row][at // size], at % size)
+            before = fold(before, seen)
+            logits.append(logits_of(seen, config.vocab_size))
+    found = torch.tensor(logits, dtype=torch.float32)
+    return (found if batch.logit_indices is None else found[batch.logit_indices.long()].view(-1, config.vocab_size)), kv
+
+
+def read(memory: np.ndarray, page: int, offset: int) -> int:
+    """The number in a slot; 0 unless all layers, keys and values, heads and dimensions agree on it."""
+    values = memory[:, page, :, :, offset, :]
+    first = int(values.flat[0])
+    return first if (values == first).all() else 0
+
+
+def reply(tokens: Seq[int], params: SamplingParams, seed: int, vocab_size: int, count: int) -> list[int]:
+    """The first `count` tokens that a request alone in a fresh engine draws, without looking at stop conditions."""
+    drawn: list[int] = []
+    prompt = np.array(tokens, np.int32)
+    while len(drawn) < count:
+        logits = torch.tensor([logits_of(numbers([*tokens, *drawn])[-1], vocab_size)], dtype=torch.float32)
+        sampling = build([(params, seed, prompt, np.array(drawn, np.int32))], vocab_size, "cpu")
+        position = torch.tensor([len(tokens) + len(drawn)], dtype=torch.int32)
+        drawn.append(int(sample(logits, sampling, position).token_ids[0]))
+    return drawn
+
+
+class SymbolicExecutor:
+    """An executor (see `compile.Executor`) whose model is `symbolic_forward`."""
+
+    def __init__(self, page_size: int, num_pages: int):
+        self._layout = {"page_size": page_size, "dummy_page": num_pages}
+
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
+        """Donates `kv`. See `Executor`."""
+        batch = to_device(prefill_batch(rows, draw=draw, **self._layout), model.device)
+        logits, kv = symbolic_forward(model.params, kv, batch, model.config)
+        return draw_first(logits, rows, model) if draw else None, kv
+
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+        """See `Executor`."""
+        return decode_carry(model, kv, rows, decode_batch(rows, **self._layout))
+
+    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+        """Donates `carry`. See `Executor`."""
+        batch = to_device(decode_batch(rows, **self._layout), carry.active.device)
+        return DecodeCarry(kv=carry.kv, batch=batch, sampling=carry.sampling, active=carry.active, log=carry.log)
+
+    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+        """Donates `carry`. See `Executor`."""
+        carry, out = decode_step(model.params, carry, model.config, forward=symbolic_forward)
+        return carry, to_host(out)
+
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+        """See `Executor`."""
+        return self.load(model, kv, rows)
+
+    def end(self, ticket: int) -> None:
+        """See `Executor`."""
