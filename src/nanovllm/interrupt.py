@@ -8,16 +8,15 @@ from types import FrameType
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, where it raises `KeyboardInterrupt`; a second one does not wait.
+def noted_interrupts() -> Iterator[list[int]]:
+    """Note the first Ctrl-C of the block in the list that it yields, and go on; a second one raises `KeyboardInterrupt`.
 
-    Outside the main thread, and where the program has a handler of its own, nothing changes.
+    Outside the main thread, and where the program has a handler of its own, nothing changes and the list stays empty.
     """
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours:
-        yield
-        return
     came: list[int] = []
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if came:
@@ -26,8 +25,18 @@ def uninterrupted() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield came
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, where it raises `KeyboardInterrupt`; a second one does not wait."""
+    came: list[int] = []
+    try:
+        with noted_interrupts() as came:
+            yield
+    finally:
         if came:
             raise KeyboardInterrupt

@@ -1,0 +1,199 @@
+"""`nanovllm chat`: a conversation whose KV stays between turns, so that a turn runs only the tokens that are new in it."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .chunks import release, truncate
+from .engine import capacity, enter, new_sequence, step
+from .errors import InvalidRequestError
+from .interrupt import noted_interrupts
+from .messages import render
+from .model import Model
+from .requests import detach, submit_many
+from .sampling_params import SamplingParams
+from .state.chunk import Chunk
+from .state.engine_state import EngineState
+from .state.request import RequestOutput
+from .streams import TextStream
+from .terminal import View, note
+
+HELP = """\
+Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
+  /reset      forget the conversation and start a new one
+  /no_think   answer without thinking first; as the last word of a message, the model is asked so for that message
+  /think      think first again
+  /stats      how many prompt tokens ran, and how many were there already
+  /help       this text
+  /exit       leave"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversation:
+    """The messages so far, and a chunk with the KV of what the last turn ran (None before the first)."""
+
+    messages: tuple[dict[str, str], ...] = ()
+    chunk: Chunk | None = None
+    thinking: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn in figures: prompt tokens, those of them run and reused, tokens of the reply, seconds to the first and of all."""
+
+    prompt: int
+    run: int
+    reused: int
+    reply: int
+    first: float
+    total: float
+    finish_reason: str
+
+    def __str__(self) -> str:
+        speed = f", {(self.reply - 1) / (self.total - self.first):.0f} tokens/s" if self.reply > 1 and self.total > self.first else ""
+        return (
+            f"{self.prompt} prompt tokens: {self.run} run, {self.reused} reused; {self.reply} reply tokens ({self.finish_reason}), "
+            f"{self.first:.2f} s to the first{speed}"
+        )
+
+
+def turn(
+    model: Model, state: EngineState, asked: Conversation, params: SamplingParams, show: Callable[[str], None]
+) -> tuple[EngineState, Conversation, Turn]:
+    """The reply to a conversation, which `show` gets piece by piece. Ctrl-C ends it; what there is of it stays in the conversation.
+
+    Raises `InvalidRequestError` for a conversation that cannot be served, before the state changes.
+    """
+    tokens = np.asarray(render(model, asked.messages, enable_thinking=asked.thinking), np.int32)
+    if len(tokens) >= capacity(state):
+        raise InvalidRequestError(f"the conversation has {len(tokens)} tokens and the engine holds {capacity(state)}: /reset starts anew")
+    new_sequence(model, enter(state), tokens, params)  # for its errors alone: nothing is committed
+    stream, before, start = TextStream.of(model, params), state.stats, time.perf_counter()
+    token_ids: list[int] = []
+    output: RequestOutput | None = None
+    with noted_interrupts() as came:
+        # No exception leaves between here and `detach`, or the only live state would be lost with it.
+        state, context = _continued(state, asked.chunk, tokens)
+        state, (request,) = submit_many(model, state, [context], [params], keep=True)
+        if isinstance(context, tuple):
+            state = release(state, context[0])
+        first = start
+        while output is None and not came:
+            state, outputs = step(model, state)
+            for out in outputs:
+                first = first if token_ids else time.perf_counter()
+                token_ids.extend(out.token_ids)
+                output = out.output
+                if output is None:
+                    stream, piece = stream.push(out.token_ids)
+                    show(piece)
+        state, chunk = detach(model, state, request)
+    if output is not None:
+        reply, reason = output.text, output.finish_reason
+        show(stream.end(reply))
+    else:
+        reply, reason = "" if model.tokenizer is None else model.tokenizer.decode(token_ids), "stopped"
+    figures = Turn(
+        prompt=len(tokens),
+        run=state.stats.prefill_tokens - before.prefill_tokens,
+        reused=state.stats.reused_tokens - before.reused_tokens,
+        reply=len(token_ids),
+        first=first - start,
+        total=time.perf_counter() - start,
+        finish_reason=reason,
+    )
+    return state, replace(asked, messages=(*asked.messages, {"role": "assistant", "content": reply}), chunk=chunk), figures
+
+
+def _continued(state: EngineState, chunk: Chunk | None, tokens: np.ndarray) -> tuple[EngineState, tuple[Chunk, np.ndarray] | np.ndarray]:
+    """The prompt as a context over what the chunk has of it; the chunk goes, a shorter one takes its place where it has other tokens."""
+    if chunk is None:
+        return state, tokens
+    both = min(len(chunk), len(tokens))
+    differ = np.flatnonzero(chunk.token_ids[:both] != tokens[:both])
+    shared = int(differ[0]) if len(differ) else both
+    if shared == len(chunk):
+        return state, (chunk, tokens[shared:])
+    if not shared:
+        return release(state, chunk), tokens
+    state, head = truncate(state, chunk, shared)
+    return release(state, chunk), (head, tokens[shared:])
+
+
+def run(model: Model, state: EngineState, params: SamplingParams, *, system: str | None = None, thinking: bool = True) -> int:
+    """The interactive program: reads messages from stdin until its end or `/exit`. Returns the exit code."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        _enable_line_editing()
+        note(f"{model.name} on {model.device}, {capacity(state)} tokens of conversation. /help shows the commands.")
+    opening = ({"role": "system", "content": system},) if system else ()
+    conversation, figures = Conversation(messages=opening, thinking=thinking), None
+    while True:
+        try:
+            text = input(">>> " if interactive else "").strip()
+        except KeyboardInterrupt:
+            note("\n(Ctrl-C stops a reply; Ctrl-D or /exit leaves)")
+            continue
+        except (EOFError, UnicodeDecodeError) as error:
+            if isinstance(error, UnicodeDecodeError):
+                raise InvalidRequestError(f"the input is not valid UTF-8: {error}") from None
+            if interactive:
+                print()
+            return 0
+        match text.split():
+            case []:
+                continue
+            case ["/exit" | "/quit"]:
+                return 0
+            case ["/help"]:
+                note(HELP)
+            case ["/reset"]:
+                if conversation.chunk is not None:
+                    state = release(state, conversation.chunk)
+                conversation, figures = Conversation(messages=opening, thinking=conversation.thinking), None
+                note("A new conversation.")
+            case ["/no_think" | "/think" as command]:
+                conversation = replace(conversation, thinking=command == "/think")
+                note("Thinking is on." if conversation.thinking else "Thinking is off.")
+            case ["/stats"]:
+                note(f"last turn: {figures}" if figures else "no turn yet")
+                note(f"since the start: {state.stats.prefill_tokens} prompt tokens run, {state.stats.reused_tokens} reused")
+            case [command, *_] if command.startswith("/") and command not in ("/think", "/no_think"):
+                note(f"unknown command {command}; /help shows the commands")
+            case _:
+                try:
+                    state, conversation, figures = _show_turn(model, state, conversation, text, params)
+                except InvalidRequestError as error:
+                    note(f"error: {error}")
+
+
+def _show_turn(
+    model: Model, state: EngineState, conversation: Conversation, text: str, params: SamplingParams
+) -> tuple[EngineState, Conversation, Turn]:
+    asked = replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
+    tokens = render(model, asked.messages, enable_thinking=asked.thinking)
+    view = View.of(sys.stdout, chat_prompt="" if model.tokenizer is None else model.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def show(piece: str) -> None:
+        nonlocal view
+        view, shown = view.push(piece)
+        if shown:
+            print(shown, end="", flush=True)
+
+    state, answered, figures = turn(model, state, asked, params, show)
+    print(view.end(), flush=True)
+    if figures.finish_reason == "stopped":
+        note("[stopped]")
+    if not figures.reply:  # stopped before the first token: as if the message had not been sent
+        answered = replace(answered, messages=conversation.messages)
+    return state, answered, figures
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline  # noqa: F401  (its import gives `input` editing and a history)
+    except ImportError:
+        return
