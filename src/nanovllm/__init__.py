@@ -23,6 +23,7 @@ from .errors import (
 from .generate import Generation, generate, generate_many
 from .init import init_state
 from .invariants import check
+from .llm import LLM
 from .model import Model, load_model
 from .models import Params, forward
 from .sampling_params import SamplingParams
@@ -35,6 +36,7 @@ from .state.prefix import PrefixIndex
 from .state.request import RequestOutput, StepOutput
 
 __all__ = [
+    "LLM",
     "Batch",
     "BrokenInvariantError",
     "CheckpointError",
