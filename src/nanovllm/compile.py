@@ -6,7 +6,7 @@ compiles the layer once, captures the decode step in CUDA graphs, and owns their
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ class Drawn:
     top_logprobs: np.ndarray | None = None
 
 
+@runtime_checkable
+@runtime_checkable
 class Executor(Protocol):
     """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values."""
 

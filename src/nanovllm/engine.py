@@ -14,7 +14,7 @@ import torch
 from . import ops
 from .compile import Drawn
 from .context import Context, resolve
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, OutOfPagesError
 from .model import Model
 from .sampling_params import SamplingParams, from_generation_config, validate_for
 from .schedule import Plan, give_up_pages, schedule
@@ -148,8 +148,10 @@ def guarded(state: EngineState) -> Iterator[list[int]]:
     taken: list[int] = []
     try:
         yield taken
-    except BaseException:
+    except BaseException as error:
         state.runtime.lease.lose(page for page in taken if state.pool.pages.refcount(page))
+        if isinstance(error, torch.OutOfMemoryError):
+            raise OutOfPagesError("the device's memory ran out in the middle of a step; the state is as it was before the call") from error
         raise
 
 

@@ -15,9 +15,11 @@ from ..ops.linear import linear
 from ..types import Float, Float32, Tensor
 
 
-def rms_norm(x: Float[Tensor, "*rows M"], gain: Float[Tensor, "M"], eps: float) -> Float[Tensor, "*rows M"]:
-    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), its statistics in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+def rms_norm(x: Float[Tensor, "*rows M"], gain: Float[Tensor, "..."], eps: float) -> Float[Tensor, "*rows M"]:
+    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), its statistics in float32 or wider; `gain` broadcasts over `x`."""
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, x.shape[-1:], None, eps) * gain
+    wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     # The cast stands before the gain: the reference implementations round here, and large gains amplify a difference.
     return gain * wide.to(x.dtype)
@@ -63,16 +65,20 @@ def _yarn_channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
 
 def rope_angles(
     positions_T: Tensor, inv_freq: Float32[Tensor, "half"], rope: RopeConfig
-) -> tuple[Float32[Tensor, "T 1 half"], Float32[Tensor, "T 1 half"]]:
-    """cos and sin of every token's angles, `[T, 1, D/2]` float32, times the attention factor. Once a forward: all layers share them."""
+) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
+    """cos, and sin with the sign of `apply_rope`'s second term, of every token's angles: `[T, 1, D]` float32, times the attention factor.
+
+    Once a forward: all layers share them.
+    """
     angles = positions_T.to(torch.float32)[:, None, None] * inv_freq
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def apply_rope(x_TXD: Float[Tensor, "T X D"], cos: Float32[Tensor, "T 1 half"], sin: Float32[Tensor, "T 1 half"]) -> Float[Tensor, "T X D"]:
+def apply_rope(x_TXD: Float[Tensor, "T X D"], cos: Float32[Tensor, "T 1 D"], sin: Float32[Tensor, "T 1 D"]) -> Float[Tensor, "T X D"]:
     """Rotate channel i with channel i + D/2, in float32 or wider, and round once."""
-    a, b = x_TXD.to(torch.promote_types(x_TXD.dtype, torch.float32)).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_TXD.dtype)
+    wide = x_TXD.to(torch.promote_types(x_TXD.dtype, torch.float32))
+    return torch.addcmul(wide * cos, wide.roll(x_TXD.shape[-1] // 2, -1), sin).to(x_TXD.dtype)
 
 
 def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch) -> Tensor:

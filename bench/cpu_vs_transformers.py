@@ -1,0 +1,106 @@
+"""Decode speed on a CPU beside transformers' own `generate`, the two in turn within one process; medians of the repeats.
+
+    python bench/cpu_vs_transformers.py --model tiny --output bench/results/cpu-tiny.json
+    python bench/cpu_vs_transformers.py --model qwen3-0.6b --dtypes float32,bfloat16 --tokens 24
+
+The embedded model runs on its own weights, and the replies must agree; the other shapes run on random weights, each engine on its own.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from nanovllm.bench import SHAPES, Engine, random_tokens, random_weights, record
+from nanovllm.model import TINY, Model, load_model
+from nanovllm.types import dtype_of
+
+
+def reference(model: Model, name: str) -> Any:
+    """The same model in transformers: the same weights for `tiny`, random ones of the same shape otherwise."""
+    if name == "tiny":
+        return transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=model.dtype).eval()
+    c = model.config
+    config = transformers.AutoConfig.for_model(
+        "qwen3" if c.architecture.startswith("Qwen3") else "llama",
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
+        tie_word_embeddings=c.tie_word_embeddings, max_position_embeddings=c.max_position_embeddings,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+
+
+def timed(call: Any) -> tuple[float, Any]:
+    """Seconds of a call, and its result."""
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats: int) -> dict[str, Any]:
+    """Decode tokens a second of both, prefill taken off by the time of a one-token reply, and their ratio."""
+    model = load_model(name, "cpu", dtype) if name == "tiny" else random_weights(name, device="cpu", dtype=dtype)
+    other = reference(model, name)
+    engine = Engine(model, num_pages=2048, max_model_len=1024)
+    random, figures = Random(0), {}
+
+    def theirs(prompts: list[list[int]], count: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        with torch.no_grad():
+            out = other.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count, pad_token_id=0
+            )
+        return out[:, ids.shape[1] :].tolist()
+
+    for batch in batches:
+        speeds: dict[str, list[float]] = {"ours": [], "theirs": []}
+        agree = []
+        for repeat in range(repeats + 1):
+            prompts = [random_tokens(random, 32, model.config.vocab_size) for _ in range(batch)]
+            calls = {"ours": lambda n, p=prompts: engine.generate(p, [n] * len(p), 0.0), "theirs": lambda n, p=prompts: theirs(p, n)}
+            replies = {}
+            for who, call in calls.items():
+                first, _ = timed(lambda call=call: call(1))
+                whole, replies[who] = timed(lambda call=call: call(num_tokens))
+                if repeat:  # the first turn warms up
+                    speeds[who].append(batch * (num_tokens - 1) / (whole - first))
+            agree += [a == b for a, b in zip(replies["ours"], replies["theirs"], strict=True)]
+        key = f"{dtype}_b{batch}"
+        figures[f"{key}_tok_s"] = round(float(np.median(speeds["ours"])), 1)
+        figures[f"{key}_transformers_tok_s"] = round(float(np.median(speeds["theirs"])), 1)
+        figures[f"{key}_ratio"] = round(float(np.median(np.divide(speeds["ours"], speeds["theirs"]))), 2)
+        if name == "tiny":
+            figures[f"{key}_equal_replies"] = round(sum(agree) / len(agree), 3)
+    return record(model, figures, [])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", choices=["tiny", *SHAPES])
+    parser.add_argument("--dtypes", default="float32")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    result: dict[str, Any] = {}
+    for dtype in options.dtypes.split(","):
+        dtype_of(dtype)
+        batches = [int(b) for b in options.batches.split(",")]
+        result |= compare(options.model, dtype, batches, options.tokens, options.repeats)
+    del result["dtype"]
+    result["command"] = f"python bench/cpu_vs_transformers.py --model {options.model} --dtypes {options.dtypes} --tokens {options.tokens}"
+    print(json.dumps(result, indent=2))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
