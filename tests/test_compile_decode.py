@@ -1,0 +1,95 @@
+"""`decode_step` inside the caller's compiled program: one graph, no copy of the KV, the tokens of `generate`."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import nanovllm as nv
+from nanovllm.testing.models import random_model, tiny_config
+
+pytestmark = pytest.mark.compile
+
+CONTEXTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3]]
+GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SAMPLED = nv.SamplingParams(temperature=0.9, top_k=12, top_p=0.9, seed=5, max_tokens=8, ignore_eos=True, presence_penalty=0.5)
+
+
+@pytest.fixture(scope="module")
+def model() -> nv.Model:
+    return random_model(tiny_config(num_layers=1), 0)
+
+
+def state_of(model: nv.Model) -> nv.EngineState:
+    return nv.init_state(model, num_pages=64, page_size=4, max_model_len=64)
+
+
+def two_steps(model: nv.Model) -> Any:
+    def run(params: Any, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, torch.Tensor]:
+        carry, first = nv.decode_step(params, carry, model.config)
+        carry, second = nv.decode_step(params, carry, model.config)
+        return carry, torch.stack((first.token_ids, second.token_ids), 1)
+
+    return torch.compile(run, fullgraph=True)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_two_steps_trace_in_one_region(architecture: str):
+    model = random_model(tiny_config(architecture), 0)
+    state, want = nv.generate_many(model, state_of(model), CONTEXTS, GREEDY)
+    state, carry = nv.begin(model, state, CONTEXTS, GREEDY, room=8)
+    address, run, drawn = carry.kv.pools[0].data_ptr(), two_steps(model), []
+    for _ in range(4):
+        carry, tokens = run(model.params, carry)
+        drawn.append(tokens)
+    assert carry.kv.pools[0].data_ptr() == address
+    state, gens = nv.commit(model, state, carry)
+    nv.check(state)
+    assert torch.cat(drawn, 1).tolist() == [g.token_ids for g in gens] == [g.token_ids for g in want]
+
+
+def test_sampled_steps_equal_generate(model: nv.Model):
+    state, want = nv.generate_many(model, state_of(model), CONTEXTS, SAMPLED)
+    state, carry = nv.begin(model, state, CONTEXTS, SAMPLED, room=8)
+    run = two_steps(model)
+    for _ in range(4):
+        carry, _ = run(model.params, carry)
+    state, gens = nv.commit(model, state, carry)
+    assert [g.token_ids for g in gens] == [g.token_ids for g in want]
+
+
+def test_the_generated_code_never_copies_the_pages(model: nv.Model):
+    state, carry = nv.begin(model, state_of(model), CONTEXTS, GREEDY, room=2)
+    shape = tuple(carry.kv.pools[0].shape)
+    _, code = run_and_get_code(two_steps(model), model.params, carry)
+    source = "\n".join(code)
+    assert "nanovllm.kv_write" in source and "nanovllm.paged_decode" in source
+    # A buffer of the pool's size is only ever the argument itself.
+    assert f"empty_strided_cpu({shape}" not in source and f"empty_strided({shape}" not in source
+    assert source.count(str(shape)) <= 2 * len(code)
+
+
+def test_forced_tokens_are_scored(model: nv.Model):
+    state, carry = nv.begin(model, state_of(model), CONTEXTS[:1], nv.SamplingParams(temperature=0.0, logprobs=0), room=4)
+    text = torch.tensor([[3, 1, 4, 1]], dtype=torch.int32)
+
+    def score(params: Any, carry: nv.DecodeCarry, text: torch.Tensor) -> tuple[nv.DecodeCarry, torch.Tensor]:
+        total = torch.zeros(text.shape[0])
+        for i in range(4):
+            carry, out = nv.decode_step(params, carry, model.config, token_ids=text[:, i])
+            assert out.logprobs is not None
+            total = total + out.logprobs
+        return carry, total
+
+    carry, total = torch.compile(score, fullgraph=True)(model.params, carry, text)
+    state, gens = nv.commit(model, state, carry)
+    expected, context = 0.0, CONTEXTS[0]
+    for token in text[0].tolist():
+        bias = nv.SamplingParams(temperature=0.0, max_tokens=1, logit_bias={token: 100.0}, logprobs=0, ignore_eos=True)
+        state, gen = nv.generate(model, state, context, bias)
+        assert gen.token_ids == [token] and gen.logprobs is not None
+        expected += gen.logprobs[0].logprob
+        context = [*context, token]
+    assert abs(float(total) - expected) < 1e-4
+    assert gens[0].chunk.token_ids.tolist() == [*CONTEXTS[0], 3, 1, 4, 1]
