@@ -32,7 +32,6 @@ class Drawn:
 
 
 @runtime_checkable
-@runtime_checkable
 class Executor(Protocol):
     """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values."""
 

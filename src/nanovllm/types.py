@@ -25,7 +25,7 @@ def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
     def flatten(value: Any):
         return [getattr(value, f) for f in leaves], tuple(getattr(value, f) for f in static)
 
-    def flatten_with_keys(value: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         return [(pytree.GetAttrKey(f), getattr(value, f)) for f in leaves], tuple(getattr(value, f) for f in static)
 
     def unflatten(children: Any, context: Any):

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from immutables import Map
 
 from ..errors import BrokenInvariantError
 
-FreeList = tuple[int, "FreeList"] | None
+FreeList = tuple[int, Any] | None  # (page, rest); an alias that names itself cannot be checked at run time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
