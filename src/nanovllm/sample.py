@@ -226,9 +226,6 @@ def build(
     def column(values: Sequence[int | float], dtype: torch.dtype, neutral: int | float) -> Tensor:
         return torch.tensor([*values, *[neutral] * (size - len(rows))], dtype=dtype).to(device)
 
-    def cut(name: str, dtype: torch.dtype, neutral: int | float) -> Tensor:
-        return column([getattr(p, name) if p.temperature > 0 else neutral for p in params], dtype, neutral)
-
     def table(ids: Sequence[np.ndarray], values: Tensor) -> Tensor:
         """Zeros [size, V] with the values set (bool) or added (numbers) at each row's ids."""
         row = torch.from_numpy(np.repeat(np.arange(len(ids)), [len(i) for i in ids])).to(device)
@@ -252,9 +249,9 @@ def build(
     return Sampling(
         seeds=column([seed for _, seed, *_ in rows], torch.int64, 0),
         temperature=column([p.temperature for p in params], torch.float32, 0.0) if on.temperature else None,
-        top_k=cut("top_k", torch.int32, 0) if on.top_k else None,
-        top_p=cut("top_p", torch.float32, 1.0) if on.top_p else None,
-        min_p=cut("min_p", torch.float32, 0.0) if on.min_p else None,
+        top_k=column([p.top_k for p in params], torch.int32, 0) if on.top_k else None,
+        top_p=column([p.top_p for p in params], torch.float32, 1.0) if on.top_p else None,
+        min_p=column([p.min_p for p in params], torch.float32, 0.0) if on.min_p else None,
         penalties=penalties() if on.penalties else None,
         logit_bias=table(bias_ids, torch.tensor(bias_values, dtype=torch.float32)) if on.logit_bias else None,
         num_logprobs=on.num_logprobs,

@@ -103,6 +103,7 @@ def test_a_token_does_not_depend_on_the_batch(vocab):
 SETS = [[SamplingParams(temperature=0.0)] * 4, [SamplingParams()] * 4, MIXED[:2] * 2, MIXED]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("params", SETS, ids=["greedy", "plain", "candidates", "everything"])
 def test_no_step_waits_for_the_host(params):
     logits, sampling = logits_of(len(params), 4096).cuda(), build(rows_of(params), 4096, "cuda")
