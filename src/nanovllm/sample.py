@@ -125,26 +125,25 @@ def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:
 
 
 def _least_kept(x_BV: Tensor, sampling: Sampling, temperature: Tensor) -> Tensor | None:
-    """The least logit over temperature that min-p, top-k and top-p keep, -inf where they keep all; None where no row uses them.
+    """The least logit that min-p, top-k and top-p keep, -inf where they keep all; None where no row uses them.
 
-    Dividing by a temperature keeps the order, so that the candidates alone are divided.
+    It is undivided by the temperature, so that what is compared with it is equal to the bit however the division rounds.
     """
     if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
         return None
-    divisor_B1 = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    temperature = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
     if sampling.top_k is None and sampling.top_p is None:
-        sorted_BC = x_BV.amax(1, keepdim=True)
+        sorted_BC = x_BV.amax(1, keepdim=True).float()
     elif sampling.num_candidates is not None and sampling.num_candidates < x_BV.shape[1]:
-        sorted_BC = x_BV.topk(sampling.num_candidates, 1).values
+        sorted_BC = x_BV.topk(sampling.num_candidates, 1).values.float()
     else:
-        sorted_BC = x_BV.sort(1, descending=True).values
-    sorted_BC = sorted_BC.float() / divisor_B1
-    least_B1 = torch.full_like(divisor_B1, -torch.inf)
+        sorted_BC = x_BV.sort(1, descending=True).values.float()
+    least_B1 = torch.full_like(temperature, -torch.inf)
     if sampling.min_p is not None:
         min_p = sampling.min_p.unsqueeze(1)
-        least_B1 = torch.where(min_p > 0, sorted_BC[:, :1] + min_p.log(), least_B1)
-    num_kept_B1 = torch.full_like(divisor_B1, sorted_BC.shape[1], dtype=torch.int64)
-    cut_B1 = torch.zeros_like(divisor_B1, dtype=torch.bool)
+        least_B1 = torch.where(min_p > 0, sorted_BC[:, :1] + temperature * min_p.log(), least_B1)
+    num_kept_B1 = torch.full_like(temperature, sorted_BC.shape[1], dtype=torch.int64)
+    cut_B1 = torch.zeros_like(temperature, dtype=torch.bool)
     if sampling.top_k is not None:
         top_k = sampling.top_k.unsqueeze(1)
         cut_B1 = top_k > 0
@@ -152,17 +151,17 @@ def _least_kept(x_BV: Tensor, sampling: Sampling, temperature: Tensor) -> Tensor
     if sampling.top_p is not None:
         top_p = sampling.top_p.unsqueeze(1)
         cut_B1 = cut_B1 | (top_p < 1)
-        num_kept_B1 = torch.where(top_p < 1, _num_in_nucleus(sorted_BC, num_kept_B1, least_B1, top_p), num_kept_B1)
+        kept_BC = (torch.arange(sorted_BC.shape[1], device=x_BV.device) < num_kept_B1) & (sorted_BC >= least_B1)
+        exponents_BC = (sorted_BC - sorted_BC[:, :1]) / temperature
+        num_kept_B1 = torch.where(top_p < 1, _num_in_nucleus(exponents_BC, kept_BC, top_p), num_kept_B1)
     last_B1 = sorted_BC.gather(1, num_kept_B1 - 1)
     return torch.where(cut_B1, torch.maximum(last_B1, least_B1), least_B1).squeeze(1)
 
 
-def _num_in_nucleus(sorted_BC: Tensor, num_kept_B1: Tensor, least_B1: Tensor, top_p_B1: Tensor) -> Tensor:
-    """How many of the first `num_kept` tokens, of those from `least` up, hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
+def _num_in_nucleus(exponents_BC: Tensor, kept_BC: Tensor, top_p_B1: Tensor) -> Tensor:
+    """How many of the kept tokens, in descending order, hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
     # Fixed point, 40 bits below the largest weight: integers add up to the same whatever the order, the length or the device
-    weights_BC = (torch.exp(sorted_BC - sorted_BC[:, :1]) * 2.0**40).long()
-    kept_BC = (torch.arange(sorted_BC.shape[1], device=sorted_BC.device) < num_kept_B1) & (sorted_BC >= least_B1)
-    weights_BC = torch.where(kept_BC, weights_BC, 0)
+    weights_BC = torch.where(kept_BC, (torch.exp(exponents_BC) * 2.0**40).long(), 0)
     sums_BC = weights_BC.cumsum(1)
     wanted_B1 = (top_p_B1.double() * sums_BC[:, -1:].double()).long()
     missing_BC = kept_BC & (sums_BC - weights_BC < wanted_B1)

@@ -12,11 +12,11 @@ _LIBRARY.define("draw(Tensor logits, Tensor temperature, Tensor? least, Tensor k
 def draw(
     logits: Float[Tensor, "B V"], temperature: Float32[Tensor, "B"], least: Float32[Tensor, "B"] | None, keys: Int64[Tensor, "B 2"]
 ) -> Int32[Tensor, "B"]:
-    """argmax over v of y + g where `y = logits / temperature`, at temperature 0 of the logits; the lowest id of a tie.
+    """argmax over v of `logits / temperature + g`, at temperature 0 of the logits; the lowest id of a tie.
 
-    Tokens with y < `least` are left out (temperature 1 stands for 0). The noise g has the standard Gumbel distribution (Gumbel, 1954) and
-    is a function of `keys[b]` = (seed, position) and v, so a row's token does not depend on the other rows. The token of a row that holds
-    NaN is some id of the vocabulary; a row that is -inf throughout yields 0.
+    At a temperature above 0, tokens whose logit is less than `least` are left out. The noise g has the standard Gumbel distribution
+    (Gumbel, 1954) and is a function of `keys[b]` = (seed, position) and v, so a row's token does not depend on the other rows.
+    The token of a row that holds NaN is some id of the vocabulary; a row that is -inf throughout yields 0.
     """
     return torch.ops.nanovllm.draw.default(logits, temperature, least, keys)
 
@@ -37,10 +37,10 @@ def _reference(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: 
     ids = logits.argmax(1)
     random = temperature > 0
     if random.any():  # numbers are generated for the rows that need them only
-        y = logits[random].float() / temperature[random].unsqueeze(1)
-        if least is not None:
-            y = torch.where(y < least[random].unsqueeze(1), -torch.inf, y)
-        ids[random] = (y + gumbel(uniforms(keys[random], y.shape[1]))).argmax(1)
+        x = logits[random].float()
+        if least is not None:  # compared undivided, where nothing has been rounded: the largest logit is never left out
+            x = torch.where(x < least[random].unsqueeze(1), -torch.inf, x)
+        ids[random] = (x / temperature[random].unsqueeze(1) + gumbel(uniforms(keys[random], x.shape[1]))).argmax(1)
     return ids.int()
 
 

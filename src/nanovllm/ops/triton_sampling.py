@@ -48,9 +48,9 @@ def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, H
     y = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
     t = tl.load(temperature + row)
     if t > 0:
-        y = tl.div_rn(y, tl.zeros_like(y) + t)
         if HAS_LEAST:
             y = tl.where(y < tl.load(least + row), -float("inf"), y)
+        y = tl.div_rn(y, tl.zeros_like(y) + t)
         u = _uniforms(tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1), first, COUNTERS)
         exponential = tl.where(u < 0.001953125, u + u * u * (0.5 + u * _THIRD), -tl.log(1.0 - u))
         y = y - tl.log(exponential)
