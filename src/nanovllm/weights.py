@@ -1,11 +1,12 @@
 """Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
 
 Each parameter is read, cast, moved to its device and, on a CPU, prepacked before the next is touched: beyond the model itself the host
-holds a buffer of 4 MiB and, while a matrix is packed, that one matrix.
+holds a buffer of 4 MiB and, on a CPU, memory for its largest matrix.
 """
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -138,9 +139,11 @@ def load_params(
         hide = not (sys.stderr.isatty() if progress is None else progress)
         bar = stack.enter_context(tqdm(total=total, desc="weights", unit="B", unit_scale=True, unit_divisor=1024, disable=hide))
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        # On a CPU every matrix is read into the same memory and copied out by packing: freed one by one, they would leave holes.
+        largest = max(math.prod(info.shape) for info in _infos(table) if info.kind == "matrix")
+        scratch = torch.empty(largest if device.type == "cpu" else 0, dtype=dtype)
 
-        def read(info: ParamInfo) -> Tensor:
-            param = torch.empty(info.shape, dtype=info.dtype or dtype, device=device)
+        def fill(param: Tensor, info: ParamInfo) -> Tensor:
             row = 0
             for name in info.sources:
                 header = headers[name]
@@ -148,6 +151,13 @@ def load_params(
                 row += header.shape[0]
                 bar.update(header.stop - header.start)
             return param
+
+        def read(info: ParamInfo) -> Tensor:
+            if info.kind != "matrix" or device.type != "cpu":
+                return fill(torch.empty(info.shape, dtype=info.dtype or dtype, device=device), info)
+            param = fill(scratch[: math.prod(info.shape)].view(info.shape), info)
+            packed = pack(param)
+            return param.clone() if packed is param else packed
 
         try:
             params = build_params(table, config, read, device)
@@ -181,7 +191,8 @@ def random_params(config: ModelConfig, *, seed: int, device: torch.device, dtype
 
     def draw(info: ParamInfo) -> Tensor:
         values = torch.empty(info.shape).normal_(1.0 if info.kind == "gain" else 0.0, std, generator=generator)
-        return values.to(device, info.dtype or dtype)
+        param = values.to(device, info.dtype or dtype)
+        return pack(param) if info.kind == "matrix" else param
 
     return build_params(REGISTRY[config.architecture].param_table(config), config, draw, device)
 
@@ -189,7 +200,7 @@ def random_params(config: ModelConfig, *, seed: int, device: torch.device, dtype
 def build_params(
     table: Params[ParamInfo], config: ModelConfig, make: Callable[[ParamInfo], Tensor], device: torch.device
 ) -> Params[Tensor]:
-    """Fill the table in its own order, packing each matrix as soon as it is made; the rotary frequencies are computed.
+    """Fill the table in its own order by `make`, which packs the matrices (`ops.linear.pack`); the rotary frequencies are computed here.
 
     On a CPU a tied head is packed from the embedding table, which stays plain because rows are read from it: the one weight held twice.
     """
@@ -200,8 +211,6 @@ def build_params(
                 return None
             case ParamInfo(kind="rope"):
                 return inverse_frequencies(config.rope, config.head_dim).to(device)
-            case ParamInfo(kind="matrix"):
-                return pack(make(info))
             case _:
                 return make(info)
 
