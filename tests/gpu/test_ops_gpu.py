@@ -71,6 +71,14 @@ class Pool:
         hidden = torch.ones(len(q), length, dtype=torch.bool, device=CUDA).triu(length - len(q) + 1)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
+    def dense_decode(self, q, layer, lens):
+        """`dense` for one query a row, all rows at once; `lens` may be shorter than the rows are."""
+        k, v = (torch.nn.utils.rnn.pad_sequence([row[layer].float() for row in rows], batch_first=True) for rows in (self.k, self.v))
+        scores = torch.einsum("bkgd,bmkd->bkgm", q.float().unflatten(1, (self.kv_heads, self.group)), k) * self.scale
+        hidden = torch.arange(k.shape[1], device=CUDA) >= torch.as_tensor(lens, device=CUDA)[:, None]
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+        return torch.einsum("bkgm,bmkd->bkgd", weights, v).flatten(1, 2)
+
     def sizes(self):
         return (self.group * self.kv_heads, self.kv_heads, self.head_dim, self.page_size, self.dtype, CUDA)
 
@@ -145,7 +153,7 @@ def test_decode_without_a_plan_can_be_captured():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 33, 80])
+@pytest.mark.parametrize("rows", [1, 5, 33, 70])
 def test_a_stale_decode_plan_serves_every_length_up_to_its_pages(shape, rows):
     rng = np.random.default_rng(rows)
     counts = rng.integers(1, 1 + 600 // shape[2], rows)
@@ -164,8 +172,7 @@ def test_a_stale_decode_plan_serves_every_length_up_to_its_pages(shape, rows):
         q = pool.queries(rows)
         for layer in range(2):
             out = paged_decode(q, pool.pages, layer, pool.device_tables, int32(lens.tolist()), pool.scale, plan.handle)
-            want = torch.cat([pool.dense(q[b : b + 1], b, layer, int(lens[b])) for b in range(rows)])
-            pool.close(out, want)
+            pool.close(out, pool.dense_decode(q, layer, lens))
 
 
 def test_unwritten_slots_of_planned_pages_are_never_read():
@@ -229,7 +236,7 @@ def test_replays_follow_lengths_on_the_device_and_new_plans():
             new = q[b : b + 1, : pool.kv_heads].expand(2, -1, -1, -1).reshape(2, 1, pool.kv_heads, pool.head_dim)
             pool.k[b], pool.v[b] = torch.cat((pool.k[b], new), 1), torch.cat((pool.v[b], new), 1)
         for layer in range(2):
-            pool.close(outs[layer], torch.cat([pool.dense(q[b : b + 1], b, layer, start[b] + step) for b in range(rows)]))
+            pool.close(outs[layer], pool.dense_decode(q, layer, np.array(start) + step))
     assert step > 10
 
 

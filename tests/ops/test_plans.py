@@ -3,9 +3,11 @@
 import gc
 
 import pytest
+import torch
 
 from nanovllm.errors import NanoVLLMError
-from nanovllm.ops.plans import UnknownPlanError, lookup, register
+from nanovllm.ops.flashinfer import attention_backend, prefill_kernel
+from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError, lookup, register
 
 
 class Plan:
@@ -35,3 +37,39 @@ def test_a_handle_dies_with_its_plan_and_is_not_given_out_again():
 def test_an_unknown_handle_is_a_typed_error(handle):
     with pytest.raises(NanoVLLMError, match=f"handle {handle};"):
         lookup(handle)
+
+
+def test_a_plan_of_another_kind_is_a_typed_error():
+    plan = Plan()
+    assert lookup(register(plan), Plan) is plan
+    with pytest.raises(PlanMismatchError, match="is a Plan, this op takes a str"):
+        lookup(register(plan), str)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim"),
+    [("cpu", torch.bfloat16, 128), ("cuda", torch.float32, 128), ("cuda", torch.float64, 64), ("cuda", torch.bfloat16, 96)],
+)
+def test_what_flashinfer_cannot_serve_goes_to_the_reference(device, dtype, head_dim):
+    assert attention_backend(torch.device(device), dtype, head_dim, 16) == "reference"
+
+
+# Rows of new tokens by prompts: which kernel was faster on an H200 with 16 query and 8 key/value heads of 128.
+@pytest.mark.parametrize(
+    ("rows", "tokens", "faster"),
+    [
+        (1, 16384, "fa3"),
+        (1, 8192, "fa3"),
+        (1, 512, "fa3"),
+        (16, 16 * 512, "fa3"),
+        (64, 64 * 128, "fa3"),
+        (32, 32 * 256, "fa3"),
+        (1, 128, "fa2"),
+        (1, 16, "fa2"),
+        (64, 63 + 1024, "fa2"),
+        (64, 64 * 16, "fa2"),
+        (64, 64 * 64, "fa2"),
+    ],
+)
+def test_the_prefill_kernel_is_the_one_measured_faster(rows, tokens, faster):
+    assert prefill_kernel(tokens, rows, 16) == faster
