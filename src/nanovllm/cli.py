@@ -95,7 +95,7 @@ def run_generate(options: argparse.Namespace) -> int:
     texts = _lines(options.prompts) if options.prompts is not None else [_prompt(options)]
     model = load_model(options.model, options.device, options.dtype)
     llm = LLM(model, **_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
-    params = _sampling(options, llm.model)
+    params = sampling(options, llm.model)
     prompts = [_as_prompt(llm, text, options) for text in texts]
     if options.prompts is not None:
         for text, output in zip(texts, llm.generate(prompts, params), strict=True):
@@ -126,7 +126,7 @@ def run_chat(options: argparse.Namespace) -> int:
     # Two sequences' pages: the conversation's chunk, and a reply over a shorter head of it. A CPU runs prompts in small
     # chunks, because Ctrl-C waits for the end of a step.
     model = load_model(options.model, options.device, options.dtype)
-    params = _sampling(options, model)
+    params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
     return chat.run(model, state, params, system=options.system, thinking=not options.no_think)
@@ -166,7 +166,7 @@ def _whole(output: RequestOutput) -> list[Piece]:
     return [Piece(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason, output=output)]
 
 
-def _sampling(options: argparse.Namespace, model: Model) -> SamplingParams:
+def sampling(options: argparse.Namespace, model: Model) -> SamplingParams:
     """The model's own options, with those that were given on the command line in their place."""
     names = set(SamplingParams.__dataclass_fields__)
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Any
 
 from .streams import held_back
 
@@ -12,7 +12,7 @@ OPEN, CLOSE = "<think>", "</think>"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline: a reply must not steer the terminal
 
 
-def is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: Any) -> bool:
     """Whether the stream is a terminal that styles can be shown on."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
@@ -41,7 +41,7 @@ class View:
     held: str = ""
 
     @staticmethod
-    def of(stream: TextIO, *, chat_prompt: str | None = None) -> "View":
+    def of(stream: Any, *, chat_prompt: str | None = None) -> "View":
         """The view of a reply on a stream. A chat's prompt, special tokens included, may have opened the think block itself."""
         terminal = is_terminal(stream)
         inside = chat_prompt is not None and chat_prompt.rstrip().endswith(OPEN)
