@@ -137,7 +137,8 @@ def load_params(
         files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
         total = sum(header.stop - header.start for header in headers.values())
         hide = not (sys.stderr.isatty() if progress is None else progress)
-        bar = stack.enter_context(tqdm(total=total, desc="weights", unit="B", unit_scale=True, unit_divisor=1024, disable=hide))
+        look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
+        bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
         # On a CPU every matrix is read into the same memory and copied out by packing: freed one by one, they would leave holes.
         largest = max(math.prod(info.shape) for info in _infos(table) if info.kind == "matrix")
