@@ -34,7 +34,7 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
     for place, part in enumerate(parts):
         if isinstance(part, Chunk):
             if place:
-                raise InvalidRequestError(f"the context has a chunk at place {place}; only its first part may be one (compose joins chunks)")
+                raise InvalidRequestError(f"the context has a chunk at place {place}; only its first part may be one (compose joins them)")
             require_live(state, part)
             base = part
         elif isinstance(part, str):

@@ -23,6 +23,7 @@ from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
 from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attention_backend
+from .sampling_params import from_generation_config
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
 from .types import Tensor
@@ -82,8 +83,11 @@ class GraphExecutor:
     """See `compile.Executor`. Holds what cannot be a value: compiled functions, graphs, static buffers, attention plans."""
 
     def __init__(self, model: Model, limits: EngineConfig, kv: KVState, *, progress: bool | None = None):
-        """Compile, and capture greedy steps for every batch size. `kv` is the memory that the graphs will read and write; of its contents
-        only the dummy page changes."""
+        """Compile, and capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
+        model's own `generation_config`; others are captured when they are first asked for.
+
+        `kv` is the memory that the graphs will read and write; of its contents only the dummy page changes.
+        """
         self._limits, self._device = limits, model.device
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
@@ -242,6 +246,8 @@ class GraphExecutor:
             cu_seqlens=np.array([0, count], np.int32),
             logit_indices=np.array([count - 1], np.int32),
         )
+        own = sample.features([from_generation_config(model.generation_config)])
+        usual = dict.fromkeys((GREEDY, sample.Features(temperature=True), own))
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(total=1 + len(self._sizes), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
         with bar:
@@ -249,7 +255,8 @@ class GraphExecutor:
             bar.update()
             for batch_size in reversed(self._sizes):  # the largest first: the others find its memory in the pool
                 bar.set_postfix_str(f"batch {batch_size}")
-                self._capture(model, kv, batch_size, GREEDY)
+                for features in usual:
+                    self._capture(model, kv, batch_size, features)
                 bar.update()
         torch.cuda.synchronize(self._device)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from immutables import Map
 
 from . import ops
 from .compile import Drawn
@@ -23,6 +24,7 @@ from .state import pool as pools
 from .state.chunk import Chunk
 from .state.engine_state import EngineState
 from .state.kv import KVState
+from .state.pool import Pool
 from .state.request import Request, Sequence, StepOutput, StopScan
 from .state.vector import IntVector
 from .tokenizer import Detokenizer
@@ -126,12 +128,12 @@ def enter(state: EngineState) -> EngineState:
     if not lease.dirty:
         return state
     lost, pool, waiting, kept = lease.lost, state.pool, state.waiting, []
-    for sequence in state.running:
-        if lost.isdisjoint(sequence.pages):
-            kept.append(sequence)
-        else:
+    for sequence in (*state.running, *state.waiting):
+        if not lost.isdisjoint(sequence.pages):
             pool = pools.release(pool, sequence.pages)
             waiting = waiting.push(sequence.with_pages(IntVector.of(), 0))
+        elif sequence.request.request_id not in waiting.items:
+            kept.append(sequence)
     # The lease stays dirty until a call commits: one that fails again must find the same losses.
     return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
 
@@ -181,38 +183,43 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
     """Append what was drawn, end what is done, index what was filled, count what was run."""
     now, pool, page_size = time.perf_counter(), plan.pool, state.config.page_size
     moved: dict[int, Sequence] = {}
-    prompt_run = reply_run = rerun = row = 0
+    drew: dict[int, int] = {}
+    prompt_run = reply_run = rerun = 0
+    first_tokens = iter([] if prefilled is None else enumerate(prefilled.token_ids.tolist()))
     for sequence, count in plan.prefill:
+        rid = sequence.request.request_id
         prompt, again = counted(sequence, count)
         prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
         grown = sequence.advance(count)
         pool = pools.insert(pool, grown.tokens.array(0, grown.num_filled), grown.pages.array(), sequence.num_filled // page_size)
-        if count == sequence.todo and prefilled is not None:
-            grown = draw_token(model, grown, prefilled, row, now)
-            row += 1
-        moved[sequence.request.request_id] = grown
+        if prefilled is not None and count == sequence.todo:
+            row, drew[rid] = next(first_tokens)
+            grown = draw_token(grown, drew[rid], prefilled, row, now)
+        moved[rid] = grown
     if decoded is not None:
-        for row, sequence in enumerate(plan.decode):
+        for row, (sequence, token) in enumerate(zip(plan.decode, decoded.token_ids.tolist(), strict=True)):
+            rid = sequence.request.request_id
             prompt, again = counted(sequence, 1)
             prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + 1 - prompt, rerun + again
-            moved[sequence.request.request_id] = draw_token(model, sequence.advance(sequence.todo), decoded, row, now)
+            drew[rid] = token
+            moved[rid] = draw_token(sequence, token, decoded, row, now)
     running, kept, outputs = [], state.kept, []
-    for sequence in (*plan.running, *plan.stuck):
+    for sequence in plan.running:
         rid = sequence.request.request_id
-        grown = moved.get(rid, sequence)
-        drew = grown.tokens.length > sequence.tokens.length
-        reason = finish_reason(grown) if drew else None
-        if reason is None and sequence in plan.stuck:
-            reason = "length"
-        if drew or reason:
-            tokens = (grown.tokens[-1],) if drew else ()
-            outputs.append(StepOutput(rid, tokens, reason, result(model, grown, reason, now) if reason else None))
+        grown, token = moved.get(rid, sequence), drew.get(rid)
+        if token is None:
+            running.append(grown)
+            continue
+        reason = finish_reason(grown, token)
         if reason is None:
             running.append(grown)
-        elif grown.request.keep:
-            kept = kept.set(rid, grown)
-        else:
-            pool = give_up_pages(pool, grown)
+            outputs.append(StepOutput(rid, (token,)))
+            continue
+        outputs.append(StepOutput(rid, (token,), reason, result(model, grown, reason, now)))
+        pool, kept = _end(pool, kept, grown)
+    for sequence in plan.stuck:
+        outputs.append(StepOutput(sequence.request.request_id, (), "length", result(model, sequence, "length", now)))
+        pool, kept = _end(pool, kept, sequence)
     stats = state.stats.add(
         prefill_tokens=prompt_run,
         decode_tokens=reply_run,
@@ -224,6 +231,13 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, cursor=plan.cursor, loaded=loaded
     )
     return state, outputs
+
+
+def _end(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool, Map[int, Sequence]]:
+    """Give the pages of an ended sequence up, or keep them for whoever asked for them."""
+    if sequence.request.keep:
+        return pool, kept.set(sequence.request.request_id, sequence)
+    return give_up_pages(pool, sequence), kept
 
 
 def _mix(seed: int, request_id: int) -> int:

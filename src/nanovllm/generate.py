@@ -97,7 +97,7 @@ def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:
         limit = min(sequence.request.max_len, (shared + available) * size)
         if limit <= sequence.request.num_prompt:
             raise OutOfPagesError(
-                f"the context has {sequence.request.num_prompt} tokens; {available} pages of {size} are available and leave none for a reply"
+                f"the context has {sequence.request.num_prompt} tokens; {available} pages of {size} are available, none for a reply"
             )
         return [replace(sequence, request=replace(sequence.request, max_len=limit))]
     needed = sum(pages_for(s.request.max_len, size) - s.num_filled // size for s in sequences)

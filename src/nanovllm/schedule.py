@@ -262,7 +262,8 @@ class _Draft:
         pool, size = pools.release(self.pool, self.sources), self.config.page_size
         decode = tuple(held[rid] for rid in chosen if rid in held)
         prompts = tuple((held[rid], count) for rid, count in prefill.items() if rid in held)
-        for sequence, count in (*((s, s.todo) for s in decode), *prompts):
+        require_writable(pool.pages, [s.pages[s.num_filled // size] for s in decode if s.todo])
+        for sequence, count in prompts:
             require_writable(pool.pages, written_pages(sequence, count, size).tolist())
         return Plan(
             pool=pool,

@@ -72,7 +72,7 @@ def begin(
 def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
     """Donates `carry`. End a run of decode steps: each row's tokens up to its first reason to stop, as a reply and a chunk.
 
-    Raises `DonatedStateError` for a carry that was committed before, `InvalidRequestError` where more steps were run than there was room for.
+    Raises `DonatedStateError` for a carry that was committed before, `InvalidRequestError` where more steps were run than it has room for.
     """
     state = enter(state)
     if carry.log is None:
@@ -91,7 +91,11 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
         prompt, rerun = sum(p for p, _ in counts), sum(a for _, a in counts)
     run = num_steps * len(rows)
     used = sum(sequence.num_generated for sequence, _ in rows)
-    stats = state.stats.add(prefill_tokens=prompt, decode_tokens=run - prompt, rerun_tokens=rerun, discarded_tokens=run - used)
+    # `begin` left the last token of a filled context out of what is reused, because it was to run; without a step it never did.
+    reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)
+    stats = state.stats.add(
+        prefill_tokens=prompt, decode_tokens=run - prompt, reused_tokens=reused, rerun_tokens=rerun, discarded_tokens=run - used
+    )
     with guarded(state):
         # Each row's pages reach its newest token: `begin` reserved them.
         inner, filled = fill(model, replace(state, stats=stats), [sequence for sequence, _ in rows])
@@ -111,7 +115,7 @@ def _settled(model: Model, sequence: Sequence, tokens: np.ndarray) -> tuple[Sequ
         stops = sequence.stops and scan(sequence.stops, token, sequence.request.sampling.stop)
         filled = len(sequence.tokens)
         sequence = replace(sequence, tokens=sequence.tokens.append(token), stops=stops)
-        if (reason := finish_reason(sequence)) is not None:
+        if (reason := finish_reason(sequence, token)) is not None:
             break
     sequence = replace(sequence, num_filled=filled, most_filled=max(filled, sequence.most_filled))
     return sequence, reason or "length"

@@ -8,24 +8,23 @@ from .model import Model
 from .state.request import Metrics, RequestOutput, Sequence, StopScan, TokenLogprobs
 
 
-def draw_token(model: Model, sequence: Sequence, drawn: Drawn, row: int, now: float) -> Sequence:
-    """The sequence with the token that row `row` drew."""
-    token = int(drawn.token_ids[row])
-    logprobs, stops = sequence.logprobs, sequence.stops
+def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: float) -> Sequence:
+    """The sequence with all its tokens filled, and `token`, which row `row` drew, behind them."""
+    logprobs, stops, filled = sequence.logprobs, sequence.stops, sequence.tokens.length
     if sequence.request.sampling.logprobs is not None:
         logprobs = (logprobs, _entry(drawn, row, token, sequence.request.sampling.logprobs))
     if stops is not None:
         stops = scan(stops, token, sequence.request.sampling.stop)
     return Sequence(
-        sequence.request, sequence.tokens.append(token), sequence.pages, sequence.num_filled, sequence.most_filled, sequence.num_cached,
+        sequence.request, sequence.tokens.append(token), sequence.pages, filled, max(filled, sequence.most_filled), sequence.num_cached,
         sequence.first_token or now, logprobs, stops,
     )  # fmt: skip
 
 
-def finish_reason(sequence: Sequence) -> str | None:
-    """Why the newest token is the last: `stop`, `length`, or None while the reply goes on."""
+def finish_reason(sequence: Sequence, token: int) -> str | None:
+    """Why `token`, the newest, is the last: `stop`, `length`, or None while the reply goes on."""
     request = sequence.request
-    if sequence.tokens[-1] in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
+    if token in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
         return "stop"
     return "length" if sequence.tokens.length >= request.max_len else None
 
@@ -42,6 +41,8 @@ def scan(stops: StopScan, token: int, strings: Seq[str]) -> StopScan:
 def counted(sequence: Sequence, count: int) -> tuple[int, int]:
     """Of the `count` tokens that run next: how many belong to the prompt, and how many had run before a preemption."""
     start = sequence.num_filled - (sequence.todo == 0)
+    if start >= sequence.most_filled and start >= sequence.request.num_prompt:
+        return 0, 0
     prompt = max(0, min(sequence.request.num_prompt, start + count) - start)
     return prompt, max(0, min(sequence.most_filled, start + count) - start)
 

@@ -53,7 +53,7 @@ class Lease:
         """Raise `DonatedStateError` unless `epoch` is the newest."""
         if epoch != self.epoch:
             raise DonatedStateError(
-                f"this state is {self.epoch - epoch} call(s) old and its memory was donated to a later one; use the state that call returned"
+                f"this state is {self.epoch - epoch} call(s) old and its memory was donated to a later one; use the state it returned"
             )
 
     def advance(self) -> int:
