@@ -85,4 +85,4 @@ def require_live(state: EngineState, chunk: Chunk) -> None:
 
 def _is_ids(context: list[Any] | tuple[Any, ...]) -> bool:
     """A list without a text or chunk in it is token ids (a list of lists of ids is a context of several parts)."""
-    return not any(isinstance(part, str | Chunk | list | tuple | np.ndarray) for part in context[:1] + context[-1:])
+    return not any(isinstance(part, str | Chunk | list | tuple | np.ndarray) for part in (*context[:1], *context[-1:]))
