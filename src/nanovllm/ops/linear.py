@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from ..types import Float, Tensor
 
-ROWS = 8  # on a CPU every product has a multiple of this many rows
-MIN_PACKED = 1 << 18  # elements of a weight from which prepacking pays for oneDNN's 12 us a call
+ROWS = 8  # on a CPU every product with a plain weight has a multiple of this many rows
+SPLIT = 1024  # inputs from which oneDNN sums a single row in another order than a row among others
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -16,7 +16,8 @@ def linear(x: Float[Tensor, "T in_"], weight: Float[Tensor, "out in_"], bias: Fl
     """`x @ weight.T + bias`; `weight` is plain or what `pack` made of it.
 
     On a CPU, with weights from `pack` in float32, bfloat16 or float16, a row's result is bitwise the same whatever the other rows and
-    however many: products of one row, or of a few, would round differently. In float64 the last bit may differ.
+    however many. A plain product rounds a row differently where there are few, so its rows are padded to a multiple of 8; with oneDNN's
+    layout only a single row of more than 1,024 inputs needs another beside it. In float64 the last bit may differ.
     """
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
@@ -26,15 +27,13 @@ def linear(x: Float[Tensor, "T in_"], weight: Float[Tensor, "out in_"], bias: Fl
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight `[out, in]` in the layout that `linear` wants: oneDNN's own on a CPU, where that is faster or keeps rows bitwise equal.
+    """The weight `[out, in]` in the layout that `linear` wants: oneDNN's own on a CPU, which is faster and keeps rows bitwise equal.
 
     Elsewhere, and where oneDNN is missing or does not know the dtype, the same tensor comes back. The packed form is a copy.
     """
     if weight.device.type != "cpu" or weight.is_mkldnn or weight.dtype not in (torch.float32, torch.bfloat16):
         return weight
-    # The plain product rounds a row by its place among the others where a side is ragged or very narrow.
-    ragged = weight.shape[1] % ROWS != 0 or weight.shape[0] < 2 * ROWS
-    if not torch.backends.mkldnn.is_available() or not (ragged or weight.numel() >= MIN_PACKED):
+    if not torch.backends.mkldnn.is_available():
         return weight
     try:
         return _reorder(weight, ROWS)
@@ -52,10 +51,12 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.is_mkldnn:
+        if x.shape[0] == 1 and x.shape[1] > SPLIT:
+            return torch.ops.mkldnn._linear_pointwise(x.expand(2, -1).contiguous(), weight, bias, "none", [], "")[:1]
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
     missing = -x.shape[0] % ROWS
     rows = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")[: x.shape[0]]
     return F.linear(rows, weight, bias)[: x.shape[0]]
 
 
