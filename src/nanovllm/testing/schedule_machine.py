@@ -58,17 +58,21 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.limits, self.memory = drawn, ShadowMemory(drawn.page_size)
         self.pool = pools.init_pool(drawn.num_pages, drawn.page_size)
 
-    @rule(tokens=token_ids(max_size=8), max_tokens=st.integers(1, 8), keep=st.booleans())
-    def arrive(self, tokens: list[int], max_tokens: int, keep: bool) -> None:
-        """A request for a prompt."""
-        self._arrive(IntVector.of(tokens), IntVector.of(), 0, max_tokens, keep)
+    @rule(prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4), max_tokens=st.integers(1, 8), keep=st.integers(0, 4))
+    def arrive(self, prompts: list[list[int]], max_tokens: int, keep: int) -> None:
+        """Requests for prompts."""
+        for place, tokens in enumerate(prompts):
+            self._arrive(IntVector.of(tokens), IntVector.of(), 0, max_tokens, keep == place)
 
     @precondition(lambda self: self.holds)
-    @rule(data=st.data(), more=token_ids(min_size=0, max_size=4), max_tokens=st.integers(1, 6), keep=st.booleans())
-    def arrive_on_context(self, data: st.DataObject, more: list[int], max_tokens: int, keep: bool) -> None:
-        """A request that goes on from filled pages; nothing, or something, comes after them."""
-        hold = data.draw(st.sampled_from(self.holds))
-        self._arrive(hold.tokens.extend(more), hold.pages, len(hold.tokens), max_tokens, keep)
+    @rule(
+        data=st.data(), more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3), max_tokens=st.integers(1, 6), keep=st.integers(0, 3)
+    )
+    def arrive_on_context(self, data: st.DataObject, more: list[list[int]], max_tokens: int, keep: int) -> None:
+        """Requests that go on from filled pages; nothing, or something, comes after them."""
+        hold = self.holds[data.draw(st.integers(0, len(self.holds) - 1))]
+        for place, tokens in enumerate(more):
+            self._arrive(hold.tokens.extend(tokens), hold.pages, len(hold.tokens), max_tokens, keep == place)
 
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
@@ -81,12 +85,33 @@ class ScheduleMachine(RuleBasedStateMachine):
         else:
             self.waiting = self.waiting.pop(sequence.request.request_id)
 
+    @rule(tokens=token_ids(max_size=5))
+    def fill(self, tokens: list[int]) -> None:
+        """A chunk is prefilled outside the scheduler."""
+        size, run = self.limits.page_size, IntVector.of(tokens)
+        matched = pools.match(self.pool, run.array())
+        pool = pools.acquire(self.pool, matched)
+        taken = pools.allocate(pool, pages_for(len(run), size) - len(matched))
+        if taken is None or 2 * (pages_for(len(run), size) + self._pinned()) > self.limits.num_pages + 1:
+            return
+        pages = [*matched, *taken[1]]
+        self.memory.run(run.array(), pages, len(matched) * size, len(run) - len(matched) * size)
+        self._move(pools.insert(taken[0], run.array(), np.array(pages, np.int32), 0))
+        self.holds.append(Hold(run, IntVector.of(pages)))
+
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         """A chunk is released."""
         hold = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
         self._move(pools.release(self.pool, hold.pages))
+
+    @precondition(lambda self: self.holds)
+    @rule()
+    def let_go_of_all(self) -> None:
+        """All chunks are released."""
+        while self.holds:
+            self._move(pools.release(self.pool, self.holds.pop().pages))
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
@@ -98,6 +123,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self._move(pools.acquire(self.pool, twin.pages))
         self.holds.append(twin)
 
+    @precondition(lambda self: self.running or self.waiting)
     @rule(draws=st.integers(0, 255))
     def step(self, draws: int) -> None:
         """One step: the plan is checked, its tokens are run in the dict, drawn tokens are `draws`' bits."""
@@ -108,7 +134,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         self._settle(plan, draws)
         self._check_progress(plan)
 
-    @rule(draws=st.integers(0, 255), count=st.integers(2, 12))
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(draws=st.integers(0, 255), count=st.integers(2, 8))
     def run(self, draws: int, count: int) -> None:
         """Several steps."""
         for i in range(count):
@@ -214,7 +241,7 @@ class ScheduleMachine(RuleBasedStateMachine):
                 running.append(grown)
                 continue
             self.finished.add(rid)
-            if rid in self.keepers and grown.num_filled:
+            if rid in self.keepers and grown.num_filled and 2 * (self._pinned() + len(grown.pages)) <= self.limits.num_pages + 1:
                 count = pages_for(grown.num_filled, size)
                 self.holds.append(Hold(grown.tokens.truncate(grown.num_filled), grown.pages.truncate(count)))
                 pool = pools.release(pool, grown.pages.array(count).tolist())
@@ -233,6 +260,9 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.oldest = oldest
         turns = -(-len(self.running) // self.limits.max_num_batched_tokens)
         expect(self.waited <= turns + 1, f"invariant 6: the oldest request {oldest[0]} stood still for {self.waited} steps")
+
+    def _pinned(self) -> int:
+        return len({page for hold in self.holds for page in hold.pages})
 
     def _move(self, pool: Pool) -> None:
         self.kept.keep(self.pool)

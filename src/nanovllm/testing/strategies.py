@@ -30,14 +30,14 @@ class Limits:
 
 
 def limits(max_pages: int = 8, max_page_size: int = 3, max_model_len: int = 64) -> st.SearchStrategy[Limits]:
-    """Pools of 1 to `max_pages` pages of 1 to `max_page_size` tokens, with every kind of bottleneck."""
+    """Pools of 1 to `max_pages` pages of 1 to `max_page_size` tokens, with every kind of bottleneck; most have room for several requests."""
     return st.builds(
         Limits,
-        num_pages=st.integers(1, max_pages),
+        num_pages=st.one_of(st.integers(max(1, max_pages // 2), max_pages), st.integers(1, max_pages)),
         page_size=st.integers(1, max_page_size),
         max_model_len=st.one_of(st.just(max_model_len), st.integers(2, max_model_len)),
-        max_num_seqs=st.integers(1, 5),
-        max_num_batched_tokens=st.integers(1, 9),
+        max_num_seqs=st.one_of(st.integers(2, 5), st.integers(1, 5)),
+        max_num_batched_tokens=st.one_of(st.integers(3, 12), st.integers(1, 4)),
         seed=st.integers(0, 3),
     )
 

@@ -1,0 +1,204 @@
+"""What `EngineMachine` runs against: an engine, and an oracle that knows what its replies and its KV memory ought to be."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..batch import prefill_batch, to_device
+from ..compile import Executor, Runtime
+from ..decode import decode_step
+from ..engine import capacity
+from ..init import init_state
+from ..model import Model
+from ..sampling_params import SamplingParams
+from ..state.engine_state import EngineState, Lease
+from ..state.kv import KVState, init_kv, pages_for
+from ..state.request import Request, Sequence
+from ..state.vector import IntVector
+from .models import random_model, tiny_config
+from .shadow import expect
+from .strategies import Limits
+from .symbolic import SymbolicExecutor, numbers, read, reply, symbolic_forward
+
+
+class PlantedError(Exception):
+    """Raised by `FlakyExecutor` on purpose."""
+
+
+@dataclass(slots=True)
+class FlakyExecutor:
+    """An executor that does what another does, until it is told to fail.
+
+    `countdown` is the number of device calls that still succeed (None: all do); `late`: the failing call does its work, then raises.
+    """
+
+    inner: Executor
+    countdown: int | None = None
+    late: bool = False
+
+    def arm(self, countdown: int, late: bool) -> None:
+        """Let one call fail after `countdown` calls."""
+        self.countdown, self.late = countdown, late
+
+    def disarm(self) -> None:
+        """Fail no more."""
+        self.countdown = None
+
+    def prefill(self, *args: Any, **options: Any) -> Any:
+        """See `Executor`."""
+        return self._run(self.inner.prefill, *args, **options)
+
+    def load(self, *args: Any) -> Any:
+        """See `Executor`."""
+        return self._run(self.inner.load, *args)
+
+    def refresh(self, *args: Any) -> Any:
+        """See `Executor`."""
+        return self._run(self.inner.refresh, *args)
+
+    def decode(self, *args: Any) -> Any:
+        """See `Executor`."""
+        return self._run(self.inner.decode, *args)
+
+    def begin(self, *args: Any) -> Any:
+        """See `Executor`."""
+        return self._run(self.inner.begin, *args)
+
+    def end(self, ticket: int) -> None:
+        """See `Executor`."""
+        self.inner.end(ticket)
+
+    def _run(self, call: Any, *args: Any, **options: Any) -> Any:
+        fails = self.countdown == 0
+        if self.countdown is not None:
+            self.countdown = None if fails else self.countdown - 1
+        result = None if fails and not self.late else call(*args, **options)
+        if fails:
+            raise PlantedError("planted")
+        return result
+
+
+class World(Protocol):
+    """An engine and its oracle. `greedy_only`: drawn replies of this world cannot be foretold."""
+
+    greedy_only: bool
+
+    @property
+    def model(self) -> Model:
+        """The model that runs."""
+        ...
+
+    def init_state(self, limits: Limits) -> EngineState:
+        """A fresh engine."""
+        ...
+
+    def decode(self, state: EngineState, carry: Any) -> Any:
+        """One `decode_step` on a carry from `begin`."""
+        ...
+
+    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request) -> None:
+        """Raise `ShadowMismatchError` unless a request alone in a fresh engine draws these tokens first."""
+        ...
+
+    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
+        """Raise `ShadowMismatchError` unless the pages hold what a prefill of `tokens` writes."""
+        ...
+
+
+class SymbolicWorld:
+    """The symbolic model (see `symbolic`): every wrong slot is seen, exactly, and steps take a millisecond."""
+
+    greedy_only = False
+
+    def __init__(self, vocab_size: int = 2):
+        config = tiny_config(
+            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=2
+        )
+        self.model = random_model(config)
+
+    def init_state(self, limits: Limits) -> EngineState:
+        """See `World`."""
+        state = init_state(self.model, **limits.options())
+        return replace(state, runtime=Runtime(Lease(), FlakyExecutor(SymbolicExecutor(limits.page_size, limits.num_pages))))
+
+    def decode(self, state: EngineState, carry: Any) -> Any:
+        """See `World`."""
+        return decode_step(self.model.params, carry, self.model.config, forward=symbolic_forward)
+
+    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request) -> None:
+        """See `World`."""
+        expected = reply(prompt, request.sampling, request.seed, self.model.config.vocab_size, len(drawn))
+        expect(list(drawn) == expected, f"prompt {list(prompt)} drew {list(drawn)}; alone it draws {expected}")
+
+    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
+        """See `World`."""
+        memory, size = kv.pools[0].numpy(), kv.pools[0].shape[4]
+        for at, number in enumerate(numbers(tokens)):
+            held = read(memory, pages[at // size], at % size)
+            expect(held == number, f"invariant 4: slot {at} of {list(tokens)} in page {pages[at // size]} holds {held}, not {number}")
+
+
+class ModelWorld:
+    """A real model: greedy replies within a margin of the logits, KV within a tolerance, of one uncached forward over all tokens."""
+
+    greedy_only = True
+
+    def __init__(self, model: Model | None = None, tolerance: float = 1e-3):
+        config = tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
+        self.model = random_model(config) if model is None else model
+        self.tolerance = tolerance
+
+    def init_state(self, limits: Limits) -> EngineState:
+        """See `World`."""
+        state = init_state(self.model, **limits.options())
+        return replace(state, runtime=Runtime(state.runtime.lease, FlakyExecutor(state.runtime.executor)))
+
+    def decode(self, state: EngineState, carry: Any) -> Any:
+        """See `World`."""
+        return decode_step(self.model.params, carry, self.model.config)
+
+    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request) -> None:
+        """See `World`."""
+        if request.sampling.temperature or not drawn:
+            return
+        logits, _ = self.uncached([*prompt, *drawn[:-1]])
+        last = logits[len(prompt) - 1 :]
+        chosen = last.gather(1, torch.tensor(drawn)[:, None])[:, 0]
+        expect(bool((chosen >= last.amax(1) - self.tolerance).all()), f"prompt {list(prompt)} drew {list(drawn)}, not greedy choices: {last}")
+
+    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
+        """See `World`."""
+        if not tokens:
+            return
+        _, fresh = self.uncached(tokens)
+        for held, expected in zip(kv.pools, fresh.pools, strict=True):
+            size, count = held.shape[4], len(tokens)
+            table = torch.tensor(pages[: pages_for(count, size)])
+            found = held[:, table].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :count]
+            wanted = expected[:, 0, :, :, :count]
+            error = (found - wanted).abs().amax().item()
+            expect(error <= self.tolerance, f"invariant 4: the KV of {list(tokens)} in pages {list(pages)} is off by {error}")
+
+    def uncached(self, tokens: Seq[int]) -> tuple[torch.Tensor, KVState]:
+        """Logits `[T, V]` and KV of one whole prefill into memory of its own, one page for all tokens."""
+        count = len(tokens)
+        kv = init_kv(self.model.config, num_pages=1, page_size=count, dtype=self.model.dtype, device=self.model.device)
+        row = Sequence(plain_request(count), IntVector.of(np.array(tokens, np.int32)), IntVector.of([0]))
+        batch = to_device(prefill_batch([(row, count)], page_size=count, dummy_page=1, draw=False), self.model.device)
+        return self.model.spec.forward(self.model.params, kv, replace(batch, logit_indices=None), self.model.config)
+
+
+def plain_request(count: int) -> Request:
+    """A request of `count` tokens that draws nothing."""
+    return Request(
+        request_id=0, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0
+    )
+
+
+def max_reply(state: EngineState, num_prompt: int, params: SamplingParams) -> int:
+    """The most tokens that a reply to a prompt of this length can have in this engine."""
+    return min(params.max_tokens, capacity(state) - num_prompt)
+
