@@ -43,11 +43,11 @@ def timed(call: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats: int) -> dict[str, Any]:
+def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats: int, compiled: bool) -> dict[str, Any]:
     """Decode tokens a second of both, prefill taken off by the time of a one-token reply, and their ratio."""
     model = load_model(name, "cpu", dtype) if name == "tiny" else random_weights(name, device="cpu", dtype=dtype)
     other = reference(model, name)
-    engine = Engine(model, num_pages=2048, max_model_len=1024)
+    engine = Engine(model, num_pages=2048, max_model_len=1024, compile=compiled)
     random, figures = Random(0), {}
 
     def theirs(prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -88,15 +88,17 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="our layers through torch.compile (needs a C++ compiler)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     result: dict[str, Any] = {}
     for dtype in options.dtypes.split(","):
         dtype_of(dtype)
         batches = [int(b) for b in options.batches.split(",")]
-        result |= compare(options.model, dtype, batches, options.tokens, options.repeats)
+        result |= compare(options.model, dtype, batches, options.tokens, options.repeats, options.compile)
     del result["dtype"]
     result["command"] = f"python bench/cpu_vs_transformers.py --model {options.model} --dtypes {options.dtypes} --tokens {options.tokens}"
+    result["command"] += " --compile" if options.compile else ""
     print(json.dumps(result, indent=2))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -4,6 +4,7 @@
 compiles the layer once, captures the decode step in CUDA graphs, and owns their static buffers and the attention plans.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -12,13 +13,17 @@ import numpy as np
 import torch
 
 from . import models, sample
-from .batch import HostBatch, decode_batch, prefill_batch, to_device
+from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
+from .config import ModelConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
 from .state.engine_state import Lease
 from .state.kv import KVState
 from .state.request import Sequence
 from .types import Tensor
+
+Forward = Callable[..., tuple[Tensor, KVState]]
+COMPILES = 64  # of one layer function, over all engines of a process: one row, any other number, prompts; the first layer and the others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,15 +78,17 @@ class Runtime:
 class EagerExecutor:
     """Steps as plain function calls: the reference, and the way on a CPU."""
 
-    def __init__(self, page_size: int, num_pages: int):
+    def __init__(self, page_size: int, num_pages: int, forward: Forward = models.forward):
+        """`forward` may be what `compiled_forward` returns."""
         self._layout = {"page_size": page_size, "dummy_page": num_pages}
+        self._forward = forward
 
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
     ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         batch = to_device(prefill_batch(rows, draw=draw, **self._layout), model.device)
-        logits, kv = models.forward(model.params, kv, batch, model.config)
+        logits, kv = self._forward(model.params, kv, batch, model.config)
         return draw_first(logits, rows, model) if draw else None, kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
@@ -95,7 +102,7 @@ class EagerExecutor:
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
-        carry, out = decode_step(model.params, carry, model.config)
+        carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
         return carry, to_host(out)
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
@@ -104,6 +111,30 @@ class EagerExecutor:
 
     def end(self, ticket: int) -> None:
         """See `Executor`."""
+
+
+def compiled_forward(model: Model) -> Forward:
+    """The model's forward over one compiled layer function, which serves all layers and every number of tokens.
+
+    A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
+    """
+    compiled = torch.compile(model.spec.layer, fullgraph=True)
+
+    def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+        if index < 2:  # what is not marked varies later at the price of one more compilation
+            for tensor in (x, cos, sin, batch.slots, batch.page_tables, batch.seq_lens, batch.cu_seqlens):
+                if tensor is not None and tensor.shape[0] > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            if batch.page_tables.shape[1] > 1:
+                torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
+        return compiled(w, x, pages, index, cos, sin, batch, config)
+
+    def forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
+        whole = batch.cu_seqlens is None or batch.input_ids.shape[0] > 1
+        with torch._dynamo.config.patch(recompile_limit=COMPILES):
+            return models.forward(params, kv, batch, config, layer=layer if whole else model.spec.layer)
+
+    return forward
 
 
 def decode_carry(model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch, plan: int = 0) -> DecodeCarry:

@@ -6,19 +6,16 @@ tokens back, so steps over the same rows need nothing from the host.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from . import models, sample
+from . import sample
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
-from .compile import Drawn, decode_carry, draw_first, sampling_rows, to_host
+from .compile import Drawn, compiled_forward, decode_carry, draw_first, sampling_rows, to_host
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
@@ -29,7 +26,6 @@ from .state.request import Sequence
 from .types import Tensor
 
 GREEDY = sample.Features()
-COMPILES = 64  # of one function, over all engines of a process: batch size 1, any other, prompts; each for the first layer and the others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +88,7 @@ class GraphExecutor:
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
         self._sizes = batch_sizes(limits.max_num_seqs)
-        self._layer = _marked(torch.compile(model.spec.layer, fullgraph=True))
+        self._forward = compiled_forward(model)
         self._static, self._active = self._buffers()
         self._attention = Attention(model, limits)
         self._plans: dict[int, DecodePlan | None] = {}
@@ -108,7 +104,7 @@ class GraphExecutor:
     ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         host = prefill_batch(rows, draw=draw, **self._layout)
-        logits, kv = self._forward(model, kv, self._prompt(host))
+        logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
         return draw_first(logits, rows, model) if draw else None, kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
@@ -147,11 +143,6 @@ class GraphExecutor:
         """See `Executor`."""
         size, plan = self._sessions.pop(ticket)
         self._spare[size].append(plan)
-
-    def _forward(self, model: Model, kv: KVState, batch: Batch) -> tuple[Tensor, KVState]:
-        layer = self._layer if batch.input_ids.shape[0] > 1 or batch.cu_seqlens is None else model.spec.layer
-        with _many_compiles():
-            return models.forward(model.params, kv, batch, model.config, layer=layer)
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host))
@@ -205,11 +196,7 @@ class GraphExecutor:
 
     def _step(self, model: Model, carry: DecodeCarry) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
-
-        def forward(params: Any, kv: KVState, batch: Batch, config: Any) -> tuple[Tensor, KVState]:
-            return self._forward(model, kv, batch)
-
-        after, out = decode_step(model.params, carry, model.config, forward=forward)
+        after, out = decode_step(model.params, carry, model.config, forward=self._forward)
         for name in ("input_ids", "positions", "slots", "seq_lens"):
             getattr(carry.batch, name).copy_(getattr(after.batch, name))
         return replace(out, logits=out.logits[:0])
@@ -251,7 +238,7 @@ class GraphExecutor:
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(total=1 + len(self._sizes), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
         with bar:
-            self._forward(model, kv, self._prompt(host))
+            self._forward(model.params, kv, self._prompt(host), model.config)
             bar.update()
             for batch_size in reversed(self._sizes):  # the largest first: the others find its memory in the pool
                 bar.set_postfix_str(f"batch {batch_size}")
@@ -286,26 +273,3 @@ def _padded(host: HostBatch, size: int, dummy_page: int, page_size: int) -> Host
         seq_lens=pad(host.seq_lens, 1),
         page_counts=pad(host.page_counts, 1),
     )
-
-
-def _marked(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Tell the tracer that the number of tokens varies, so that one compilation serves every batch size but 1."""
-
-    def call(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: Any) -> Tensor:
-        if index < 2 and x.shape[0] > 1:
-            for tensor in (x, cos, sin, batch.slots):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            for tensor in (batch.page_tables, batch.seq_lens, batch.cu_seqlens):
-                if tensor is not None and tensor.shape[0] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            if batch.page_tables.shape[1] > 1:
-                torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
-        return layer(w, x, pages, index, cos, sin, batch, config)
-
-    return call
-
-
-@contextmanager
-def _many_compiles() -> Iterator[None]:
-    with torch._dynamo.config.patch(recompile_limit=COMPILES):
-        yield

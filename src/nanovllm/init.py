@@ -2,7 +2,7 @@
 
 import torch
 
-from .compile import EagerExecutor, Executor, Runtime
+from .compile import EagerExecutor, Executor, Runtime, compiled_forward
 from .config import EngineConfig
 from .errors import InvalidRequestError, OutOfPagesError
 from .model import Model
@@ -60,8 +60,11 @@ def init_state(
 
 
 def _executor(model: Model, limits: EngineConfig, kv: KVState, compile: bool | None, progress: bool | None) -> Executor:
-    if model.device.type != "cuda" or compile is False:
+    cuda = model.device.type == "cuda"
+    if not (cuda if compile is None else compile):
         return EagerExecutor(limits.page_size, limits.num_pages)
+    if not cuda:
+        return EagerExecutor(limits.page_size, limits.num_pages, compiled_forward(model))
     from .cuda_graphs import GraphExecutor
 
     return GraphExecutor(model, limits, kv, progress=progress)
