@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _version() -> str:
+    try:
+        return version("nanovllm")
+    except PackageNotFoundError:
+        return "(run from a source tree)"
+
+
 def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     """The parser of all commands; the options of `bench` cost an import and are left out unless asked for."""
     parser = argparse.ArgumentParser(
         prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=f"nanovllm {version('nanovllm')}")
+    parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,bench}")
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")

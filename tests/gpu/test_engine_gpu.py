@@ -178,6 +178,7 @@ def test_a_pool_that_does_not_fit_is_refused(model: nv.Model):
     assert len(gen.token_ids) == 40
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_plain_torch_attention_where_flashinfer_cannot_serve(contexts: list[list[int]]):
     odd = random_model(tiny_config(head_dim=24), 0, "float32", device="cuda")
     with pytest.warns(UserWarning, match="FlashInfer"):
