@@ -1,0 +1,100 @@
+"""Questions whose answer needs two facts of the context: a comparison, or a look-up through another look-up."""
+
+from dataclasses import dataclass
+
+import tiny_facts as facts
+from tiny_facts import RELATIONS, Fact
+from tiny_grammar import Rng, capital, render
+from tiny_recall import Scene, paragraphs
+from tiny_words import TEST, TRAIN
+
+
+@dataclass(frozen=True)
+class Reasoned:
+    """The context's paragraphs, the question, the steps, the full answer and the bare value."""
+
+    blocks: list[str]
+    question: str
+    thought: str
+    answer: str
+    value: str
+
+
+# kind, relation, words for more and for less, question with two subjects
+_COMPARED = (
+    ("person", "age", "older", "younger", "[Who is|Which of them is] {w}, {a} or {b}?"),
+    ("city", "population", "larger", "smaller", "[Which is|Which city is] {w}, {a} or {b}?"),
+    ("place", "price", "dearer", "cheaper", "[What is|Which is] {w}, {a} or {b}?"),
+    ("country", "founding year", "younger", "older", "[Which is|Which country is] {w}, {a} or {b}?"),
+)
+# the subject's kind, the relation that leads on, the next kind, and how the two are joined
+_CHAINS = (
+    ("person", "home town", "city", "the town where {s} lives"), ("person", "birthplace", "city", "the town where {s} was born"),
+    ("country", "capital", "city", "the capital of {s}"), ("company", "headquarters", "city", "the city where {s} is based"),
+    ("ship", "captain", "person", "the captain of {s}"), ("company", "boss", "person", "the boss of {s}"),
+    ("person", "best friend", "person", "the best friend of {s}"),
+)  # fmt: skip
+
+
+def _relation(kind: str, noun: str) -> facts.Relation:
+    return next(r for r in RELATIONS[kind] if r.noun == noun)
+
+
+def _subjects(rng: Rng, kind: str, count: int, split: str) -> list[tuple[str, str]]:
+    found: dict[str, str] = {}
+    while len(found) < count:
+        subject, its = facts.draw_subject(rng, kind, split)
+        found[subject] = its
+    return list(found.items())
+
+
+def compare(rng: Rng, split: str = TRAIN) -> Reasoned:
+    """Which of two subjects has more or less of something."""
+    kind, noun, more, less, frame = rng.pick(_COMPARED)
+    relation = _relation(kind, noun)
+    bounds = {"age": (4, 98), "population": (200, 99999), "price": (2, 999), "founding year": (1000, 2100)}[noun]
+    count = rng.randint(2, 5)
+    values = rng.some(range(*bounds), count)
+    told = [facts.make_fact(relation, s, str(v), its) for (s, its), v in zip(_subjects(rng, kind, count, split), values, strict=True)]
+    first, second = rng.some(told, 2)
+    word = rng.pick((more, less))
+    bigger = int(first.value) > int(second.value)
+    winner = first if bigger == (word == more) else second
+    question = render(rng, frame, {"w": word, "a": first.subject, "b": second.subject})
+    sign = f"{first.value} is {'more' if bigger else 'less'} than {second.value}."
+    thought = f"{first.answer} {second.answer} {sign} So it is {winner.subject}."
+    return Reasoned(_told(rng, kind, told, split), question, thought, f"{capital(winner.subject)} is {word}.", winner.subject)
+
+
+def chain(rng: Rng, split: str = TRAIN) -> Reasoned:
+    """What is the mayor of the town where somebody lives?"""
+    kind, noun, next_kind, joint = rng.pick(_CHAINS)
+    relation, count = _relation(kind, noun), rng.randint(1, 4)
+    last = rng.pick([r for r in RELATIONS[next_kind] if r.noun not in ("birthplace", "birthday month", "best friend")])
+    lines: list[tuple[Fact, Fact]] = []
+    middles = _subjects(rng, next_kind, count, split)
+    ends: set[str] = set()
+    for (subject, its), (middle, middle_its) in zip(_subjects(rng, kind, count, split), middles, strict=True):
+        value = facts.draw_value(rng, last.value, split)
+        while value in ends:
+            value = facts.draw_value(rng, "any", split)
+        ends.add(value)
+        lines.append((facts.make_fact(relation, subject, middle, its), facts.make_fact(last, middle, value, middle_its)))
+    first, second = rng.pick(lines)
+    scene = Scene(
+        {f.subject: k for pair in lines for f, k in zip(pair, (kind, next_kind), strict=True)}, [f for pair in lines for f in pair]
+    )
+    joined = render(rng, joint, first.slots)
+    question = capital(render(rng, rng.pick(("What is the {n} of {j}?", "Tell me the {n} of {j}.", "I want to know the {n} of {j}.",
+                                             "What do you know about the {n} of {j}?",
+                                             "[Can you|Will you] name the {n} of {j}.")), {"n": last.noun, "j": joined}))  # fmt: skip
+    return Reasoned(paragraphs(rng, scene, split), question, f"{first.answer} {second.answer}", f"It is {second.value}.", second.value)
+
+
+def _told(rng: Rng, kind: str, told: list[Fact], split: str) -> list[str]:
+    return paragraphs(rng, Scene({f.subject: kind for f in told}, told), split, "prose" if split == TEST else "")
+
+
+def draw_reasoned(rng: Rng, split: str = TRAIN) -> Reasoned:
+    """A comparison or a chain."""
+    return rng.pick((compare, chain))(rng, split)
