@@ -61,7 +61,8 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     plan = schedule(state.pool, state.running, state.waiting, state.config, state.cursor)
     taken.extend(plan.allocated)
     kv = copy_pages(state.kv, plan.copies)
-    prefilled, loaded, decoded = None, state.loaded, None
+    # A carry follows its rows from step to step: after a step without them it is stale, even where the same rows come back later.
+    prefilled, loaded, decoded = None, None, None
     if plan.prefill:
         prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill)
     if plan.decode:
