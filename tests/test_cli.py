@@ -44,7 +44,7 @@ def greedy(folder) -> list[str]:
 
 def test_generate_prints_the_reply(folder, greedy, capsys):
     (out,) = LLM(folder, num_pages=64).generate("hello world", nv.SamplingParams(temperature=0, max_tokens=12))
-    for arguments in (["hello world"], ["hello", "world"], ["--stream", "hello world"]):
+    for arguments in (["hello world"], ["hello", "world"], ["--stream", "--eager", "hello world"]):
         assert cli.main(["generate", *greedy, *arguments]) == 0
         captured = capsys.readouterr()
         assert captured.out == out.text + "\n"

@@ -140,7 +140,8 @@ def run_chat(options: argparse.Namespace) -> int:
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in ("num_pages", "max_model_len", "memory_fraction")}
+    limits = {name: getattr(options, name) for name in ("num_pages", "max_model_len", "memory_fraction")}
+    return {**limits, "compile": False if options.eager else None}
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -189,6 +190,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-pages", type=int, metavar="N", help="KV memory in pages of 16 tokens (default: what fits)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="the most tokens of prompt and reply together (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="the share of a GPU's memory to use (default 0.9)")
+    group.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs: starts sooner, runs slower")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
