@@ -60,7 +60,7 @@ def test_sampled_steps_equal_generate(model: nv.Model):
 
 
 def test_the_generated_code_never_copies_the_pages(model: nv.Model):
-    state, carry = nv.begin(model, state_of(model), CONTEXTS, GREEDY, room=2)
+    _, carry = nv.begin(model, state_of(model), CONTEXTS, GREEDY, room=2)
     shape = tuple(carry.kv.pools[0].shape)
     _, code = run_and_get_code(two_steps(model), model.params, carry)
     source = "\n".join(code)
