@@ -34,8 +34,9 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
         filled, sequences = adopt(state, [plain_sequence(resolved)])
         filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
         filled, (sequence,) = fill(model, filled, sequences)
-    after_state, chunk = chunk_of(model, filled, sequence, Provenance() if resolved.base is None else resolved.base.provenance)
-    return commit_state(after_state), chunk
+        provenance = Provenance() if resolved.base is None else resolved.base.provenance
+        filled, chunk = chunk_of(model, filled, sequence, provenance)
+        return commit_state(filled), chunk
 
 
 def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
@@ -68,7 +69,7 @@ def release(state: EngineState, chunk: Chunk) -> EngineState:
 
 
 def chunk_of(model: Model, state: EngineState, sequence: Sequence, provenance: Provenance) -> tuple[EngineState, Chunk]:
-    """Hand a wholly filled sequence's pages over to a new chunk; pages beyond its tokens return to the pool."""
+    """Hand a wholly filled sequence's pages over to a new chunk, and index them if exact; pages beyond its tokens return to the pool."""
     if sequence.num_filled != len(sequence.tokens):
         raise OutOfPagesError(f"{sequence.todo} of {len(sequence.tokens)} tokens are not filled")
     count = pages_for(len(sequence.tokens), state.config.page_size)
@@ -82,4 +83,6 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence, provenance: P
         liveness=state.next_id,
     )
     pool = pools.release(state.pool, spare.tolist())
+    if provenance.exact:  # the pages of a reply, which decode steps filled, are not indexed yet
+        pool = pools.insert(pool, chunk.token_ids, chunk.pages.array(), 0)
     return replace(state, pool=pool, chunks=state.chunks.set(chunk.liveness, chunk), next_id=state.next_id + 1), chunk

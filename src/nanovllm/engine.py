@@ -51,7 +51,7 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
     state = enter(state)
     with guarded(state) as taken:
         after, outputs = run_step(model, state, taken)
-    return commit_state(after), outputs
+        return commit_state(after), outputs
 
 
 def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[EngineState, list[StepOutput]]:
@@ -146,8 +146,8 @@ def commit_state(state: EngineState, **changes) -> EngineState:
 
 @contextmanager
 def guarded(state: EngineState) -> Iterator[list[int]]:
-    """Device work of one call, which notes the pages that it takes in the list. Where it raises, what it took over from the index or from
-    preempted sequences, and the decode carry, count as lost for the old state."""
+    """Device work of one call up to its commit, which notes the pages that it takes in the list. Where it raises, Ctrl-C included, what it
+    took over from the index or from preempted sequences, and the decode carry, count as lost for the old state."""
     taken: list[int] = []
     try:
         yield taken

@@ -8,7 +8,7 @@ from .engine import copy_pages
 from .errors import OutOfPagesError
 from .model import Model
 from .sampling_params import SamplingParams
-from .schedule import reserve, written_pages
+from .schedule import reserve, worth_taking, written_pages
 from .settle import counted
 from .state import pool as pools
 from .state.engine_state import EngineState
@@ -28,15 +28,15 @@ def plain_sequence(resolved: Resolved) -> Sequence:
 
 
 def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:
-    """Make each sequence an owner of its base chunk's pages, or of what the index has of its tokens where that is more.
+    """Make each sequence an owner of its base chunk's pages, or of what the index has of its tokens where that serves better.
 
     `logits`: the last token will run even where it is filled, so it does not count as reused.
     """
     pool, held, reused = state.pool, [], 0
     for asked in sequences:
         matched = pools.match(pool, asked.tokens.array())
-        more = len(matched) * state.config.page_size > asked.num_filled
-        sequence = asked.with_pages(IntVector.of(matched), len(matched) * state.config.page_size) if more else asked
+        better = worth_taking(pool, matched, asked, state.config.page_size)
+        sequence = asked.with_pages(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
         pool = pools.acquire(pool, sequence.pages)
         there = min(sequence.num_filled, len(sequence.tokens) - logits)
         held.append(replace(sequence, most_filled=there))
@@ -51,7 +51,7 @@ def reserve_all(
 
     Raises `OutOfPagesError` before anything is written.
     """
-    pool, held, copies = state.pool, list(sequences), []
+    pool, held, copies, pages = state.pool, list(sequences), [], []
     for i, length in enumerate(lengths):
         done = reserve(pool, held[i], length, state.config.page_size)
         if done is None:
@@ -60,8 +60,9 @@ def reserve_all(
                 "release chunks, cancel requests, or make the pool larger"
             )
         pool, held[i], copied, fresh = done
-        taken.extend(fresh)
+        pages.extend(fresh)
         copies.extend(copied)
+    taken.extend(pages)  # not before all is reserved: what a refused call would have taken over still holds its KV
     pool = pools.release(pool, [source for source, _ in copies])
     return replace(state, kv=copy_pages(state.kv, tuple(copies)), pool=pool), held
 

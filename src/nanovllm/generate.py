@@ -54,10 +54,7 @@ def generate_many(
     and `step` serve such a load by waiting and preemption). Requests that were submitted stay as they are.
     """
     state = enter(state)
-    if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-        sampling_params = [sampling_params] * len(contexts)
-    if len(sampling_params) != len(contexts):
-        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: give one for all or one for each")
+    sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:
         return commit_state(state), []
     inner = replace(state, running=(), waiting=Queue())
@@ -76,16 +73,29 @@ def generate_many(
         kept = [inner.kept[s.request.request_id] for s in sequences]
         inner, kept = reserve_all(inner, kept, [len(s.tokens) for s in kept], taken)
         inner, filled = fill(model, inner, kept)
-    generations = []
-    for sequence in filled:
-        rid = sequence.request.request_id
-        inner, chunk = chunk_of(model, inner, sequence, provenances[rid])
-        inner = replace(inner, kept=inner.kept.delete(rid))
-        out = ended[rid]
-        generations.append(
-            Generation(chunk=chunk, token_ids=out.token_ids, text=out.text, finish_reason=out.finish_reason, logprobs=out.logprobs)
-        )
-    return commit_state(inner, running=state.running, waiting=state.waiting, cursor=state.cursor, loaded=None), generations
+        generations = []
+        for sequence in filled:
+            rid = sequence.request.request_id
+            inner, chunk = chunk_of(model, inner, sequence, provenances[rid])
+            inner = replace(inner, kept=inner.kept.delete(rid))
+            out = ended[rid]
+            generations.append(
+                Generation(chunk=chunk, token_ids=out.token_ids, text=out.text, finish_reason=out.finish_reason, logprobs=out.logprobs)
+            )
+        return commit_state(inner, running=state.running, waiting=state.waiting, cursor=state.cursor, loaded=None), generations
+
+
+def one_for_each(
+    contexts: Seq[Context], sampling_params: SamplingParams | Seq[SamplingParams | None] | None
+) -> Seq[SamplingParams | None]:
+    """The options of each context. Raises `InvalidRequestError` for what is no list of contexts, or a list of other length."""
+    if not isinstance(contexts, list | tuple):
+        raise InvalidRequestError(f"contexts must be a list of contexts, not one {type(contexts).__name__}")
+    if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+        return [sampling_params] * len(contexts)
+    if len(sampling_params) != len(contexts):
+        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: give one for all or one for each")
+    return sampling_params
 
 
 def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:

@@ -31,7 +31,8 @@ def check(state: EngineState) -> None:
     _require(all(a < b for a, b in pairwise(ids)), "order", f"running requests {ids} are not in order of arrival")
     _require(not set(ids) & set(state.waiting.items), "order", "a request is both waiting and running")
     _require(len(ids) <= state.config.max_num_seqs, "limits", f"{len(ids)} requests run and max_num_seqs={state.config.max_num_seqs}")
-    _require(all(rid >= state.waiting.head for rid in state.waiting.items), "order", "a waiting request stands before the queue's head")
+    first = min(state.waiting.items, default=state.waiting.head)
+    _require(first == state.waiting.head, "order", f"request {first} waits first and the queue's head is {state.waiting.head}")
     _require(all(v >= 0 for v in vars_of(state.stats)), "stats", f"a counter is negative: {state.stats}")
 
 

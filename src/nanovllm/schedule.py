@@ -104,6 +104,17 @@ def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     return pools.release(pool, sequence.pages)
 
 
+def worth_taking(pool: Pool, matched: list[int], sequence: Sequence, page_size: int) -> bool:
+    """Whether indexed pages serve a sequence better than those it has: they hold more, and take no more out of what is available.
+
+    They can, where a live chunk holds a second copy of a run whose indexed pages are idle.
+    """
+    if len(matched) * page_size <= sequence.num_filled:
+        return False
+    busy = sum(page not in pool.prefix.idle_since for page in matched)
+    return busy >= sequence.num_filled // page_size
+
+
 def written_pages(sequence: Sequence, count: int, page_size: int) -> np.ndarray:
     """The pages that running the next `count` unfilled tokens writes."""
     start = sequence.num_filled
@@ -239,7 +250,7 @@ class _Draft:
             raise BrokenInvariantError("nothing waits and a request was to be admitted")
         self.waiting = self.waiting.pop(_id(sequence))
         matched = pools.match(self.pool, sequence.tokens.array())
-        if len(matched) * self.config.page_size > sequence.num_filled:
+        if worth_taking(self.pool, matched, sequence, self.config.page_size):
             self.pool = pools.acquire(self.pool, matched)
             self.pool = pools.release(self.pool, sequence.pages)
             sequence = sequence.with_pages(IntVector.of(matched), len(matched) * self.config.page_size)

@@ -12,7 +12,7 @@ from .decode import DecodeCarry, TokenLog
 from .engine import capacity, commit_state, enter, guarded, new_sequence
 from .errors import DonatedStateError, InvalidRequestError
 from .fill import adopt, fill, reserve_all
-from .generate import Generation
+from .generate import Generation, one_for_each
 from .model import Model
 from .sampling_params import SamplingParams
 from .settle import counted, finish_reason, reply_text, scan
@@ -39,10 +39,9 @@ def begin(
     state = enter(state)
     if isinstance(room, bool) or not isinstance(room, int) or room < 1:
         raise InvalidRequestError(f"room={room!r} must be an integer of at least 1, the number of decode steps")
-    if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-        sampling_params = [sampling_params] * len(contexts)
-    if not contexts or len(sampling_params) != len(contexts):
-        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: give one for all or one for each")
+    sampling_params = one_for_each(contexts, sampling_params)
+    if not contexts:
+        raise InvalidRequestError("begin needs at least one context")
     inner, sequences, provenances = state, [], []
     for context, params in zip(contexts, sampling_params, strict=True):
         inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
@@ -63,9 +62,9 @@ def begin(
             num_steps=torch.tensor(0, dtype=torch.int32, device=model.device),
             token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=model.device),
         )
-    session = Session(sequences=tuple(sequences), provenances=tuple(provenances), room=room)
-    state = commit_state(inner, next_id=ticket + 1, sessions=inner.sessions.set(ticket, session))
-    return state, replace(carry, log=log)
+        session = Session(sequences=tuple(sequences), provenances=tuple(provenances), room=room)
+        state = commit_state(inner, next_id=ticket + 1, sessions=inner.sessions.set(ticket, session))
+        return state, replace(carry, log=log)
 
 
 @torch.no_grad()
@@ -79,7 +78,8 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
         raise InvalidRequestError("this carry does not come from begin")
     ticket, num_steps = int(carry.log.session), int(carry.log.num_steps)
     session = state.sessions.get(ticket)
-    if session is None:
+    memory = [[pool.data_ptr() for pool in kv.pools] for kv in (carry.kv, state.kv)]
+    if session is None or memory[0] != memory[1]:  # another engine may have a session of the same number
         raise DonatedStateError(f"the decode steps of session {ticket} were committed already, or began in another engine")
     if num_steps > session.room:
         raise InvalidRequestError(f"{num_steps} steps were run and begin made room for {session.room}")
@@ -100,12 +100,12 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
         # Each row's pages reach its newest token: `begin` reserved them.
         inner, filled = fill(model, replace(state, stats=stats), [sequence for sequence, _ in rows])
         state.runtime.executor.end(ticket)
-    generations = []
-    for sequence, provenance, (_, reason) in zip(filled, session.provenances, rows, strict=True):
-        inner, chunk = chunk_of(model, inner, sequence, provenance)
-        token_ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
-        generations.append(Generation(chunk=chunk, token_ids=token_ids, text=reply_text(model, sequence), finish_reason=reason))
-    return commit_state(inner, sessions=inner.sessions.delete(ticket)), generations
+        generations = []
+        for sequence, provenance, (_, reason) in zip(filled, session.provenances, rows, strict=True):
+            inner, chunk = chunk_of(model, inner, sequence, provenance)
+            token_ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
+            generations.append(Generation(chunk=chunk, token_ids=token_ids, text=reply_text(model, sequence), finish_reason=reason))
+        return commit_state(inner, sessions=inner.sessions.delete(ticket)), generations
 
 
 def _settled(model: Model, sequence: Sequence, tokens: np.ndarray) -> tuple[Sequence, str]:

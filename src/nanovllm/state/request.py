@@ -83,7 +83,7 @@ class Queue:
     """Waiting sequences in order of arrival, which is the order of their request ids. Persistent."""
 
     items: Map[int, Sequence] = field(default_factory=Map)
-    head: int = 0  # no id in `items` is smaller
+    head: int = 0  # the smallest id in `items`, where there is one
 
     def __len__(self) -> int:
         return len(self.items)
@@ -98,18 +98,14 @@ class Queue:
 
     def first(self) -> Sequence | None:
         """The oldest, or None."""
-        if not self.items:
-            return None
-        rid = self.head
-        while rid not in self.items:
-            rid += 1
-        return self.items[rid]
+        return self.items[self.head] if self.items else None
 
     def pop(self, request_id: int) -> "Queue":
-        """The queue without one; ids below it were served already when it is the first."""
-        first = self.first()
-        items = self.items.delete(request_id)
-        return Queue(items, request_id + 1 if first is not None and first.request.request_id == request_id else self.head)
+        """The queue without one. Finding the next head passes the ids between the two: once, not at every look."""
+        items, head = self.items.delete(request_id), self.head
+        while items and head not in items:
+            head += 1
+        return Queue(items, head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

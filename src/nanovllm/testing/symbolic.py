@@ -9,16 +9,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from ..batch import Batch, decode_batch, prefill_batch, to_device
-from ..compile import Drawn, decode_carry, draw_first, to_host
+from ..batch import Batch
 from ..config import ModelConfig
-from ..decode import DecodeCarry, decode_step
 from ..errors import BrokenInvariantError
-from ..model import Model
 from ..sample import build, sample
 from ..sampling_params import SamplingParams
 from ..state.kv import KVState
-from ..state.request import Sequence
 from ..types import Tensor
 
 MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 is a slot that was never written
@@ -90,37 +86,3 @@ def reply(tokens: Seq[int], params: SamplingParams, seed: int, vocab_size: int, 
         position = torch.tensor([len(tokens) + len(drawn)], dtype=torch.int32)
         drawn.append(int(sample(logits, sampling, position).token_ids[0]))
     return drawn
-
-
-class SymbolicExecutor:
-    """An executor (see `compile.Executor`) whose model is `symbolic_forward`."""
-
-    def __init__(self, page_size: int, num_pages: int):
-        self._layout = {"page_size": page_size, "dummy_page": num_pages}
-
-    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
-        """Donates `kv`. See `Executor`."""
-        batch = to_device(prefill_batch(rows, draw=draw, **self._layout), model.device)
-        logits, kv = symbolic_forward(model.params, kv, batch, model.config)
-        return draw_first(logits, rows, model) if draw else None, kv
-
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
-        """See `Executor`."""
-        return decode_carry(model, kv, rows, decode_batch(rows, **self._layout))
-
-    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
-        """Donates `carry`. See `Executor`."""
-        batch = to_device(decode_batch(rows, **self._layout), carry.active.device)
-        return DecodeCarry(kv=carry.kv, batch=batch, sampling=carry.sampling, active=carry.active, log=carry.log)
-
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """Donates `carry`. See `Executor`."""
-        carry, out = decode_step(model.params, carry, model.config, forward=symbolic_forward)
-        return carry, to_host(out)
-
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
-        """See `Executor`."""
-        return self.load(model, kv, rows)
-
-    def end(self, ticket: int) -> None:
-        """See `Executor`."""

@@ -8,20 +8,20 @@ import numpy as np
 import torch
 
 from ..batch import prefill_batch, to_device
-from ..compile import Executor, Runtime
+from ..compile import EagerExecutor, Executor, Runtime
 from ..decode import decode_step
-from ..engine import capacity
+from ..engine import step
 from ..init import init_state
 from ..model import Model
 from ..sampling_params import SamplingParams
 from ..state.engine_state import EngineState, Lease
 from ..state.kv import KVState, init_kv, pages_for
-from ..state.request import Request, Sequence
+from ..state.request import Request, RequestOutput, Sequence
 from ..state.vector import IntVector
 from .models import random_model, tiny_config
 from .shadow import expect
 from .strategies import Limits
-from .symbolic import SymbolicExecutor, numbers, read, reply, symbolic_forward
+from .symbolic import numbers, read, reply, symbolic_forward
 
 
 class PlantedError(Exception):
@@ -122,7 +122,8 @@ class SymbolicWorld:
     def init_state(self, limits: Limits) -> EngineState:
         """See `World`."""
         state = init_state(self.model, **limits.options())
-        return replace(state, runtime=Runtime(Lease(), FlakyExecutor(SymbolicExecutor(limits.page_size, limits.num_pages))))
+        executor = EagerExecutor(limits.page_size, limits.num_pages, symbolic_forward)
+        return replace(state, runtime=Runtime(Lease(), FlakyExecutor(executor)))
 
     def decode(self, state: EngineState, carry: Any) -> Any:
         """See `World`."""
@@ -198,7 +199,13 @@ def plain_request(count: int) -> Request:
     )
 
 
-def max_reply(state: EngineState, num_prompt: int, params: SamplingParams) -> int:
-    """The most tokens that a reply to a prompt of this length can have in this engine."""
-    return min(params.max_tokens, capacity(state) - num_prompt)
-
+def drain(model: Model, state: EngineState, max_steps: int = 10000) -> tuple[EngineState, dict[int, RequestOutput]]:
+    """Step until nothing is left to do; what ended, by request id. Raises `ShadowMismatchError` if that takes more than `max_steps`."""
+    ended: dict[int, RequestOutput] = {}
+    for _ in range(max_steps):
+        if not state.running and not state.waiting:
+            return state, ended
+        state, outputs = step(model, state)
+        ended.update({out.request_id: out.output for out in outputs if out.output is not None})
+    expect(False, f"invariant 6: {len(state.running)} requests run and {len(state.waiting)} wait after {max_steps} steps")
+    return state, ended
