@@ -78,13 +78,17 @@ class Detokenizer:
         """The detokenizer after `ids`, and the text that became certain; an unfinished character waits for its other bytes."""
         window = (*self.window, *ids)
         after = replace(self, window=window)
-        # A run of byte tokens decodes as a whole: one bad byte at its end changes the characters before it.
-        if not window or window[-1] in self.tokenizer.byte_token_ids:
+        if not window or self._in_byte_run(window):
             return after, ""
         piece = after.rest()
         if not piece or piece.endswith(REPLACEMENT):
             return after, ""
         return replace(self, window=window[self.num_shown :], num_shown=len(window) - self.num_shown), piece
+
+    def _in_byte_run(self, window: tuple[int, ...]) -> bool:
+        """A run of byte tokens decodes as a whole: one bad byte at its end changes the characters before it, skipped tokens between or not."""
+        runs = self.tokenizer.byte_token_ids
+        return bool(runs) and next((i in runs for i in reversed(window) if self.tokenizer.decode([i], self.skip_special_tokens)), False)
 
     def rest(self) -> str:
         """The text that no piece has shown yet; at the end of a stream, unfinished characters come out as U+FFFD."""
