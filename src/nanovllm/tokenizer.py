@@ -86,7 +86,7 @@ class Detokenizer:
         return replace(self, window=window[self.num_shown :], num_shown=len(window) - self.num_shown), piece
 
     def _in_byte_run(self, window: tuple[int, ...]) -> bool:
-        """A run of byte tokens decodes as a whole: one bad byte at its end changes the characters before it, skipped tokens between or not."""
+        """A run of byte tokens, skipped ones between or not, decodes as a whole: one bad byte at its end changes what stands before."""
         runs = self.tokenizer.byte_token_ids
         return bool(runs) and next((i in runs for i in reversed(window) if self.tokenizer.decode([i], self.skip_special_tokens)), False)
 
