@@ -102,7 +102,7 @@ def new_sequence(
         request_id=rid,
         num_prompt=num_prompt,
         sampling=params,
-        seed=_mix(state.config.seed, rid) if params.seed is None else params.seed,
+        seed=request_seed(state.config.seed, rid) if params.seed is None else params.seed,
         max_len=min(num_prompt + params.max_tokens, limit),
         stop_ids=frozenset((*ends, *params.stop_token_ids)),
         arrival=time.perf_counter(),
@@ -241,6 +241,6 @@ def _end(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool
     return give_up_pages(pool, sequence), kept
 
 
-def _mix(seed: int, request_id: int) -> int:
+def request_seed(seed: int, request_id: int) -> int:
     """A request's own seed where it gave none: reproducible from the engine's seed and the order of submission."""
     return int(np.random.SeedSequence((seed, request_id)).generate_state(1, np.uint64)[0] >> np.uint64(1))

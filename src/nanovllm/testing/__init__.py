@@ -1,1 +1,13 @@
-"""Public helpers for testing an engine, a model or an op: strategies, machines, shadow models and small random models."""
+"""Public helpers for testing an engine, a model or an op: strategies, machines, shadow models, planted faults and small random models.
+
+The machines are Hypothesis state machines; run one with `hypothesis.stateful.run_state_machine_as_test(EngineMachine)`, or a subclass that
+puts another engine, model or scheduler in its place.
+"""
+
+from .engine_machine import EngineMachine
+from .pages_machine import PageMachine
+from .prefix_machine import PrefixMachine
+from .schedule_machine import ScheduleMachine
+from .worlds import ModelWorld, SymbolicWorld, World
+
+__all__ = ["EngineMachine", "ModelWorld", "PageMachine", "PrefixMachine", "ScheduleMachine", "SymbolicWorld", "World"]

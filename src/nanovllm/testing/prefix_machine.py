@@ -1,4 +1,4 @@
-"""`PrefixMachine`: the prefix index over a pool against a dict of whole token runs (invariants 1, 2, 4 and 5, and the order of eviction)."""
+"""`PrefixMachine`: the prefix index over a pool against a dict of whole token runs (invariants 1, 2, 4 and 5, and eviction)."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -117,7 +117,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         """Keys, pages, idle pages and their order are the shadow's, and the pool's own invariants hold."""
         check_pool(self.pool, Counter(page for run in self.runs for page in run.pages))
-        expect(dict(indexed_runs(self.pool.prefix)) == self.shadow.pages, f"index {self.pool.prefix.children}, expected {self.shadow.pages}")
+        found = dict(indexed_runs(self.pool.prefix))
+        expect(found == self.shadow.pages, f"the index holds {found}, expected {self.shadow.pages}")
         idle = [page for _, page in sorted(self.pool.prefix.idle.items())]
         expect(idle == self.shadow.idle, f"idle pages {idle}, expected {self.shadow.idle}")
         expect(self.pool.num_available == self.num_pages - len({p for r in self.runs for p in r.pages}), "pages are missing")
@@ -149,5 +150,3 @@ class PrefixMachine(RuleBasedStateMachine):
         self.kept.keep(self.pool.pages)
         self.kept.keep(self.pool.prefix)
         self.pool = pool
-
-

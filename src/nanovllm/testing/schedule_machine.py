@@ -66,7 +66,10 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holds)
     @rule(
-        data=st.data(), more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3), max_tokens=st.integers(1, 6), keep=st.integers(0, 3)
+        data=st.data(),
+        more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3),
+        max_tokens=st.integers(1, 6),
+        keep=st.integers(0, 3),
     )
     def arrive_on_context(self, data: st.DataObject, more: list[list[int]], max_tokens: int, keep: int) -> None:
         """Requests that go on from filled pages; nothing, or something, comes after them."""
@@ -154,7 +157,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         for run, page in indexed_runs(self.pool.prefix):
             for offset in range(size):
                 held = self.memory.slots.get((page, offset))
-                expect(held == run[: len(run) - size + offset + 1], f"invariant 4: indexed page {page} at {offset} holds {held}, its key {run}")
+                expect(held == run[: len(run) - size + offset + 1], f"invariant 4: page {page} at {offset} holds {held}, its key {run}")
 
     @invariant()
     def old_values_stand(self) -> None:
@@ -173,7 +176,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         expect(not self.running and not self.waiting, f"invariant 6: {len(sequences)} requests did not end within {bound} steps")
         for hold in self.holds:
             self.pool = pools.release(self.pool, hold.pages)
-        expect(self.pool.num_available == self.limits.num_pages, f"invariant 6: {self.pool.num_available} of {self.limits.num_pages} pages came back")
+        available, size = self.pool.num_available, self.limits.num_pages
+        expect(available == size, f"invariant 6: {available} of {size} pages came back")
 
     def _arrive(self, tokens: IntVector, pages: IntVector, num_filled: int, max_tokens: int, keep: bool) -> None:
         limit = min(self.limits.max_model_len, self.limits.num_pages * self.limits.page_size)
@@ -213,9 +217,10 @@ class ScheduleMachine(RuleBasedStateMachine):
             expect(end <= len(sequence.pages) * size, f"invariant 7: {end} tokens in {len(sequence.pages)} pages of {size}")
             writers.update(written_pages(sequence, min(count, sequence.todo), size).tolist())
         for page, count in writers.items():
-            expect(count == 1 and plan.pool.pages.refcount(page) == 1, f"invariant 3: page {page} has {count} writers, {plan.pool.pages.refcount(page)} owners")
-        owners = Counter(page for holder in (*plan.running, *plan.waiting, *plan.stuck, *self.holds) for page in holder.pages)
-        check_pool(plan.pool, owners)
+            owners = plan.pool.pages.refcount(page)
+            expect(count == 1 and owners == 1, f"invariant 3: page {page} has {count} writers and {owners} owners")
+        held = Counter(page for holder in (*plan.running, *plan.waiting, *plan.stuck, *self.holds) for page in holder.pages)
+        check_pool(plan.pool, held)
         for sequence in plan.stuck:
             alone = not plan.running and not any(len(s.pages) for s in plan.waiting)
             expect(alone, f"request {sequence.request.request_id} was given up while others hold pages")

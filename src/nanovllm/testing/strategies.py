@@ -6,7 +6,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ..config import EngineConfig
-from ..sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +23,13 @@ class Limits:
         """The same as the value that an `EngineState` holds."""
         return EngineConfig(**self.options())
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """The same as keyword arguments."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def limits(max_pages: int = 8, max_page_size: int = 3, max_model_len: int = 64) -> st.SearchStrategy[Limits]:
-    """Pools of 1 to `max_pages` pages of 1 to `max_page_size` tokens, with every kind of bottleneck; most have room for several requests."""
+    """Pools of up to `max_pages` pages of up to `max_page_size` tokens, with every kind of bottleneck; most hold several requests."""
     return st.builds(
         Limits,
         num_pages=st.one_of(st.integers(max(1, max_pages // 2), max_pages), st.integers(1, max_pages)),
@@ -47,21 +46,25 @@ def token_ids(vocab_size: int = 2, min_size: int = 1, max_size: int = 10) -> st.
     return st.lists(st.integers(0, vocab_size - 1), min_size=min_size, max_size=max_size)
 
 
-def sampling_params(vocab_size: int = 2, max_tokens: int = 8, *, greedy_only: bool = False) -> st.SearchStrategy[SamplingParams]:
-    """Options of short replies, greedy or seeded, some with stop ids, penalties or log-probabilities."""
+def sampling_options(vocab_size: int = 2, max_tokens: int = 8, *, greedy_only: bool = False) -> st.SearchStrategy[dict[str, Any]]:
+    """Keyword arguments of `SamplingParams` for short replies, greedy or seeded, some with stop ids, penalties or log-probabilities.
+
+    They are not built here: run-time type checks draw random numbers, which Hypothesis forbids inside a strategy.
+    """
     stops = st.lists(st.integers(0, vocab_size - 1), max_size=1)
-    common: dict[str, Any] = {"max_tokens": st.integers(1, max_tokens), "stop_token_ids": st.one_of(st.just([]), stops)}
-    greedy = st.builds(SamplingParams, temperature=st.just(0.0), **common)
+    common = {"max_tokens": st.integers(1, max_tokens), "stop_token_ids": st.one_of(st.just([]), stops)}
+    greedy = st.fixed_dictionaries({"temperature": st.just(0.0), **common})
     if greedy_only:
         return greedy
-    drawn = st.builds(
-        SamplingParams,
-        temperature=st.sampled_from([0.5, 1.0, 2.0]),
-        top_k=st.sampled_from([0, 1, 3]),
-        top_p=st.sampled_from([1.0, 0.7]),
-        seed=st.one_of(st.none(), st.integers(0, 5)),
-        frequency_penalty=st.sampled_from([0.0, 1.5]),
-        logprobs=st.sampled_from([None, 0, 1]),
-        **common,
+    drawn = st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.5, 1.0, 2.0]),
+            "top_k": st.sampled_from([0, 1, 3]),
+            "top_p": st.sampled_from([1.0, 0.7]),
+            "seed": st.one_of(st.none(), st.integers(0, 5)),
+            "frequency_penalty": st.sampled_from([0.0, 1.5]),
+            "logprobs": st.sampled_from([None, 0, 1]),
+            **common,
+        }
     )
     return st.one_of(greedy, drawn)

@@ -1,7 +1,7 @@
 """A symbolic model: the KV of a token is a number that commits to every token before it, so that wrong KV is seen at once and exactly.
 
-The engine, its pages and its page copies are the real ones; only the model and its attention are replaced. A token's number is made of its id
-and of the numbers that are read for all earlier tokens through the page table; logits are made of the newest number.
+The engine, its pages and its page copies are the real ones; only the model and its attention are replaced. A token's number is made of
+its id and of the numbers that are read for all earlier tokens through the page table; logits are made of the newest number.
 """
 
 from collections.abc import Sequence as Seq

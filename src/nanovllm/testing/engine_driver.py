@@ -1,0 +1,324 @@
+"""How `EngineMachine` calls the engine: each call with the shadow's bookkeeping, and what the shadow expects of its result."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, multiple
+
+from ..chunks import prefill, release
+from ..engine import capacity, enter, request_seed, step, submit
+from ..errors import DonatedStateError, InvalidRequestError, NanoVLLMError, OutOfPagesError
+from ..generate import Generation, generate_many
+from ..requests import detach, submit_many
+from ..sampling_params import SamplingParams
+from ..session import begin, commit
+from ..state.chunk import Chunk
+from ..state.engine_state import EngineState
+from ..state.kv import pages_for
+from ..state.request import Request, Sequence, StepOutput
+from .shadow import KeptValues, expect, freeze
+from .strategies import Limits, sampling_options
+from .worlds import FlakyExecutor, PlantedError, SymbolicWorld, World
+
+SMALLEST = Limits(num_pages=2, page_size=1, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A submitted request as the shadow sees it. `most_filled` is what its KV cost, run or reused, so far."""
+
+    request: Request
+    prompt: list[int]
+    most_filled: int = 0
+    drawn: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Steps:
+    """Decode steps between `begin` and `commit`."""
+
+    carry: Any
+    requests: list[Request]
+    prompts: list[list[int]]
+    room: int
+    drawn: list[list[int]]
+    done: int = 0
+
+
+class EngineDriver(RuleBasedStateMachine):
+    """One engine of `world`, and what the shadow knows about it."""
+
+    world: ClassVar[World] = SymbolicWorld()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: EngineState = self.world.init_state(SMALLEST)
+        self.chunk_kv: dict[int, bytes] = {}
+        self.pending: dict[int, Pending] = {}
+        self.ended: list[int] = []  # ids of kept requests that have ended and hold their pages
+        self.sessions: list[Steps] = []
+        self.stale: list[EngineState] = []
+        self.dead: list[Chunk] = []
+        self.most_pinned = 0
+        self.needed = 0  # tokens whose KV was needed by what is over
+        self.kept = KeptValues()
+
+    @property
+    def _executor(self) -> FlakyExecutor:
+        executor = self.state.runtime.executor
+        assert isinstance(executor, FlakyExecutor)
+        return executor
+
+    def _options(self, data: st.DataObject) -> SamplingParams:
+        return SamplingParams(**data.draw(sampling_options(greedy_only=self.world.greedy_only)))
+
+    def _sequences(self, state: EngineState | None = None) -> list[Sequence]:
+        state = self.state if state is None else state
+        inside = [s for session in state.sessions.values() for s in session.sequences]
+        return [*state.running, *state.waiting, *state.kept.values(), *inside]
+
+    def _attempt(self, call: Callable[[], Any], fails: type[NanoVLLMError] | None = None) -> Any:
+        """What a call returns; None where a planted failure, or a legitimate refusal, came in between: the old state then stands."""
+        before = self.state
+        self.kept.keep(before.pool)
+        self.kept.keep(before.running)
+        self.kept.keep(before.waiting)
+        try:
+            done = call()
+        except PlantedError:
+            done = None
+        except NanoVLLMError as error:
+            if fails is None or not isinstance(error, fails):
+                raise
+            return error
+        self._executor.disarm()
+        if done is None:
+            return None
+        self.stale = [*self.stale[-3:], before]
+        return done
+
+    def _refused(self, error: type[NanoVLLMError], call: Callable[[], Any]) -> None:
+        before = freeze(self.state.pool)
+        try:
+            call()
+        except error as raised:
+            expect(bool(str(raised)), f"{error.__name__} says nothing")
+        else:
+            expect(False, f"{error.__name__} was to be raised")
+        expect(freeze(self.state.pool) == before, "a refused call changed the pool")
+
+    def _new_chunk(self, done: tuple[EngineState, Chunk] | None, tokens: list[int]):
+        if done is None:
+            return multiple()
+        self.state, chunk = done
+        self._adopt(chunk, tokens)
+        return self._hold(chunk)
+
+    def _hold(self, *chunks: Chunk):
+        """The chunks that stay; where too much is pinned they are released at once."""
+        if self._pinned() <= self.most_pinned:
+            return multiple(*chunks)
+        for chunk in chunks:
+            self._release(chunk)
+        return multiple()
+
+    def _pinned(self) -> int:
+        inside = [s for v in self.state.sessions.values() for s in v.sequences]
+        return len({page for holder in (*self.state.chunks.values(), *self.state.kept.values(), *inside) for page in holder.pages})
+
+    def _adopt(self, chunk: Chunk, tokens: list[int]) -> None:
+        expect(chunk.token_ids.tolist() == tokens, f"{chunk!r} holds {chunk.token_ids.tolist()}, not {tokens}")
+        self.chunk_kv[chunk.liveness] = self._bytes(chunk)
+        self.kept.keep(chunk)
+
+    def _bytes(self, chunk: Chunk) -> bytes:
+        size, parts = self.state.config.page_size, []
+        for pool in self.state.kv.pools:
+            for at, page in enumerate(chunk.pages):
+                parts.append(pool[:, page, :, :, : min(size, len(chunk) - at * size)].numpy().tobytes())
+        return b"".join(parts)
+
+    def _available(self, base: Chunk | None) -> int:
+        """Pages that a request over this chunk can count on: those available and the whole ones it shares."""
+        return enter(self.state).pool.num_available + (0 if base is None else len(base) // self.state.config.page_size)
+
+    def _prefill(self, after: Chunk | None, ids: list[int]):
+        tokens = ids if after is None else after.token_ids.tolist() + ids
+        if len(tokens) > capacity(self.state):
+            self._refused(InvalidRequestError, lambda: prefill(self.world.model, self.state, ids, after))
+            return multiple()
+        room = self._available(after)
+        done = self._attempt(lambda: prefill(self.world.model, self.state, ids, after), OutOfPagesError)
+        if isinstance(done, OutOfPagesError):
+            wanted = pages_for(len(tokens), self.state.config.page_size)
+            expect(wanted > room, f"{wanted} pages were wanted and {room} are there: {done}")
+            return multiple()
+        if done is not None:
+            self.needed += len(tokens)
+        return self._new_chunk(done, tokens)
+
+    def _release(self, chunk: Chunk) -> None:
+        done = self._attempt(lambda: (release(self.state, chunk), None))
+        self.state = done[0]
+        self.dead = [*self.dead[-3:], chunk]
+
+    def _submit(self, base: Chunk | None, ids: list[int], params: SamplingParams, keep: bool) -> None:
+        context, tokens = _context(base, ids), _tokens(base, ids)
+        if len(tokens) >= capacity(self.state):
+            return self._refused(InvalidRequestError, lambda: submit(self.world.model, self.state, context, params))
+        if keep:
+            done = self._attempt(lambda: submit_many(self.world.model, self.state, [context], [params], keep=True))
+        else:
+            done = self._attempt(lambda: submit(self.world.model, self.state, context, params))
+        self.state, found = done
+        rid = found[0] if isinstance(found, list) else found
+        self.pending[rid] = Pending(self.state.waiting.items[rid].request, tokens)
+
+    def _observe(self) -> None:
+        for sequence in self._sequences():
+            mine = self.pending.get(sequence.request.request_id)
+            if mine is not None:
+                mine.most_filled = max(mine.most_filled, sequence.most_filled)
+
+    def _step(self) -> None:
+        self._observe()
+        pinned = self._pinned()
+        done = self._attempt(lambda: step(self.world.model, self.state))
+        if done is None:
+            return
+        self.state, outputs = done
+        for out in outputs:
+            self._see(out, pinned)
+        while self.ended and self._pinned() > self.most_pinned:
+            rid = self.ended.pop()
+            kept = self.state.kept[rid]
+            tokens = kept.tokens.array(0, kept.num_filled).tolist()
+            self.state, chunk = detach(self.world.model, self.state, rid)
+            if chunk is not None:
+                self._adopt(chunk, tokens)
+                self._release(chunk)
+
+    def _see(self, out: StepOutput, pinned: int) -> None:
+        mine = self.pending[out.request_id]
+        mine.drawn += out.token_ids
+        self.world.require_reply(mine.prompt, mine.drawn, mine.request)
+        if out.output is None:
+            over = out.finish_reason or _ends(mine.request, mine.drawn)
+            return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, which is its {over}")
+        expect(out.output.token_ids == mine.drawn, f"request {out.request_id} drew {mine.drawn} and returned {out.output.token_ids}")
+        total, config = len(mine.prompt) + len(mine.drawn), self.state.config
+        if out.finish_reason != _ends(mine.request, mine.drawn):
+            expect(out.finish_reason == "length", f"request {out.request_id} ended with {out.finish_reason} after {mine.drawn}")
+            room = config.num_pages - pinned
+            wanted = pages_for(total, config.page_size)
+            expect(wanted > room, f"request {out.request_id} was given up for want of {wanted} pages; {room} are not pinned")
+            self.needed += max(mine.most_filled, out.output.num_cached_tokens)
+        else:
+            self.needed += total - 1
+        del self.pending[out.request_id]
+        if mine.request.keep:
+            self.ended.append(out.request_id)
+
+    def _generate(self, rows: Seq[tuple[Chunk | None, list[int], SamplingParams]]):
+        contexts = [_context(base, ids) for base, ids, _ in rows]
+        prompts = [_tokens(base, ids) for base, ids, _ in rows]
+        params, size = [options for *_, options in rows], self.state.config.page_size
+        call = lambda: generate_many(self.world.model, self.state, contexts, params)  # noqa: E731
+        if max(map(len, prompts)) >= capacity(self.state):
+            self._refused(InvalidRequestError, call)
+            return multiple()
+        limits = [min(len(p) + o.max_tokens, capacity(self.state)) for p, o in zip(prompts, params, strict=True)]
+        room, next_id = self._available(None), enter(self.state).next_id
+        shared = sum(len(base) // size for base, *_ in rows if base is not None)
+        done = self._attempt(call, OutOfPagesError)
+        if isinstance(done, OutOfPagesError):
+            wanted = pages_for(len(prompts[0]) + 1, size) if len(rows) == 1 else sum(pages_for(limit, size) for limit in limits)
+            expect(wanted > room + shared, f"{wanted} pages were wanted, {room} are available and {shared} shared: {done}")
+            return multiple()
+        if done is None:
+            return multiple()
+        self.state, made = done
+        if len(rows) == 1:
+            limits = [min(limits[0], (room + shared) * size)]
+        for i, (generation, prompt, limit) in enumerate(zip(made, prompts, limits, strict=True)):
+            request = self._request(next_id + i, len(prompt), params[i], limit)
+            self._see_generation(generation, prompt, request)
+        return self._hold(*(generation.chunk for generation in made))
+
+    def _see_generation(self, generation: Generation, prompt: list[int], request: Request) -> None:
+        self.world.require_reply(prompt, generation.token_ids, request)
+        reason = _ends(request, generation.token_ids)
+        expect(generation.finish_reason == reason, f"{generation.token_ids} ended with {generation.finish_reason}, not {reason}")
+        self._adopt(generation.chunk, prompt + generation.token_ids)
+        self.needed += len(prompt) + len(generation.token_ids)
+
+    def _begin(self, rows: Seq[tuple[Chunk | None, list[int]]], room: int, params: SamplingParams) -> None:
+        contexts = [_context(base, ids) for base, ids in rows]
+        prompts = [_tokens(base, ids) for base, ids in rows]
+        if self._pinned() + sum(pages_for(len(p) + room, self.state.config.page_size) for p in prompts) > self.most_pinned:
+            return
+        call = lambda: begin(self.world.model, self.state, contexts, params, room=room)  # noqa: E731
+        if max(map(len, prompts)) + room > capacity(self.state):
+            return self._refused(InvalidRequestError, call)
+        size, available, next_id = self.state.config.page_size, self._available(None), self.state.next_id
+        done = self._attempt(call, OutOfPagesError)
+        if isinstance(done, OutOfPagesError):
+            shared = sum(len(base) // size for base, _ in rows if base is not None)
+            wanted = sum(pages_for(len(p) + room, size) for p in prompts)
+            return expect(wanted > available + shared, f"{wanted} pages were wanted, {available} are available and {shared} shared: {done}")
+        if done is None:
+            return
+        self.state, carry = done
+        ends = [min(len(p) + params.max_tokens, capacity(self.state)) for p in prompts]
+        requests = [self._request(next_id + i, len(p), params, end) for i, (p, end) in enumerate(zip(prompts, ends, strict=True))]
+        self.sessions.append(Steps(carry, requests, prompts, room, [[] for _ in rows]))
+
+    def _commit(self, at: int):
+        session = self.sessions[at]
+        done = self._attempt(lambda: commit(self.world.model, self.state, session.carry))
+        if done is None:
+            return multiple()
+        self.state, made = done
+        del self.sessions[at]
+        for generation, prompt, request, drawn in zip(made, session.prompts, session.requests, session.drawn, strict=True):
+            self.world.require_reply(prompt, drawn, request)
+            count = next((i for i in range(1, len(drawn) + 1) if _ends(request, drawn[:i])), len(drawn))
+            expect(generation.token_ids == drawn[:count], f"{drawn} were drawn, {generation.token_ids} returned")
+            reason = _ends(request, drawn[:count]) or "length"
+            expect(generation.finish_reason == reason, f"{drawn} ended with {generation.finish_reason}, not {reason}")
+            self._adopt(generation.chunk, prompt + drawn[:count])
+            self.needed += len(prompt) + count
+        self._refused(DonatedStateError, lambda: commit(self.world.model, self.state, session.carry))
+        return self._hold(*(generation.chunk for generation in made))
+
+    def _request(self, request_id: int, num_prompt: int, params: SamplingParams, max_len: int) -> Request:
+        """What the engine makes of a request, but for what the oracle does not look at."""
+        seed = request_seed(self.state.config.seed, request_id) if params.seed is None else params.seed
+        ends = () if params.ignore_eos else self.world.model.config.eos_token_ids
+        return Request(
+            request_id=request_id,
+            num_prompt=num_prompt,
+            sampling=params,
+            seed=seed,
+            max_len=max_len,
+            stop_ids=frozenset((*ends, *params.stop_token_ids)),
+            arrival=0.0,
+        )
+
+
+def _ends(request: Request, drawn: list[int]) -> str | None:
+    """Why a reply ends here; None where it goes on."""
+    if drawn and drawn[-1] in request.stop_ids:
+        return "stop"
+    return "length" if request.num_prompt + len(drawn) >= request.max_len else None
+
+
+def _context(base: Chunk | None, ids: list[int]) -> Any:
+    return ids if base is None else [base, ids] if ids else base
+
+
+def _tokens(base: Chunk | None, ids: list[int]) -> list[int]:
+    return ids if base is None else base.token_ids.tolist() + ids

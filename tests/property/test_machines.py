@@ -1,0 +1,54 @@
+"""The machines of `nanovllm.testing` over our own engine."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from nanovllm.testing import EngineMachine, ModelWorld, PageMachine, PrefixMachine, ScheduleMachine, SymbolicWorld
+from nanovllm.testing.models import random_model, tiny_config
+
+# How many examples of how many rules. The `nightly` profile runs fifty times as many, drawn anew each time.
+MORE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
+
+
+class WideVocabulary(EngineMachine):
+    """Replies that seldom agree, so that little is shared."""
+
+    world = SymbolicWorld(vocab_size=16)
+
+
+class RealModel(EngineMachine):
+    """Two layers of Qwen3 with random weights, against uncached forwards."""
+
+    world = ModelWorld()
+
+
+class RealLlama(EngineMachine):
+    """Llama in float64, where the tolerance can be tight."""
+
+    world = ModelWorld(
+        random_model(
+            tiny_config("LlamaForCausalLM", vocab_size=4, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=2, head_dim=8),
+            dtype=torch.float64,
+        ),
+        tolerance=1e-9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "examples", "rules"),
+    [
+        (PageMachine, 150, 40),
+        (PrefixMachine, 200, 40),
+        (ScheduleMachine, 200, 50),
+        (EngineMachine, 100, 50),
+        (WideVocabulary, 30, 50),
+        (RealModel, 20, 40),
+        (RealLlama, 12, 40),
+    ],
+)
+def test_machine(machine, examples, rules):
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples * MORE, stateful_step_count=rules, deadline=None))
