@@ -47,15 +47,14 @@ def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats:
     """Decode tokens a second of both, prefill taken off by the time of a one-token reply, and their ratio."""
     model = load_model(name, "cpu", dtype) if name == "tiny" else random_weights(name, device="cpu", dtype=dtype)
     other = reference(model, name)
+    other.generation_config.eos_token_id = None  # min_new_tokens would forbid the token instead of ignoring it
     engine = Engine(model, num_pages=2048, max_model_len=1024, compile=compiled)
     random, figures = Random(0), {}
 
     def theirs(prompts: list[list[int]], count: int) -> list[list[int]]:
         ids = torch.tensor(prompts)
         with torch.no_grad():
-            out = other.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count, pad_token_id=0
-            )
+            out = other.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0)
         return out[:, ids.shape[1] :].tolist()
 
     for batch in batches:
