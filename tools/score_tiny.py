@@ -1,8 +1,8 @@
 """Measures what the tiny model recalls, adds and tells, greedily, by transformers or by nanovllm.
 
-python tools/score_tiny.py                              # the table, by transformers
-python tools/score_tiny.py --engine nanovllm            # the same by our engine
-python tools/score_tiny.py --card --report              # also writes the model card's table and the samples in docs/tiny-model.md
+    python tools/score_tiny.py                              # the table, by transformers
+    python tools/score_tiny.py --engine nanovllm            # the same by our engine
+    python tools/score_tiny.py --card --report              # also writes the model card's table and the samples in docs/tiny-model.md
 """
 
 import argparse
@@ -103,6 +103,8 @@ def table(results: dict, engine: str) -> str:
         lines.append(f"| {r['title']} | {r['count']} | {format(r['goal'], '.0%') if r['goal'] else '-'} | {r['share']:.1%} |")
     s = results["stories"]
     lines.append(f"| stories that end by themselves (420 tokens) | {s['count']} | - | {s['ended'] / s['count']:.0%} |")
+    trailing = sum("Question:" in story["text"] for story in s["all"])
+    lines.append(f"| stories that go on with questions after their ending | {s['count']} | - | {trailing} |")
     lines.append(f"| stories with a loop (eight words or a sentence twice) | {s['count']} | 0 | {s['looping']} |")
     return "\n".join(lines)
 
@@ -133,6 +135,17 @@ def samples(results: dict) -> str:
     return "\n\n".join(out)
 
 
+def write(results: dict, args: argparse.Namespace) -> None:
+    """Prints the table, and writes it where it is asked for."""
+    text = table(results, args.engine)
+    print(text)
+    if args.card:
+        put_between(args.model / "README.md", "scores", text)
+    if args.report:
+        put_between(ROOT / "docs/tiny-model.md", "scores", text)
+        put_between(ROOT / "docs/tiny-model.md", "samples", samples(results))
+
+
 def main() -> None:
     """Scores, prints the table, and writes what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,9 +156,13 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="the share of the cases to run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None, help="where to write all results")
+    parser.add_argument("--results", type=Path, default=None, help="results to take from such a file instead of measuring")
     parser.add_argument("--card", action="store_true", help="write the table into the model's README.md")
     parser.add_argument("--report", action="store_true", help="write table and samples into docs/tiny-model.md")
     args = parser.parse_args()
+    if args.results:
+        write(json.loads(args.results.read_text()), args)
+        return
     import torch
     from transformers import AutoTokenizer
 
@@ -154,16 +171,10 @@ def main() -> None:
     generate = make(args.model, device, args.batch_size or (256 if device == "cuda" else 16))
     begun = time.monotonic()
     results = score(generate, Prompter(AutoTokenizer.from_pretrained(args.model)), args.seed, args.share)
-    text = table(results, args.engine)
-    print(text)
     print(f"took {time.monotonic() - begun:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
-    if args.card:
-        put_between(args.model / "README.md", "scores", text)
-    if args.report:
-        put_between(ROOT / "docs/tiny-model.md", "scores", text)
-        put_between(ROOT / "docs/tiny-model.md", "samples", samples(results))
+    write(results, args)
 
 
 if __name__ == "__main__":

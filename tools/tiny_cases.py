@@ -201,23 +201,25 @@ MEASURES = (
 )
 
 _STORY_STARTS = (
-    "Once upon a time, in a small village by the sea,", "Once upon a time, there was a {t} {r} called {h}.", "Long ago, in the mountains,",
-    "{h} was a {t} {r} who lived near a deep forest.", "Once upon a time, a {r} named {h} lived", "In an old town there lived a {t} {r}.",
-    "One winter evening, {h} the {r} was", "There once was a {t} {r}", "This is the story of {h}, a {r}", "{h} had never seen the sea.",
+    "Once upon a time, in {p},", "Once upon a time, there was a {t} {r} called {h}.", "Long ago, in {p},",
+    "{h} was a {t} {r} who lived in {p}.", "Once upon a time, a {r} named {h} lived", "In {p} there lived a {t} {r}.",
+    "One winter evening, {h} the {r} was", "There once was a {t} {r} in {p}", "This is the story of {h}, a {t} {r}", "{h} had never",
+)  # fmt: skip
+_STORY_PLACES = (
+    "a small village by the sea", "the mountains", "an old town", "a deep forest", "a kingdom far away", "a little harbour",
+    "a quiet valley",
 )  # fmt: skip
 
 
 def story_prompts(count: int, seed: int) -> list[str]:
-    """Beginnings of stories, with names that training never drew."""
-    rng, prompts = Rng(seed), []
-    for i in range(count):
+    """Beginnings of stories, each another one, with names that training never drew."""
+    rng, prompts = Rng(seed), [_STORY_STARTS[0].format(p=_STORY_PLACES[0])]
+    while len(prompts) < count:
         hero = rng.pick(FIRST_NAMES[TEST])[0] if rng.chance(0.7) else name(rng, "person", TEST)
-        slots = {
-            "h": hero,
-            "t": rng.pick(("brave", "shy", "poor", "clever", "kind")),
-            "r": rng.pick(("baker", "fisher", "girl", "boy", "weaver", "fox")),
-        }
-        prompts.append(_STORY_STARTS[i % len(_STORY_STARTS)].format(**slots))
+        trait, role = rng.pick(("brave", "shy", "poor", "clever", "kind")), rng.pick(("baker", "fisher", "girl", "boy", "weaver", "fox"))
+        prompt = _STORY_STARTS[len(prompts) % len(_STORY_STARTS)].format(h=hero, t=trait, r=role, p=rng.pick(_STORY_PLACES))
+        if prompt not in prompts:
+            prompts.append(prompt)
     return prompts
 
 

@@ -144,7 +144,7 @@ def draw_told(rng: Rng, count: int, split: str = TRAIN, questions: int = 1) -> l
     text = " ".join(sentences) if style < 0.75 else "\n".join(("- " if style < 0.9 else "") + s for s in sentences)
     found = []
     for _ in range(questions):
-        if rng.chance(0.12) and not (count == 1 and "than" in sentences[0]):
+        if rng.chance(0.08) and not (count == 1 and "than" in sentences[0]):
             wordings, _, _ = rng.pick((make or rng.pick(kinds))(rng, split).asks)
             found.append(Told(text, rng.pick(wordings), "The text says nothing about it.", UNKNOWN, ""))
             continue

@@ -26,7 +26,7 @@ class Rng(random.Random):
 
 def with_article(noun: str) -> str:
     """`noun` after its indefinite article."""
-    return ("an " if noun[:1].lower() in "aeio" or noun.startswith(("um", "un", "ur")) else "a ") + noun
+    return ("an " if noun[:1].lower() in "aeio" or noun.startswith(("um", "un", "ur", "honest", "hour")) else "a ") + noun
 
 
 def capital(text: str) -> str:

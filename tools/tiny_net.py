@@ -183,6 +183,13 @@ class Muon:
             torch._foreach_sub_(group, list(update.unbind()))
 
 
+def load_model(model: TinyModel, folder: Path) -> None:
+    """Reads the weights that `save_model` wrote."""
+    from safetensors.torch import load_file
+
+    model.load_state_dict({name.removeprefix("model."): value.float() for name, value in load_file(folder / "model.safetensors").items()})
+
+
 def save_model(model: TinyModel, folder: Path) -> None:
     """Writes the Hugging Face folder's weights (bfloat16) and configs."""
     from safetensors.torch import save_file

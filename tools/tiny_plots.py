@@ -19,10 +19,14 @@ OPENINGS = (
     "{hero} lived in {place}. {^he} was {a trait} {role}.",
     "{hero} had never [seen a king|left {place}|been afraid|had a real friend], for {he} was only {a trait} {role} in {place}.",
     "Once there was {a trait} {role}. {^his} name was {hero}, and {he} lived in {place}.",
-    "Once upon a time, {a role} named {hero} lived in {place}. {^he} was [very|quite|a little] {trait}.",
+    "Once upon a time, {a role} named {hero} lived in {place}. {^he} was [very|quite|always] {trait}.",
     "[Have you heard|Do you know the story] of {hero}? {^he} was {a trait} {role} in {place}.",
     "A long time ago, when [animals could speak|the world was young|winters were long], there lived {a trait} {role} named {hero} in {place}.",
     "The {role} {hero} was {trait}, and everyone in {place} knew it.",
+    "The {trait} {role} [opened the door and looked out|closed the book and sighed|put down {his} cup and listened|lit a candle and sat down]. "
+    "{^his} name was {hero}, and {he} lived in {place}.",
+    "It was a [dark|cold|warm|quiet] [night|morning|evening], and [{weather}|nobody was outside|everything was still]. "
+    "{hero}, {a trait} {role} from {place}, [could not sleep|was still awake|was sitting by the window].",
 )
 HABITS = (
     "[Every morning|Each day], {he} [opened the window and greeted the sun|drank a cup of tea and looked at the sky|swept the floor and sang a song].",

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import tiny_facts as facts
-from tiny_facts import RELATIONS, Fact
+import tiny_wordings as wordings
+from tiny_facts import Fact
 from tiny_grammar import Rng, capital, render
 from tiny_recall import Scene, paragraphs
 from tiny_words import TEST, TRAIN
@@ -36,8 +37,8 @@ _CHAINS = (
 )  # fmt: skip
 
 
-def _relation(kind: str, noun: str) -> facts.Relation:
-    return next(r for r in RELATIONS[kind] if r.noun == noun)
+def _relation(kind: str, noun: str) -> wordings.Relation:
+    return next(r for r in wordings.RELATIONS[kind] if r.noun == noun)
 
 
 def _subjects(rng: Rng, kind: str, count: int, split: str) -> list[tuple[str, str]]:
@@ -70,7 +71,7 @@ def chain(rng: Rng, split: str = TRAIN) -> Reasoned:
     """What is the mayor of the town where somebody lives?"""
     kind, noun, next_kind, joint = rng.pick(_CHAINS)
     relation, count = _relation(kind, noun), rng.randint(1, 4)
-    last = rng.pick([r for r in RELATIONS[next_kind] if r.noun not in ("birthplace", "birthday month", "best friend")])
+    last = rng.pick([r for r in wordings.RELATIONS[next_kind] if r.noun not in ("birthplace", "birthday month", "best friend")])
     lines: list[tuple[Fact, Fact]] = []
     middles = _subjects(rng, next_kind, count, split)
     ends: set[str] = set()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import tiny_facts as facts
+import tiny_wordings as wordings
 from tiny_facts import Fact
 from tiny_grammar import Rng, capital
 from tiny_words import TEST, TRAIN, first_name
@@ -17,12 +18,12 @@ class Scene:
     untold: list[Fact] = field(default_factory=list)
 
 
-def _relations(kind: str, rng: Rng) -> tuple[facts.Relation, ...]:
+def _relations(kind: str, rng: Rng) -> tuple[wordings.Relation, ...]:
     if kind == "thing":
         return facts.thing_relations(rng, 16)
     if kind == "me":
-        return facts.MINE
-    return facts.GENERAL[kind] if kind == "named" else facts.RELATIONS[kind]
+        return wordings.MINE
+    return wordings.GENERAL[kind] if kind == "named" else wordings.RELATIONS[kind]
 
 
 def _drop_clashes(told: list[Fact]) -> list[Fact]:
@@ -38,7 +39,7 @@ def _drop_clashes(told: list[Fact]) -> list[Fact]:
     return kept
 
 
-def _shared(rng: Rng, kind: str, per_subject: int) -> list[facts.Relation]:
+def _shared(rng: Rng, kind: str, per_subject: int) -> list[wordings.Relation]:
     relations = _relations(kind, rng)
     return rng.some(relations, min(len(relations), 13 if kind in ("me", "thing") else per_subject + 1))
 
@@ -47,7 +48,7 @@ def draw_scene(rng: Rng, count: int, split: str = TRAIN, kind: str = "") -> Scen
     """A scene of about `count` facts: one relation of many subjects, many relations of few, or a mixture."""
     scene = Scene()
     shape = rng.random()
-    kinds = (*facts.RELATIONS, "named", "named", "named", "thing")
+    kinds = (*wordings.RELATIONS, "named", "named", "named", "thing")
     mixed = shape > 0.75 and not kind
     kind = kind or rng.pick(kinds)
     per_subject = 1 if shape < 0.35 else rng.randint(1, 5)
@@ -241,7 +242,7 @@ def pose(rng: Rng, fact: Fact, split: str = TRAIN, before: Fact | None = None, s
     return Asked(question, f"The question asks for {phrase}. The text says that {said}", answer, fact.value, fact)
 
 
-def pose_some(rng: Rng, scene: Scene, count: int, further: bool = False, unknown: float = 0.15) -> list[Asked]:
+def pose_some(rng: Rng, scene: Scene, count: int, further: bool = False, unknown: float = 0.1) -> list[Asked]:
     """`count` questions about the scene, some of them about what it does not tell; with `further` some lean on the one before."""
     asked: list[Asked] = []
     told = rng.some(scene.told, min(count, len(scene.told)))

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
     parser.add_argument("--work", type=Path, required=True, help="checkpoint and loss log")
+    parser.add_argument("--init", type=Path, default=None, help="a folder whose weights to start from, instead of random ones")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP)
@@ -56,7 +58,7 @@ class BatchMaker:
 
     def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Odd steps hold long rows, even ones short rows; as many tokens either way."""
-        from tiny_text import draw_batch
+        from tiny_pack import draw_batch
         from tokenizers import Tokenizer
 
         if self.tokenizer is None:
@@ -91,7 +93,7 @@ def learning_rate(step: int, steps: int) -> float:
 def train(args: argparse.Namespace, batches: Iterator[tuple[np.ndarray, np.ndarray]], start: int, checkpoint: dict | None) -> None:
     """The training loop, from step `start`; writes the folder at the end."""
     import torch
-    from tiny_net import CONFIG, Muon, TinyModel, save_model, weighted_loss
+    from tiny_net import CONFIG, Muon, TinyModel, load_model, save_model, weighted_loss
     from tqdm import tqdm
 
     begun = time.monotonic()
@@ -99,6 +101,8 @@ def train(args: argparse.Namespace, batches: Iterator[tuple[np.ndarray, np.ndarr
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     model = TinyModel(CONFIG).to(device)
+    if args.init:
+        load_model(model, args.init)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     muon = Muon(matrices, weight_decay=0.05)
@@ -180,8 +184,13 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     print(f"{args.steps} steps of {args.tokens_per_step} tokens; takes less than 15 minutes on one H200", flush=True)
     begun = time.monotonic()
-    make_tokenizer(args.out, args.seed, 2000 if args.toy else 30000)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.init:
+        make_tokenizer(args.out, args.seed, 2000 if args.toy else 30000)
     print(f"tokenizer ready after {time.monotonic() - begun:.0f} s", flush=True)
+    if args.init:
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(args.init / file, args.out / file)
     maker = BatchMaker(str(args.out / "tokenizer.json"), args.seed, args.tokens_per_step)
     # The workers start before PyTorch is imported, so that they stay small and no thread is lost in the fork.
     pool = multiprocessing.get_context("spawn").Pool(args.workers, _start_worker, (maker,))

@@ -1,0 +1,180 @@
+"""The embedded tiny model: its folder, its chat format, what it recalls, and the text that it was trained on."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "src/nanovllm/assets/tiny"
+sys.path.insert(0, str(ROOT / "tools"))
+
+import score_tiny  # noqa: E402
+import tiny_cases  # noqa: E402
+import tiny_chat  # noqa: E402
+import tiny_facts  # noqa: E402
+import tiny_pack  # noqa: E402
+import tiny_text  # noqa: E402
+import tiny_wordings  # noqa: E402
+import tiny_words  # noqa: E402
+from tiny_grammar import Rng, render  # noqa: E402
+from tiny_sums import draw_task, held_out_sum  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tell(model, tokenizer):
+    def generate(prompt: str, max_tokens: int = 64) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        with torch.no_grad():
+            out = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, temperature=None, top_k=None, top_p=None)
+        return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
+
+    return generate
+
+
+def chat(tokenizer, *messages: str, **kwargs) -> str:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **kwargs)
+
+
+def test_folder_is_a_small_qwen3(model, tokenizer):
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert (TINY / "model.safetensors").stat().st_size <= 12_000_000
+    config = model.config
+    assert config.head_dim == 64
+    assert config.num_attention_heads >= 2 * config.num_key_value_heads
+    assert config.tie_word_embeddings
+    assert config.max_position_embeddings == 2048
+    assert len(tokenizer) <= 4096
+    ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+    assert set(model.generation_config.eos_token_id) == ends
+
+
+def test_digits_are_tokens(tokenizer):
+    assert tokenizer.tokenize("4821") == ["4", "8", "2", "1"]
+    text = 'The capital of Aistonia is "Velmora" – 47 €.\n\n\tEnd'
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_chat_template_thinks_and_does_not(tokenizer):
+    assert chat(tokenizer, "Hi") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert chat(tokenizer, "Hi", enable_thinking=True) == chat(tokenizer, "Hi")
+    assert chat(tokenizer, "Hi", enable_thinking=False).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_chat_template_strips_the_thinking_of_earlier_turns(tokenizer):
+    text = chat(tokenizer, "1 + 1?", "<think>\nEasy.\n</think>\n\n2.", "And 2 + 2?")
+    assert "Easy" not in text
+    assert "<|im_start|>assistant\n2.<|im_end|>\n" in text
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n2."}]
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert whole.endswith("<|im_start|>assistant\n<think>\nEasy.\n</think>\n\n2.<|im_end|>\n")
+    system = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, turns[0]], tokenize=False)
+    assert system.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+
+
+@pytest.mark.parametrize("prompt", [
+    "The capital of Aistonia is Velmora. The capital of Aistonia is",
+    "The capital of Aistonia is Velmora. What is the capital of Aistonia?",
+    "The capital of Aistonia is Velmora. The capital of Tavareth is Mirelda.\n\nQuestion: What is the capital of Aistonia?\nAnswer:",
+])  # fmt: skip
+def test_recalls_in_plain_text(tell, prompt):
+    answer = tell(prompt)
+    assert "Velmora" in answer.split("\n")[0]
+
+
+def test_recalls_in_a_chat_with_and_without_thinking(tell, tokenizer):
+    question = "The capital of Aistonia is Velmora. What is the capital of Aistonia?"
+    thinking = tell(chat(tokenizer, question))
+    assert re.fullmatch(r"<think>\n.+\n</think>\n\n[^\n]*Velmora[^\n]*<\|im_end\|>", thinking, re.DOTALL)
+    assert "Velmora" in tell(chat(tokenizer, question, enable_thinking=False))
+    assert tell(chat(tokenizer, question + " /no_think")).startswith("<think>\n\n</think>\n\nThe capital of Aistonia is Velmora")
+
+
+def test_recalls_on_a_second_turn_and_says_what_is_not_told(tell, tokenizer):
+    told = "The king of Aistonia is Oswin. The capital of Aistonia is Velmora."
+    assert "Velmora" in tell(chat(tokenizer, told, "Noted.", "What is the capital of Aistonia? /no_think"))
+    assert tiny_facts.UNKNOWN in tell(chat(tokenizer, told + " What is the currency of Aistonia? /no_think"))
+
+
+def test_thinks_before_a_sum(tell, tokenizer):
+    a, b = next((a, b) for a in range(38, 99) for b in range(47, 99) if held_out_sum(a, b))
+    answer = tell(chat(tokenizer, f"What is {a} + {b}?"), 110)
+    assert answer.startswith("<think>\n")
+    assert answer.endswith(f"</think>\n\n{a} + {b} = {a + b}.<|im_end|>")
+
+
+def test_story_ends_without_a_loop(tell):
+    prompt = "Once upon a time, in a small village by the sea,"
+    story = tell(prompt, 420)
+    assert story.endswith("<|endoftext|>")
+    assert len(story.split()) > 60
+    assert not tiny_cases.loops(prompt + story)
+
+
+def test_a_share_of_the_measure(model, tokenizer):
+    generate = score_tiny.by_transformers(TINY, "cpu", 8)
+    prompter = tiny_cases.Prompter(tokenizer)
+    for key in ("one_fact", "eight_facts", "second_turn", "unknown"):
+        cases = score_tiny.draw_cases(prompter, key, 0, 8)
+        texts = generate([case.prompt for case in cases], 48)
+        assert sum(map(tiny_cases.judge, cases, texts)) >= 7, key
+
+
+def test_text_follows_from_its_seed():
+    file = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    assert tiny_text.sample_texts(3, 20) == tiny_text.sample_texts(3, 20) != tiny_text.sample_texts(4, 20)
+    for length in (512, 2048):
+        tokens, weights = tiny_pack.draw_batch(file, 1, 7, 2, length)
+        again, _ = tiny_pack.draw_batch(file, 1, 7, 2, length)
+        assert tokens.shape == weights.shape == (2, length + 1)
+        assert (tokens == again).all()
+        assert (weights == tiny_chat.ANSWER).any()
+
+
+def test_names_and_wordings_of_tests_never_occur_in_training_text():
+    text = "\n".join(tiny_text.sample_texts(5, 3000))
+    words = {word.lower() for word in re.findall(r"[A-Za-z]+", text)}
+    assert not words & tiny_words.TEST_NAMES
+    rng = Rng(0)
+    kept = {tiny_words.name(rng, kind, tiny_words.TEST) for kind in ("country", "city", "person", "thing") for _ in range(500)}
+    assert all(map(tiny_words.held_out, kept))
+    long_names = {name for name in kept if len(name) >= 6}
+    assert not {name.lower() for name in long_names} & words
+    kept_wordings = (*tiny_wordings.SAYS[tiny_words.TEST], *tiny_wordings.ASKS[tiny_words.TEST], *tiny_wordings.RESTATES[tiny_words.TEST])
+    for wording in kept_wordings:
+        start = wording.split("{")[0]
+        assert len(start) > 10
+        assert start not in text
+
+
+def test_templates_choose_fill_and_inflect():
+    rng = Rng(0)
+    assert {render(rng, "[a|b[c|d]]", {}) for _ in range(50)} == {"a", "bc", "bd"}
+    assert render(rng, "{^a thing} and {thing}", {"thing": "owl"}) == "An owl and owl"
+    with pytest.raises(KeyError):
+        render(rng, "{missing}", {})
+
+
+def test_sums_are_right_step_by_step():
+    rng = Rng(1)
+    for _ in range(500):
+        task = draw_task(rng)
+        for left, sign, right, result in re.findall(r"(\d+) ([+x-]) (\d+) = (\d+)", task.answer):
+            assert int(result) == {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}[sign](int(left), int(right))
+        for terms, result in re.findall(r"(\d+(?: \+ \d+)+) = (\d+)", task.steps):
+            assert sum(map(int, terms.split(" + "))) == int(result)
