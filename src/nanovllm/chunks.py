@@ -25,7 +25,7 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
     Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit, `OutOfPagesError` for what
     does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
     """
-    state = enter(state)
+    state = enter(state, model)
     resolved = resolve(model, state, text_or_ids if after is None else [after, text_or_ids])
     num_tokens, limit = len(resolved.tokens), capacity(state)
     if num_tokens > limit:

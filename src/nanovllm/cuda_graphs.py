@@ -141,8 +141,10 @@ class GraphExecutor:
 
     def end(self, ticket: int) -> None:
         """See `Executor`."""
-        size, plan = self._sessions.pop(ticket)
-        self._spare[size].append(plan)
+        session = self._sessions.pop(ticket, None)
+        if session is not None:
+            size, plan = session
+            self._spare[size].append(plan)
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host))

@@ -12,6 +12,7 @@ import torch
 from . import models
 from .batch import Batch
 from .config import ModelConfig
+from .errors import DonatedStateError
 from .sample import Sampled, Sampling, record, sample
 from .state.kv import KVState
 from .types import Float, Float32, Int32, Int64, Tensor, register_value
@@ -19,11 +20,17 @@ from .types import Float, Float32, Int32, Int64, Tensor, register_value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLog:
-    """The tokens drawn since `begin`: `token_ids[:, :num_steps]`; `session` is the ticket by which `commit` finds the reserved pages."""
+    """The tokens drawn since `begin`, `token_ids[:, :num_steps]`, and their log-probabilities where they were asked for.
+
+    `session` is the ticket by which `commit` finds the reserved pages. `ran` counts, in place, the steps run from any carry of the session:
+    a carry whose `num_steps` differs was donated to another step, or committed.
+    """
 
     session: Int64[Tensor, ""]
+    ran: Int32[Tensor, ""]
     num_steps: Int32[Tensor, ""]
     token_ids: Int32[Tensor, "B room"]
+    logprobs: Float32[Tensor, "B room"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +74,21 @@ def decode_step(
 ) -> tuple[DecodeCarry, DecodeOutput]:
     """Run one token of every row and draw the next. Donates `carry`; traces with `fullgraph=True` and copies no KV.
 
+    All steps of an engine belong on one stream. Outside traced code a carry of `begin` that was donated before raises `DonatedStateError`;
+    traced code does not look, and `commit` finds it.
+
     `process_logits` maps the logits `[B, V]` to those that are drawn from. `token_ids` are taken instead of drawn ones, and the
     log-probabilities are then theirs: so given text is scored.
     """
+    if carry.log is not None and not torch.compiler.is_compiling():
+        require_fresh(carry.log)
     logits, kv = forward(params, carry.kv, carry.batch, config)
     if process_logits is not None:
         logits = process_logits(logits)
     sampled = sample(logits, carry.sampling, carry.batch.positions + carry.active)
     if token_ids is not None:
         sampled = _forced(logits, sampled, token_ids)
-    carry = advance(carry, kv, sampled.token_ids)
+    carry = advance(carry, kv, sampled)
     return carry, DecodeOutput(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
@@ -86,9 +98,19 @@ def decode_step(
     )
 
 
-def advance(carry: DecodeCarry, kv: KVState, token_ids: Int32[Tensor, "B"]) -> DecodeCarry:
-    """The carry of the next step, in which `token_ids` run. A position beyond a row's page table writes into the dummy page."""
-    batch, active = carry.batch, carry.active
+def require_fresh(log: TokenLog) -> None:
+    """Raise `DonatedStateError` for a carry that was stepped from, or committed, before."""
+    ran, num_steps = int(log.ran), int(log.num_steps)
+    if ran != num_steps:
+        raise DonatedStateError(
+            f"this carry has seen {num_steps} steps of session {int(log.session)}, "
+            + ("which was committed" if ran < 0 else f"of which {ran} were run: it was donated to a step, use the carry that step returned")
+        )
+
+
+def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
+    """The carry of the next step, in which the drawn tokens run. A position beyond a row's page table writes into the dummy page."""
+    batch, active, token_ids = carry.batch, carry.active, sampled.token_ids
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
     positions = batch.positions + active
     column = positions // page_size
@@ -101,13 +123,22 @@ def advance(carry: DecodeCarry, kv: KVState, token_ids: Int32[Tensor, "B"]) -> D
         kv=kv,
         batch=replace(batch, input_ids=token_ids, positions=positions, slots=slots, seq_lens=batch.seq_lens + active),
         sampling=record(carry.sampling, token_ids),
-        log=None if carry.log is None else _write(carry.log, token_ids),
+        log=None if carry.log is None else _write(carry.log, sampled),
     )
 
 
-def _write(log: TokenLog, token_ids: Tensor) -> TokenLog:
-    here = torch.arange(log.token_ids.shape[1], device=token_ids.device) == log.num_steps
-    return replace(log, num_steps=log.num_steps + 1, token_ids=torch.where(here, token_ids.unsqueeze(1), log.token_ids))
+def _write(log: TokenLog, sampled: Sampled) -> TokenLog:
+    here = torch.arange(log.token_ids.shape[1], device=log.token_ids.device) == log.num_steps
+    logprobs = log.logprobs
+    if logprobs is not None and sampled.logprobs is not None:
+        logprobs = torch.where(here, sampled.logprobs.unsqueeze(1), logprobs)
+    return TokenLog(
+        session=log.session,
+        ran=log.ran.add_(1),
+        num_steps=log.num_steps + 1,
+        token_ids=torch.where(here, sampled.token_ids.unsqueeze(1), log.token_ids),
+        logprobs=logprobs,
+    )
 
 
 def _forced(logits: Tensor, sampled: Sampled, token_ids: Tensor) -> Sampled:

@@ -35,7 +35,7 @@ def submit(model: Model, state: EngineState, context: Context, sampling_params: 
 
     Raises `InvalidRequestError` for a prompt that can never fit, and what `resolve` raises.
     """
-    state = enter(state)
+    state = enter(state, model)
     state, sequence, _ = new_sequence(model, state, context, sampling_params)
     if sequence.pages.length:
         state = replace(state, pool=pools.acquire(state.pool, sequence.pages))
@@ -48,7 +48,7 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
 
     Returns what each drew; an empty list means only that no reply moved on, or that nothing is left to do.
     """
-    state = enter(state)
+    state = enter(state, model)
     with guarded(state) as taken:
         after, outputs = run_step(model, state, taken)
         return commit_state(after), outputs
@@ -59,6 +59,12 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     if not state.running and not state.waiting:
         return state, []
     plan = schedule(state.pool, state.running, state.waiting, state.config, state.cursor)
+    for sequence in plan.stuck:
+        if not sequence.num_generated:
+            raise OutOfPagesError(
+                f"request {sequence.request.request_id} has {sequence.tokens.length} tokens and the live chunks leave it "
+                f"{plan.pool.num_available} of {state.config.num_pages} pages: release chunks, or cancel it"
+            )
     taken.extend(plan.allocated)
     kv = copy_pages(state.kv, plan.copies)
     # A carry follows its rows from step to step: after a step without them it is stale, even where the same rows come back later.
@@ -122,10 +128,15 @@ def capacity(state: EngineState) -> int:
     return min(state.config.max_model_len, state.config.num_pages * state.config.page_size)
 
 
-def enter(state: EngineState) -> EngineState:
-    """The state as a call finds it: checked against the lease, and without the pages whose KV an earlier failed call overwrote."""
+def enter(state: EngineState, model: Model | None = None) -> EngineState:
+    """The state as a call finds it: checked against the lease, and without the pages whose KV an earlier failed call overwrote.
+
+    Raises `DonatedStateError` for an old state, `InvalidRequestError` for another model than the one that `init_state` was given.
+    """
     lease = state.runtime.lease
     lease.check(state.epoch)
+    if model is not None and model_key(model) != lease.model:
+        raise InvalidRequestError(f"model {model.name!r} is not the one this state was made for: its KV would be another's")
     if not lease.dirty:
         return state
     lost, pool, waiting, kept = lease.lost, state.pool, state.waiting, []
@@ -137,6 +148,11 @@ def enter(state: EngineState) -> EngineState:
             kept.append(sequence)
     # The lease stays dirty until a call commits: one that fails again must find the same losses.
     return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
+
+
+def model_key(model: Model) -> str:
+    """What a state and its model must agree in: the weights, and how they are held."""
+    return f"{model.fingerprint} {model.dtype} {model.device}"
 
 
 def commit_state(state: EngineState, **changes) -> EngineState:

@@ -53,7 +53,7 @@ def generate_many(
     The pages of all replies at their longest are reserved before anything is written: `OutOfPagesError` where they do not fit now (`submit`
     and `step` serve such a load by waiting and preemption). Requests that were submitted stay as they are.
     """
-    state = enter(state)
+    state = enter(state, model)
     sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:
         return commit_state(state), []

@@ -4,6 +4,7 @@ import torch
 
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
 from .config import EngineConfig
+from .engine import model_key
 from .errors import InvalidRequestError, OutOfPagesError
 from .model import Model
 from .state.engine_state import EngineState, Lease
@@ -55,7 +56,7 @@ def init_state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
-    runtime = Runtime(Lease(), _executor(model, limits, kv, compile, progress))
+    runtime = Runtime(Lease(model_key(model)), _executor(model, limits, kv, compile, progress))
     return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
 
 

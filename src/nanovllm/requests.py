@@ -22,7 +22,7 @@ def submit_many(
 
     `keep`: the pages of a request that ends stay with it until `detach`. Raises what `submit` raises, naming the prompt's place.
     """
-    state = enter(state)
+    state = enter(state, model)
     ids = []
     for place, (context, params) in enumerate(zip(contexts, sampling_params, strict=True)):
         try:
@@ -44,7 +44,7 @@ def detach(
     The newest token is not among them: a continuation runs it. None where nothing is filled. `provenance` is that of the chunk which the
     request began with. Raises `InvalidRequestError` for a request that this state does not hold.
     """
-    state = enter(state)
+    state = enter(state, model)
     waiting, running, kept = state.waiting, state.running, state.kept
     if request_id in kept:
         sequence, kept = kept[request_id], kept.delete(request_id)

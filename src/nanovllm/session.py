@@ -8,17 +8,18 @@ import torch
 
 from .chunks import chunk_of
 from .context import Context
-from .decode import DecodeCarry, TokenLog
+from .decode import DecodeCarry, TokenLog, require_fresh
 from .engine import capacity, commit_state, enter, guarded, new_sequence
 from .errors import DonatedStateError, InvalidRequestError
 from .fill import adopt, fill, reserve_all
 from .generate import Generation, one_for_each
 from .model import Model
+from .sample import features
 from .sampling_params import SamplingParams
 from .settle import counted, finish_reason, reply_text, scan
 from .state.chunk import Provenance
 from .state.engine_state import EngineState, Session
-from .state.request import Sequence
+from .state.request import Sequence, TokenLogprobs
 
 
 @torch.no_grad()
@@ -32,16 +33,18 @@ def begin(
 ) -> tuple[EngineState, DecodeCarry]:
     """Fill the contexts and reserve pages for `room` decode steps of each: the carry to call `decode_step` with, `room` times at most.
 
-    The first step draws each context's first new token. Neither stop conditions nor `max_tokens` end a row before `commit`.
-    Raises `InvalidRequestError` for a context that with `room` tokens exceeds the engine's capacity, `OutOfPagesError` where the pages do
-    not suffice.
+    The first step draws each context's first new token. `room` stands in the place of `max_tokens`; stop conditions count at `commit`.
+    Raises `InvalidRequestError` for a context that with `room` tokens exceeds the engine's capacity and for more contexts than
+    `max_num_seqs`, `OutOfPagesError` where the pages do not suffice.
     """
-    state = enter(state)
+    state = enter(state, model)
     if isinstance(room, bool) or not isinstance(room, int) or room < 1:
         raise InvalidRequestError(f"room={room!r} must be an integer of at least 1, the number of decode steps")
     sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:
         raise InvalidRequestError("begin needs at least one context")
+    if len(contexts) > state.config.max_num_seqs:
+        raise InvalidRequestError(f"{len(contexts)} contexts exceed max_num_seqs={state.config.max_num_seqs}")
     inner, sequences, provenances = state, [], []
     for context, params in zip(contexts, sampling_params, strict=True):
         inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
@@ -49,9 +52,11 @@ def begin(
             raise InvalidRequestError(
                 f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's {capacity(state)} tokens a request"
             )
-        sequences.append(sequence)
+        request = replace(sequence.request, max_len=sequence.request.num_prompt + room)
+        sequences.append(replace(sequence, request=request))
         provenances.append(Provenance() if base is None else base.provenance)
     ticket = inner.next_id
+    scored = features([s.request.sampling for s in sequences]).num_logprobs
     with guarded(state) as taken:
         inner, sequences = adopt(inner, sequences, logits=True)
         inner, sequences = reserve_all(inner, sequences, [len(s.tokens) + room for s in sequences], taken)
@@ -59,8 +64,10 @@ def begin(
         carry = state.runtime.executor.begin(model, inner.kv, sequences, ticket)
         log = TokenLog(
             session=torch.tensor(ticket, device=model.device),
+            ran=torch.tensor(0, dtype=torch.int32, device=model.device),
             num_steps=torch.tensor(0, dtype=torch.int32, device=model.device),
             token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=model.device),
+            logprobs=None if scored is None else torch.zeros(len(sequences), room, device=model.device),
         )
         session = Session(sequences=tuple(sequences), provenances=tuple(provenances), room=room)
         state = commit_state(inner, next_id=ticket + 1, sessions=inner.sessions.set(ticket, session))
@@ -71,25 +78,26 @@ def begin(
 def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
     """Donates `carry`. End a run of decode steps: each row's tokens up to its first reason to stop, as a reply and a chunk.
 
-    Raises `DonatedStateError` for a carry that was committed before, `InvalidRequestError` where more steps were run than it has room for.
+    Steps beyond the room that `begin` made count as discarded. Log-probabilities are those of the tokens drawn, without the likeliest
+    others. Raises `DonatedStateError` for a carry that was committed, or stepped from, before.
     """
-    state = enter(state)
+    state = enter(state, model)
     if carry.log is None:
         raise InvalidRequestError("this carry does not come from begin")
-    ticket, num_steps = int(carry.log.session), int(carry.log.num_steps)
+    ticket, num_run = int(carry.log.session), int(carry.log.num_steps)
     session = state.sessions.get(ticket)
     memory = [[pool.data_ptr() for pool in kv.pools] for kv in (carry.kv, state.kv)]
     if session is None or memory[0] != memory[1]:  # another engine may have a session of the same number
         raise DonatedStateError(f"the decode steps of session {ticket} were committed already, or began in another engine")
-    if num_steps > session.room:
-        raise InvalidRequestError(f"{num_steps} steps were run and begin made room for {session.room}")
+    require_fresh(carry.log)
+    num_steps = min(num_run, session.room)
     drawn = carry.log.token_ids.cpu().numpy()[:, :num_steps]
     rows = [_settled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, drawn, strict=True)]
     prompt = rerun = 0
     if num_steps:
         counts = [counted(s, 1) for s in session.sequences]
         prompt, rerun = sum(p for p, _ in counts), sum(a for _, a in counts)
-    run = num_steps * len(rows)
+    run = num_run * len(rows)
     used = sum(sequence.num_generated for sequence, _ in rows)
     # `begin` left the last token of a filled context out of what is reused, because it was to run; without a step it never did.
     reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)
@@ -99,13 +107,33 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     with guarded(state):
         # Each row's pages reach its newest token: `begin` reserved them.
         inner, filled = fill(model, replace(state, stats=stats), [sequence for sequence, _ in rows])
-        state.runtime.executor.end(ticket)
         generations = []
-        for sequence, provenance, (_, reason) in zip(filled, session.provenances, rows, strict=True):
+        for row, (sequence, provenance, (_, reason)) in enumerate(zip(filled, session.provenances, rows, strict=True)):
             inner, chunk = chunk_of(model, inner, sequence, provenance)
             token_ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
-            generations.append(Generation(chunk=chunk, token_ids=token_ids, text=reply_text(model, sequence), finish_reason=reason))
-        return commit_state(inner, sessions=inner.sessions.delete(ticket)), generations
+            logprobs = _logprobs(carry.log, row, token_ids) if sequence.request.sampling.logprobs is not None else None
+            text = reply_text(model, sequence)
+            generations.append(Generation(chunk=chunk, token_ids=token_ids, text=text, finish_reason=reason, logprobs=logprobs))
+        after = commit_state(inner, sessions=inner.sessions.delete(ticket))
+    _retire(carry, dummy_page=state.config.num_pages)
+    state.runtime.executor.end(ticket)
+    return after, generations
+
+
+def _retire(carry: DecodeCarry, dummy_page: int) -> None:
+    """The pages belong to chunks now: whoever steps on from an old carry, in traced code, writes into the dummy page alone."""
+    assert carry.log is not None
+    carry.log.ran.fill_(-1)
+    carry.batch.page_tables.fill_(dummy_page)
+    carry.batch.slots.fill_(dummy_page * carry.kv.pools[0].shape[4])
+    carry.active.fill_(0)
+
+
+def _logprobs(log: TokenLog, row: int, token_ids: list[int]) -> list[TokenLogprobs] | None:
+    if log.logprobs is None:
+        return None
+    values = log.logprobs[row, : len(token_ids)].tolist()
+    return [TokenLogprobs(token_id=token, logprob=value) for token, value in zip(token_ids, values, strict=True)]
 
 
 def _settled(model: Model, sequence: Sequence, tokens: np.ndarray) -> tuple[Sequence, str]:

@@ -44,6 +44,7 @@ class Lease:
     `lost` are pages that a failed call wrote although an older value still counts on what stood there; the next call forgets them.
     """
 
+    model: str  # what `model_key` made of the model that the KV belongs to
     engine: str = field(default_factory=lambda: uuid4().hex)
     epoch: int = 0
     lost: frozenset[int] = frozenset()

@@ -22,7 +22,7 @@ from ..state.vector import IntVector
 from .models import random_model, tiny_config
 from .shadow import expect
 from .strategies import Limits
-from .symbolic import numbers, read, reply, symbolic_forward
+from .symbolic import next_token, numbers, read, symbolic_forward
 
 T = TypeVar("T")
 
@@ -104,8 +104,8 @@ class World(Protocol):
         """One `decode_step` on a carry from `begin`."""
         ...
 
-    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request) -> None:
-        """Raise `ShadowMismatchError` unless a request alone in a fresh engine draws these tokens first."""
+    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request, checked: int = 0) -> None:
+        """Raise `ShadowMismatchError` unless a request alone in a fresh engine draws these tokens; the first `checked` are known to be right."""
         ...
 
     def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
@@ -128,16 +128,18 @@ class SymbolicWorld:
         """See `World`."""
         state = init_state(self.model, **limits.options())
         executor = EagerExecutor(limits.page_size, limits.num_pages, symbolic_forward)
-        return replace(state, runtime=Runtime(Lease(), FlakyExecutor(executor)))
+        return replace(state, runtime=Runtime(Lease(state.runtime.lease.model), FlakyExecutor(executor)))
 
     def decode(self, carry: DecodeCarry) -> tuple[DecodeCarry, DecodeOutput]:
         """See `World`."""
         return decode_step(self.model.params, carry, self.model.config, forward=symbolic_forward)
 
-    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request) -> None:
+    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request, checked: int = 0) -> None:
         """See `World`."""
-        expected = reply(prompt, request.sampling, request.seed, self.model.config.vocab_size, len(drawn))
-        expect(list(drawn) == expected, f"prompt {list(prompt)} drew {list(drawn)}; alone it draws {expected}")
+        vocab_size = self.model.config.vocab_size
+        for at in range(checked, len(drawn)):
+            expected = next_token([*prompt, *drawn[:at]], len(prompt), request.sampling, request.seed, vocab_size)
+            expect(drawn[at] == expected, f"prompt {list(prompt)} drew {list(drawn)}; alone it draws {expected} in place {at}")
 
     def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
         """See `World`."""
@@ -166,9 +168,9 @@ class ModelWorld:
         """See `World`."""
         return decode_step(self.model.params, carry, self.model.config)
 
-    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request) -> None:
+    def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request, checked: int = 0) -> None:
         """See `World`."""
-        if request.sampling.temperature or not drawn:
+        if request.sampling.temperature or len(drawn) == checked:
             return
         logits, _ = self.uncached([*prompt, *drawn[:-1]])
         last = logits[len(prompt) - 1 :]
