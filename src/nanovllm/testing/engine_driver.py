@@ -204,7 +204,7 @@ class EngineDriver(RuleBasedStateMachine):
     def _see(self, out: StepOutput, pinned: int) -> None:
         mine = self.pending[out.request_id]
         mine.drawn += out.token_ids
-        self.world.require_reply(mine.prompt, mine.drawn, mine.request)
+        self.world.require_reply(mine.prompt, mine.drawn, mine.request, len(mine.drawn) - len(out.token_ids))
         if out.output is None:
             over = out.finish_reason or _ends(mine.request, mine.drawn)
             return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, which is its {over}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 
@@ -20,12 +20,14 @@ class ShadowMismatchError(AssertionError):
     """The engine and its shadow model disagree."""
 
 
+@no_type_check  # called for every slot: run-time checks would cost more than all else
 def expect(holds: bool, what: str) -> None:
     """Raise `ShadowMismatchError` unless `holds`."""
     if not holds:
         raise ShadowMismatchError(what)
 
 
+@no_type_check
 def freeze(value: Any) -> Any:
     """All that can be seen of a persistent value, as plain immutable Python: equal later if and only if nothing changed."""
     match value:

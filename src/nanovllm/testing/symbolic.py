@@ -5,6 +5,7 @@ its id and of the numbers that are read for all earlier tokens through the page 
 """
 
 from collections.abc import Sequence as Seq
+from typing import no_type_check
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 is a sl
 START = 1
 
 
+@no_type_check  # called for every slot, as are the next ones: run-time checks would cost more than all else
 def fold(before: int, number: int) -> int:
     """What the numbers up to one come to."""
     return (before * 1000003 + number) % 2147483647
 
 
+@no_type_check
 def number_of(before: int, token: int) -> int:
     """The number of a token after what its predecessors fold to."""
     return ((before * 31 + token * 7919 + 12345) * 2654435761 >> 7) % MODULUS + 1
@@ -69,6 +72,7 @@ def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelCon
     return (found if batch.logit_indices is None else found[batch.logit_indices.long()].view(-1, config.vocab_size)), kv
 
 
+@no_type_check
 def read(memory: np.ndarray, page: int, offset: int) -> int:
     """The number in a slot; 0 unless all layers, keys and values, heads and dimensions agree on it."""
     values = memory[:, page, :, :, offset, :]
@@ -76,13 +80,9 @@ def read(memory: np.ndarray, page: int, offset: int) -> int:
     return first if (values == first).all() else 0
 
 
-def reply(tokens: Seq[int], params: SamplingParams, seed: int, vocab_size: int, count: int) -> list[int]:
-    """The first `count` tokens that a request alone in a fresh engine draws, without looking at stop conditions."""
-    drawn: list[int] = []
-    prompt = np.array(tokens, np.int32)
-    while len(drawn) < count:
-        logits = torch.tensor([logits_of(numbers([*tokens, *drawn])[-1], vocab_size)], dtype=torch.float32)
-        sampling = build([(params, seed, prompt, np.array(drawn, np.int32))], vocab_size, "cpu")
-        position = torch.tensor([len(tokens) + len(drawn)], dtype=torch.int32)
-        drawn.append(int(sample(logits, sampling, position).token_ids[0]))
-    return drawn
+def next_token(tokens: Seq[int], num_prompt: int, params: SamplingParams, seed: int, vocab_size: int) -> int:
+    """What a request alone in a fresh engine draws after `tokens`, of which the first `num_prompt` are its prompt."""
+    ids = np.array(tokens, np.int32)
+    logits = torch.tensor([logits_of(numbers(tokens)[-1], vocab_size)], dtype=torch.float32)
+    sampling = build([(params, seed, ids[:num_prompt], ids[num_prompt:])], vocab_size, "cpu")
+    return int(sample(logits, sampling, torch.tensor([len(tokens)], dtype=torch.int32)).token_ids[0])

@@ -105,7 +105,7 @@ class World(Protocol):
         ...
 
     def require_reply(self, prompt: Seq[int], drawn: Seq[int], request: Request, checked: int = 0) -> None:
-        """Raise `ShadowMismatchError` unless a request alone in a fresh engine draws these tokens; the first `checked` are known to be right."""
+        """Raise `ShadowMismatchError` unless a request alone in a fresh engine draws these tokens; the first `checked` are right."""
         ...
 
     def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
