@@ -7,6 +7,7 @@ compiles the layer once, captures the decode step in CUDA graphs, and owns their
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,7 +24,7 @@ from .state.request import Sequence
 from .types import Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
-COMPILES = 64  # of one layer function, over all engines of a process: one row, any other number, prompts; the first layer and the others
+COMPILES = 16  # of an engine's layer: one row, any other number, prompts; for the first layer and the others; and what varies unforeseen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +119,10 @@ def compiled_forward(model: Model) -> Forward:
 
     A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
     """
-    compiled = torch.compile(model.spec.layer, fullgraph=True)
+    # The tracer counts compilations by code object: one of its own, so that engines do not use each other's limit up.
+    original = model.spec.layer
+    own = FunctionType(original.__code__.replace(), original.__globals__, original.__name__, original.__defaults__)
+    compiled = torch.compile(own, fullgraph=True)
 
     def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
         if index < 2:  # what is not marked varies later at the price of one more compilation

@@ -5,9 +5,12 @@ the rows or their pages changed), replay, tokens fetched. The graph itself moves
 tokens back, so steps over the same rows need nothing from the host.
 """
 
-import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +21,7 @@ from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
 from .compile import Drawn, compiled_forward, decode_carry, draw_first, sampling_rows, to_host
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
+from .errors import InvalidRequestError, NanoVLLMError
 from .model import Model
 from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attention_backend
 from .sampling_params import from_generation_config
@@ -25,7 +29,15 @@ from .state.kv import KVState, pages_for
 from .state.request import Sequence
 from .types import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 GREEDY = sample.Features()
+RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
+SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
+
+
+class AttentionUnavailableError(NanoVLLMError):
+    """FlashInfer cannot serve a model on this machine; plain torch attention can, slowly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,35 +56,48 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class Attention:
-    """The attention plans of one engine: FlashInfer's, or none where it cannot serve the model and the ops' plain torch form does."""
+    """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine."""
 
     def __init__(self, model: Model, limits: EngineConfig):
         c = model.config
+        if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
+            raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} here")
         self._shape = (
             pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
             model.device,
         )  # fmt: skip
-        self._workspace, self._prompt = None, None
-        if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) == "flashinfer":
-            self._workspace = AttentionWorkspace(limits.max_num_seqs, c.num_heads, c.num_kv_heads, c.head_dim, model.device)
-            self._prompt = PrefillPlan(self._workspace, limits.max_num_seqs, *self._shape)
-        else:
-            warnings.warn(
-                f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} on this machine; attention runs in plain torch, slowly",
-                stacklevel=2,
-            )
+        self._workspace = AttentionWorkspace(limits.max_num_seqs, c.num_heads, c.num_kv_heads, c.head_dim, model.device)
+        try:
+            self._prompt = self._prompt_plan(limits.max_num_seqs)
+        except (ImportError, OSError, RuntimeError) as error:  # what building or loading kernels ends in without a compiler
+            raise AttentionUnavailableError(f"FlashInfer's kernels could not be built or loaded: {error}") from error
 
-    def decode_plan(self, size: int) -> DecodePlan | None:
+    def _prompt_plan(self, max_rows: int) -> PrefillPlan:
+        try:
+            return PrefillPlan(self._workspace, max_rows, *self._shape)
+        except (ImportError, OSError, RuntimeError):
+            return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2")
+
+    def decode_plan(self, size: int) -> DecodePlan:
         """A plan of its own for decode batches of `size` rows."""
-        return None if self._workspace is None else DecodePlan(self._workspace, size, *self._shape)
+        return DecodePlan(self._workspace, size, *self._shape)
 
     def plan_prompt(self, host: HostBatch) -> int:
         """The handle for a batch of prompts."""
-        if self._prompt is None:
-            return 0
         assert host.cu_seqlens is not None
         self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables)
         return self._prompt.handle
+
+
+def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable[Concatenate["GraphExecutor", P], R]:
+    """Kernels, events and graphs go to the current device: make it the executor's for the call."""
+
+    @wraps(method)
+    def call(self: "GraphExecutor", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(self._device):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class GraphExecutor:
@@ -91,14 +116,17 @@ class GraphExecutor:
         self._forward = compiled_forward(model)
         self._static, self._active = self._buffers()
         self._attention = Attention(model, limits)
-        self._plans: dict[int, DecodePlan | None] = {}
-        self._sessions: dict[int, tuple[int, DecodePlan | None]] = {}
-        self._spare: dict[int, list[DecodePlan | None]] = {}
+        self._plans: dict[int, DecodePlan] = {}
+        self._sessions: dict[int, DecodePlan] = {}
+        self._spare: list[DecodePlan] = []
+        self._model = model  # the graphs read its weights where they lie
         self._steps: dict[tuple[int, sample.Features], CapturedStep] = {}
+        self._usual, self._recent = _usual_features(model), []
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._loaded: tuple[CapturedStep, int, int] | None = None  # step, its batch size, rows in use
         self._warm_up(model, kv, progress)
 
+    @_on_device
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
     ) -> tuple[Drawn | None, KVState]:
@@ -107,11 +135,13 @@ class GraphExecutor:
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
         return draw_first(logits, rows, model) if draw else None, kv
 
+    @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`. The carry is the static memory of the graph for these rows' number and sampling features."""
         size = next(size for size in self._sizes if size >= len(rows))
         features = sample.features([s.request.sampling for s in rows])
         step = self._steps.get((size, features)) or self._capture(model, kv, size, features)
+        self._note_use(features)
         self._fill(rows, size)
         if features != GREEDY:
             drawing = sample.build(sampling_rows(rows), model.config.vocab_size, self._device, pad_to=size, on=features)
@@ -119,32 +149,45 @@ class GraphExecutor:
         self._loaded = (step, size, len(rows))
         return step.carry
 
+    @_on_device
     def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
         step, size, _ = self._current(carry)
         self._fill(rows, size)
         return step.carry
 
+    @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`. One replay; waits for the tokens."""
         step, _, rows = self._current(carry)
         step.graph.replay()
         return step.carry, to_host(step.out, rows)
 
+    @_on_device
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`. The plan covers every page that the rows hold, so that it stays valid for all steps there is room for."""
         host = decode_batch(rows, **self._layout)
-        spare = self._spare.setdefault(len(rows), [])
-        plan = spare.pop() if spare else self._attention.decode_plan(len(rows))
-        self._sessions[ticket] = len(rows), plan
-        return decode_carry(model, kv, rows, host, _update(plan, host))
+        plan = next((p for p in self._spare if p.batch_size == len(rows)), None)
+        if plan is None:
+            plan = self._attention.decode_plan(len(rows))
+        plan.update(host.page_counts, host.page_tables)
+        carry = decode_carry(model, kv, rows, host, plan.handle)
+        self._spare = [p for p in self._spare if p is not plan]
+        self._sessions[ticket] = plan
+        return carry
 
     def end(self, ticket: int) -> None:
         """See `Executor`."""
-        session = self._sessions.pop(ticket, None)
-        if session is not None:
-            size, plan = session
-            self._spare[size].append(plan)
+        plan = self._sessions.pop(ticket, None)
+        if plan is not None:
+            self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
+
+    def _note_use(self, features: sample.Features) -> None:
+        """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
+        self._recent = [f for f in self._recent if f != features] + ([] if features in self._usual else [features])
+        for old in self._recent[:-RARE_FEATURES]:
+            self._steps = {key: step for key, step in self._steps.items() if key[1] != old}
+        self._recent = self._recent[-RARE_FEATURES:]
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host))
@@ -178,7 +221,7 @@ class GraphExecutor:
         static.page_tables[:size, width:].fill_(self._limits.num_pages)
         self._active[: len(rows)].fill_(1)
         self._active[len(rows) : size].fill_(0)
-        _update(self._plans[size], host)
+        self._plans[size].update(host.page_counts, host.page_tables)
 
     def _carry(self, model: Model, kv: KVState, size: int, features: sample.Features) -> DecodeCarry:
         batch = self._static
@@ -190,7 +233,7 @@ class GraphExecutor:
                 slots=batch.slots[:size],
                 page_tables=batch.page_tables[:size],
                 seq_lens=batch.seq_lens[:size],
-                plan=_handle(self._plans[size]),
+                plan=self._plans[size].handle,
             ),
             sampling=sample.build([], model.config.vocab_size, self._device, pad_to=size, on=features),
             active=self._active[:size],
@@ -224,19 +267,17 @@ class GraphExecutor:
     @torch.no_grad()
     def _warm_up(self, model: Model, kv: KVState, progress: bool | None) -> None:
         dummy, size = self._limits.num_pages, self._limits.page_size
-        count = min(16, self._limits.max_num_batched_tokens, size)
+        count = min(16, self._limits.max_num_batched_tokens, self._limits.max_model_len)
         host = HostBatch(
             input_ids=np.zeros(count, np.int32),
             positions=np.arange(count, dtype=np.int32),
             slots=np.full(count, dummy * size, np.int32),
-            page_tables=np.full((1, 1), dummy, np.int32),
+            page_tables=np.full((1, pages_for(count, size)), dummy, np.int32),
             seq_lens=np.array([count], np.int32),
-            page_counts=np.array([1], np.int32),
+            page_counts=np.array([pages_for(count, size)], np.int32),
             cu_seqlens=np.array([0, count], np.int32),
             logit_indices=np.array([count - 1], np.int32),
         )
-        own = sample.features([from_generation_config(model.generation_config)])
-        usual = dict.fromkeys((GREEDY, sample.Features(temperature=True), own))
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(total=1 + len(self._sizes), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
         with bar:
@@ -244,20 +285,17 @@ class GraphExecutor:
             bar.update()
             for batch_size in reversed(self._sizes):  # the largest first: the others find its memory in the pool
                 bar.set_postfix_str(f"batch {batch_size}")
-                for features in usual:
+                for features in self._usual:
                     self._capture(model, kv, batch_size, features)
                 bar.update()
         torch.cuda.synchronize(self._device)
 
 
-def _update(plan: DecodePlan | None, host: HostBatch) -> int:
-    if plan is not None:
-        plan.update(host.page_counts, host.page_tables)
-    return _handle(plan)
-
-
-def _handle(plan: DecodePlan | None) -> int:
-    return 0 if plan is None else plan.handle
+def _usual_features(model: Model) -> dict[sample.Features, None]:
+    usual = dict.fromkeys((GREEDY, sample.Features(temperature=True)))
+    with suppress(InvalidRequestError):  # a generation_config that SamplingParams refuse concerns those who ask for it
+        usual[sample.features([from_generation_config(model.generation_config)])] = None
+    return usual
 
 
 def _padded(host: HostBatch, size: int, dummy_page: int, page_size: int) -> HostBatch:

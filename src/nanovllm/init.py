@@ -1,5 +1,7 @@
 """`init_state`: an engine's first state, its KV pool and its runtime."""
 
+import warnings
+
 import torch
 
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
@@ -66,9 +68,14 @@ def _executor(model: Model, limits: EngineConfig, kv: KVState, compile: bool | N
         return EagerExecutor(limits.page_size, limits.num_pages)
     if not cuda:
         return EagerExecutor(limits.page_size, limits.num_pages, compiled_forward(model))
-    from .cuda_graphs import GraphExecutor
+    from .cuda_graphs import AttentionUnavailableError, GraphExecutor
 
-    return GraphExecutor(model, limits, kv, progress=progress)
+    try:
+        with torch.cuda.device(model.device):
+            return GraphExecutor(model, limits, kv, progress=progress)
+    except AttentionUnavailableError as error:
+        warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=3)
+        return EagerExecutor(limits.page_size, limits.num_pages, compiled_forward(model))
 
 
 def _default_pages(model: Model, limits: EngineConfig, memory_fraction: float) -> int:

@@ -46,7 +46,8 @@ class AttentionWorkspace:
 
     def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
         tile_bytes = num_heads * (head_dim + 1) * 4
-        decode = _num_tiles(max_rows, max_rows, num_heads, num_kv_heads, 16, device) * 16 * tile_bytes
+        tile = 16 if num_heads <= 16 * num_kv_heads else 64  # FA2DetermineCtaTileQ
+        decode = _num_tiles(max_rows, max_rows, num_heads, num_kv_heads, tile, device) * tile * tile_bytes
         prefill = _num_tiles(0, 1, num_heads, num_kv_heads, 128, device) * 128 * tile_bytes
         self.buffer = torch.empty(max(decode, prefill) + (1 << 20), dtype=torch.uint8, device=device)
 

@@ -51,7 +51,8 @@ def kv_write(pages: Float[Tensor, "N 2 K S D"], k: Float[Tensor, "T K D"], v: Fl
     block = triton.next_power_of_2(num_kv_heads * head_dim)
     sizes = (num_kv_heads, page_size, head_dim, block)
     launch: Any = _kv_write
-    launch[(k.shape[0],)](pages, k, v, slots, pages.stride(0), k.stride(0), v.stride(0), *sizes)
+    with torch.cuda.device(pages.device):
+        launch[(k.shape[0],)](pages, k, v, slots, pages.stride(0), k.stride(0), v.stride(0), *sizes)
 
 
 def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst: Int32[Tensor, "n"]) -> None:
@@ -61,11 +62,13 @@ def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst
     elements = pages.stride(1)
     block = min(4096, triton.next_power_of_2(elements))
     launch: Any = _copy_pages
-    launch[(src.shape[0], pages.shape[0], triton.cdiv(elements, block))](pages, src, dst, pages.stride(0), elements, block)
+    with torch.cuda.device(pages.device):
+        launch[(src.shape[0], pages.shape[0], triton.cdiv(elements, block))](pages, src, dst, pages.stride(0), elements, block)
 
 
 def last_page_lens(out: Int32[Tensor, "B"], seq_lens: Int32[Tensor, "B"], kv_indptr: Int32[Tensor, "B+1"], page_size: int) -> None:
     """`out = seq_lens - (pages of the row - 1) * page_size`: not positive for a row that has yet to reach its last planned page."""
     num_rows = out.shape[0]
     launch: Any = _last_page_lens
-    launch[(triton.cdiv(num_rows, 1024),)](out, seq_lens, kv_indptr, page_size, num_rows, 1024, num_warps=8)
+    with torch.cuda.device(out.device):
+        launch[(triton.cdiv(num_rows, 1024),)](out, seq_lens, kv_indptr, page_size, num_rows, 1024, num_warps=8)
