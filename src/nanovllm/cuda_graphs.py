@@ -17,13 +17,14 @@ import torch
 from tqdm import tqdm
 
 from . import sample
+from .attention_plans import Attention
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
 from .compile import Drawn, compiled_forward, decode_carry, draw_first, sampling_rows, to_host
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
-from .errors import InvalidRequestError, NanoVLLMError
+from .errors import InvalidRequestError
 from .model import Model
-from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attention_backend
+from .ops.flashinfer import DecodePlan
 from .sampling_params import from_generation_config
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
@@ -34,10 +35,6 @@ R = TypeVar("R")
 GREEDY = sample.Features()
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
-
-
-class AttentionUnavailableError(NanoVLLMError):
-    """FlashInfer cannot serve a model on this machine; plain torch attention can, slowly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,40 +50,6 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     """The batch sizes that get a graph: 1, 2, 4, 8, then every eighth to 64, every sixteenth to 256, every 32nd beyond."""
     sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-class Attention:
-    """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine."""
-
-    def __init__(self, model: Model, limits: EngineConfig):
-        c = model.config
-        if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
-            raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} here")
-        self._shape = (
-            pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
-            model.device,
-        )  # fmt: skip
-        self._workspace = AttentionWorkspace(limits.max_num_seqs, c.num_heads, c.num_kv_heads, c.head_dim, model.device)
-        try:
-            self._prompt = self._prompt_plan(limits.max_num_seqs)
-        except (ImportError, OSError, RuntimeError) as error:  # what building or loading kernels ends in without a compiler
-            raise AttentionUnavailableError(f"FlashInfer's kernels could not be built or loaded: {error}") from error
-
-    def _prompt_plan(self, max_rows: int) -> PrefillPlan:
-        try:
-            return PrefillPlan(self._workspace, max_rows, *self._shape)
-        except (ImportError, OSError, RuntimeError):
-            return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2")
-
-    def decode_plan(self, size: int) -> DecodePlan:
-        """A plan of its own for decode batches of `size` rows."""
-        return DecodePlan(self._workspace, size, *self._shape)
-
-    def plan_prompt(self, host: HostBatch) -> int:
-        """The handle for a batch of prompts."""
-        assert host.cu_seqlens is not None
-        self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables)
-        return self._prompt.handle
 
 
 def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable[Concatenate["GraphExecutor", P], R]:

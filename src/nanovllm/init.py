@@ -68,7 +68,8 @@ def _executor(model: Model, limits: EngineConfig, kv: KVState, compile: bool | N
         return EagerExecutor(limits.page_size, limits.num_pages)
     if not cuda:
         return EagerExecutor(limits.page_size, limits.num_pages, compiled_forward(model))
-    from .cuda_graphs import AttentionUnavailableError, GraphExecutor
+    from .attention_plans import AttentionUnavailableError
+    from .cuda_graphs import GraphExecutor
 
     try:
         with torch.cuda.device(model.device):
