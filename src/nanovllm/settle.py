@@ -6,6 +6,7 @@ from dataclasses import replace
 from .compile import Drawn
 from .model import Model
 from .state.request import Metrics, RequestOutput, Sequence, StopScan, TokenLogprobs
+from .tokenizer import REPLACEMENT
 
 
 def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: float) -> Sequence:
@@ -30,12 +31,16 @@ def finish_reason(sequence: Sequence, token: int) -> str | None:
 
 
 def scan(stops: StopScan, token: int, strings: Seq[str]) -> StopScan:
-    """Add a token's text and look for a stop string that ends in it."""
+    """Add a token's text and look for a stop string in all that the reply would show if it ended here.
+
+    What the detokenizer holds back counts too, but not its U+FFFD, which may yet become characters.
+    """
     detokenizer, piece = stops.detokenizer.push([token])
-    begin = max(0, len(stops.text) - max(map(len, strings)) + 1)
-    text = stops.text + piece
-    places = [at for string in strings if (at := text.find(string, begin)) >= 0]
-    return StopScan(detokenizer, text, min(places, default=None))
+    text = stops.tail + piece
+    shown = text if piece else text + detokenizer.rest()
+    places = [at for string in strings if (at := (text if REPLACEMENT in string else shown).find(string)) >= 0]
+    begin = max(0, len(text) - max(map(len, strings)) + 1)
+    return StopScan(detokenizer, text[begin:], stops.start + begin, stops.start + min(places) if places else None)
 
 
 def counted(sequence: Sequence, count: int) -> tuple[int, int]:
@@ -51,9 +56,9 @@ def reply_text(model: Model, sequence: Sequence) -> str:
     """The reply as text: without special tokens, the token that stopped it, or a stop string."""
     if model.tokenizer is None:
         return ""
-    if sequence.stops is not None and sequence.stops.found is not None:
-        return sequence.stops.text[: sequence.stops.found]
     ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
+    if sequence.stops is not None and sequence.stops.found is not None:
+        return model.tokenizer.decode(ids)[: sequence.stops.found]
     if ids and ids[-1] in sequence.request.stop_ids:
         ids.pop()
     return model.tokenizer.decode(ids)

@@ -28,10 +28,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StopScan:
-    """The text of a reply so far, kept only for requests that stop at strings; `found` is where a stop string begins."""
+    """The end of a reply's text, kept only for requests that stop at strings.
+
+    `tail` is what a stop string could still begin in, and begins itself at character `start`; `found` is where a stop string begins.
+    """
 
     detokenizer: Detokenizer
-    text: str = ""
+    tail: str = ""
+    start: int = 0
     found: int | None = None
 
 
