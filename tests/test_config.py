@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nanovllm.config import ModelConfig, RopeConfig, read_rope
-from nanovllm.errors import CheckpointError
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig, read_rope
+from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.models import REGISTRY
 from nanovllm.models.layers import inverse_frequencies
 from nanovllm.testing.models import config_to_hf, tiny_config
@@ -52,6 +53,19 @@ def test_both_forms_of_rope_are_one() -> None:
     assert read_rope({}) == RopeConfig(theta=10000.0)
 
 
+def test_both_forms_of_rope_at_once_are_merged() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    merged = {
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4},
+        "max_position_embeddings": 2048,
+    }
+    assert read_rope(merged) == read_rope({"rope_theta": 1000000, "rope_scaling": scaling, "max_position_embeddings": 2048})
+    for more in ({"rope_theta": 1e4}, {"rope_scaling": {"type": "linear"}}, {"rope_scaling": {"factor": 8.0}}):
+        with pytest.raises(CheckpointError, match="disagree"):
+            read_rope({**merged, **more})
+
+
 YARNS = [
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128, "beta_fast": 20.0, "beta_slow": 2.0},
@@ -83,10 +97,12 @@ REFUSED = {
     "rope by layer type": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    "rope as text": ({"rope_parameters": "yarn"}, "flat object"),
     "theta": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta"),
     "activation": ({"hidden_act": "gelu"}, "gelu"),
     "no vocabulary": ({"vocab_size": None}, "vocab_size"),
     "text for a size": ({"hidden_size": "32"}, "hidden_size"),
+    "no heads": ({"num_attention_heads": 0, "num_key_value_heads": None, "head_dim": None}, "num_heads=0"),
     "no layers": ({"num_hidden_layers": 0}, "num_layers"),
     "head ratio": ({"num_key_value_heads": 3}, "num_kv_heads"),
     "odd head_dim": ({"head_dim": 15}, "head_dim"),
@@ -132,3 +148,12 @@ def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.bos_token_id == theirs.bos_token_id
     assert (list(ours.eos_token_ids) or [None])[0] == theirs.eos_token_id
+
+
+@pytest.mark.usefixtures("untyped")
+def test_limits_of_an_engine_are_named() -> None:
+    good = EngineConfig(num_pages=1, page_size=1, max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, seed=2**63 - 1)
+    for name, values in {"seed": (-1, 1.5, True, 2**63, 2**64), "page_size": (0, True, 1.5)}.items():
+        for value in values:
+            with pytest.raises(InvalidRequestError, match=f"{name}="):
+                replace(good, **{name: value})

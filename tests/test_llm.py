@@ -2,7 +2,6 @@
 
 import signal
 
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,14 +23,6 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 def make(model=MODEL, **limits):
     return LLM(model, **{"num_pages": 64, "page_size": 4, **limits})
-
-
-@pytest.fixture
-def untyped():
-    """Without the import hook's type checks, which would speak before our own errors do."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def require_idle(llm):

@@ -75,6 +75,8 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequestError(f"{name}={value!r} must be an integer of at least 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise InvalidRequestError(f"seed={self.seed!r} must be an integer in [0, 2**63)")
 
 
 # Reading a Hugging Face `config.json`. An absent key and a null one mean the same there, except for token ids, where null means none.
@@ -125,14 +127,24 @@ def read_dtype(hf: HF) -> str:
 
 
 def read_rope(hf: HF) -> RopeConfig:
-    """The rotary embedding from `rope_parameters`, or from `rope_theta` and `rope_scaling`. Raises `CheckpointError`.
+    """The rotary embedding from `rope_parameters`, `rope_scaling` and `rope_theta`; whichever of them there are, merged.
 
+    Raises `CheckpointError` for what is not supported, and where two of them disagree.
     YaRN's attention factor is resolved here: the value given, or the ratio of `mscale` to `mscale_all_dim`, or `0.1 ln(factor) + 1`.
     """
-    rope = {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(f"config.json: rope_parameters by layer type are not supported: {sorted(rope)}")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope: dict[str, Any] = {}
+    for source in ({"rope_theta": hf.get("rope_theta")}, hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
+        if not isinstance(source, Mapping) or any(isinstance(value, Mapping) for value in source.values()):
+            raise CheckpointError(
+                f"config.json: rope_parameters must be one flat object; those by layer type are not supported: {source!r}"
+            )
+        for key, value in source.items():
+            name = "rope_type" if key == "type" else key
+            if value is not None and rope.setdefault(name, value) != value:
+                raise CheckpointError(
+                    f"config.json: rope_scaling, rope_parameters and rope_theta disagree: {name} is {rope[name]!r} and {value!r}"
+                )
+    kind = rope.get("rope_type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise CheckpointError(f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn")
     partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0

@@ -31,7 +31,7 @@ def config_from_hf(hf: HF) -> ModelConfig:
         num_layers=read_int(hf, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=read_int(hf, "num_key_value_heads", num_heads),
-        head_dim=read_int(hf, "head_dim", hidden_size // num_heads),
+        head_dim=read_int(hf, "head_dim", hidden_size // max(1, num_heads)),
         rms_norm_eps=read_float(hf, "rms_norm_eps", 1e-6),
         rope=read_rope(hf),
         tie_word_embeddings=read_bool(hf, "tie_word_embeddings", False),
