@@ -168,6 +168,30 @@ def test_generation_config():
     assert from_generation_config({"repetition_penalty": 1.1, "max_new_tokens": 5, "top_p": None}) == SamplingParams(
         temperature=0.0, repetition_penalty=1.1, max_tokens=5
     )
-    assert from_generation_config({"do_sample": True, "min_p": 0.1, "top_k": None}) == SamplingParams(min_p=0.1)
-    with pytest.raises(InvalidRequestError, match="top_p"):
-        from_generation_config({"do_sample": True, "top_p": 7})
+    assert from_generation_config({"do_sample": True, "min_p": 0.1, "top_k": None}) == SamplingParams(min_p=0.1, top_k=50)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        for wrong in ("7", True, NAN, [1]):
+            with pytest.raises(InvalidRequestError, match=name):
+                from_generation_config({"do_sample": True, name: wrong})
+            assert from_generation_config({name: wrong}) == SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        *(({"temperature": cold}, {"temperature": 0.0}) for cold in (0, 1e-6, 9e-4, -1.0)),
+        ({"top_p": 0.0}, {"temperature": 0.0}),
+        ({"temperature": 500, "top_k": -1}, {"temperature": 100.0}),
+        ({"top_p": 7, "top_k": 0}, {}),
+        ({"min_p": -0.5, "top_k": 5}, {"top_k": 5}),
+        ({"min_p": 1.5}, {"min_p": 1.0, "top_k": 50}),
+    ],
+)
+def test_generation_config_of_other_engines(given, meant):
+    assert from_generation_config({"do_sample": True} | given) == SamplingParams(**meant)
+
+
+def test_generation_config_takes_as_many_tokens_as_transformers():
+    from transformers import GenerationConfig
+
+    assert from_generation_config({"do_sample": True}).top_k == GenerationConfig._get_default_generation_params()["top_k"]

@@ -1,6 +1,5 @@
 """`SamplingParams`: the options of one request, checked when they are built."""
 
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -21,6 +20,8 @@ MAX_STOPS = 16
 MIN_TEMPERATURE = 1e-3  # below it the division by the temperature leaves float32's useful range; 0 is greedy
 MAX_TEMPERATURE = 100.0
 INT32_MAX = 2**31 - 1
+TRANSFORMERS_TOP_K = 50  # its default where a model samples and its generation_config.json is silent
+DRAWN = {"temperature": (MIN_TEMPERATURE, MAX_TEMPERATURE), "top_k": (0, INT32_MAX), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 C = TypeVar("C")
 
@@ -206,14 +207,25 @@ def validate_for(params: SamplingParams, vocab_size: int) -> None:
 def from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
     """The options that a Hugging Face `generation_config.json` asks for: greedy unless its `do_sample` is true, as in transformers.
 
-    Read are `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens`; null and absent ones keep our defaults.
-    Raises `InvalidRequestError` as `SamplingParams` does.
+    Read are `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens`. Null and absent ones keep our defaults,
+    but a model that samples has a `top_k` of 50, as in transformers. Numbers that other engines take and `SamplingParams` refuses mean
+    what they mean there: a temperature near 0 and a `top_p` of 0 are greedy, a negative `top_k` is all tokens, others move to the nearest
+    end of their range.
+    Raises `InvalidRequestError` for what is no number, and as `SamplingParams` does for the last two.
     """
-    sampled = bool(config.get("do_sample"))
-    names = ["repetition_penalty"] + (["temperature", "top_k", "top_p", "min_p"] if sampled else [])
-    options: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
-    if config.get("max_new_tokens") is not None:
-        options["max_tokens"] = config["max_new_tokens"]
-    if not sampled:
-        options["temperature"] = 0.0
-    return dataclasses.replace(SamplingParams(), **options)
+    same = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+    options: dict[str, Any] = {ours: config[theirs] for theirs, ours in same.items() if config.get(theirs) is not None}
+    drawn: dict[str, Any] = {"top_k": TRANSFORMERS_TOP_K}
+    for name, (low, high) in DRAWN.items():
+        if config.get(name) is not None:
+            drawn[name] = _moved(config[name], low, high)
+    if not config.get("do_sample") or 0 in (drawn.get("temperature"), drawn.get("top_p")):
+        return SamplingParams(temperature=0.0, **options)
+    return SamplingParams(**options, **drawn)
+
+
+def _moved(value: Any, low: int | float, high: int | float) -> Any:
+    """A number below `low` as 0 and one above `high` as that; what is no number as it is, for `SamplingParams` to refuse."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return 0 if value < low else high if value > high else value
