@@ -190,7 +190,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-pages", type=int, metavar="N", help="KV memory in pages of 16 tokens (default: what fits)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="the most tokens of prompt and reply together (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="the share of a GPU's memory to use (default 0.9)")
-    group.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs: starts sooner, runs slower")
+    group.add_argument("--eager", action="store_true", help="plain function calls, on a GPU too: starts sooner, runs far slower")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
