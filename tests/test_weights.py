@@ -227,6 +227,13 @@ def test_a_repository_resolves_in_the_cache(tmp_path: Path, monkeypatch: pytest.
         load_model("org/name", device="cpu")
 
 
+@pytest.mark.usefixtures("untyped")
+def test_a_model_is_named_by_a_path() -> None:
+    for bad in (3, None, b"tiny", ["tiny"]):
+        with pytest.raises(InvalidRequestError, match="path or repository"):
+            load_model(bad)  # pyright: ignore[reportArgumentType]
+
+
 def test_device_and_dtype_by_name(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path, tiny_config(), dtype="bfloat16")
     model = load_model(folder, device="cpu")

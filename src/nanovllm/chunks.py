@@ -1,11 +1,12 @@
 """Chunks by function calls: `prefill`, `fork`, `truncate`, `release`."""
 
+import operator
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
-from .context import require_live, resolve
+from .context import parts_of, require_chunk, require_live, resolve
 from .engine import capacity, commit_state, enter, guarded
 from .errors import InvalidRequestError, OutOfPagesError
 from .fill import adopt, fill, plain_sequence, reserve_all
@@ -20,13 +21,16 @@ from .state.vector import IntVector
 
 @torch.no_grad()
 def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
-    """Fill the KV of a text or of token ids, after a chunk or alone, and return the whole run as a chunk; `after` stays valid.
+    """Fill the KV of a text, of token ids or of a list of these, after a chunk or alone, and return the whole run as a chunk.
 
-    Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit, `OutOfPagesError` for what
-    does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
+    `after` stays valid. Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit,
+    `OutOfPagesError` for what does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
     """
     state = enter(state, model)
-    resolved = resolve(model, state, text_or_ids if after is None else [after, text_or_ids])
+    if after is not None:
+        require_chunk(after, "after")
+        text_or_ids = [after, *parts_of(text_or_ids)]
+    resolved = resolve(model, state, text_or_ids)
     num_tokens, limit = len(resolved.tokens), capacity(state)
     if num_tokens > limit:
         raise InvalidRequestError(f"the chunk would have {num_tokens} tokens; this engine holds at most {limit}")
@@ -41,20 +45,25 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
 
 def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
     """A second handle on the same KV, released on its own. Costs no page."""
+    require_chunk(chunk)
     return truncate(state, chunk, len(chunk))
 
 
-def truncate(state: EngineState, chunk: Chunk, length: int) -> tuple[EngineState, Chunk]:
+def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[EngineState, Chunk]:
     """A handle on the first `length` tokens, sharing the pages; `chunk` stays valid.
 
     Raises `InvalidRequestError` for a length outside 1 ... len(chunk).
     """
     state = enter(state)
     require_live(state, chunk)
-    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= len(chunk):
+    try:
+        count = 0 if isinstance(length, bool) else operator.index(length)
+    except TypeError:
+        count = 0
+    if not 1 <= count <= len(chunk):
         raise InvalidRequestError(f"length={length!r} must be an integer in 1 ... {len(chunk)}, the tokens of the chunk")
-    pages = chunk.pages.truncate(pages_for(length, state.config.page_size))
-    twin = replace(chunk, tokens=chunk.tokens.truncate(length), pages=pages, liveness=state.next_id)
+    pages = chunk.pages.truncate(pages_for(count, state.config.page_size))
+    twin = replace(chunk, tokens=chunk.tokens.truncate(count), pages=pages, liveness=state.next_id)
     state = commit_state(
         state, pool=pools.acquire(state.pool, pages), chunks=state.chunks.set(twin.liveness, twin), next_id=state.next_id + 1
     )

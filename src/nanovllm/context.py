@@ -1,5 +1,6 @@
 """What a request attends to: from a chunk, a text, token ids, or a list of these, to one run of tokens after at most one chunk."""
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
     Raises `InvalidRequestError` for an empty context, text that is not valid Unicode, ids outside the vocabulary, or a chunk after the
     first place; `ReleasedChunkError` and `ForeignChunkError` for a chunk that cannot be used here.
     """
-    parts = list(context) if isinstance(context, list | tuple) and not _is_ids(context) else [context]
+    parts = parts_of(context)
     base: Chunk | None = None
     runs: list[np.ndarray] = []
     for place, part in enumerate(parts):
@@ -46,6 +47,11 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
     if not len(tokens):
         raise InvalidRequestError("the prompt is empty: it must hold at least one token")
     return Resolved(tokens, base)
+
+
+def parts_of(context: Context) -> list[Any]:
+    """The parts of a context, in order: a list of parts spliced out, anything else alone."""
+    return list(context) if isinstance(context, list | tuple) and not _is_ids(context) else [context]
 
 
 def encode(model: Model, text: str, *, first: bool) -> np.ndarray:
@@ -75,8 +81,15 @@ def token_array(ids: Any, vocab_size: int) -> np.ndarray:
     return array.astype(np.int32)
 
 
+def require_chunk(chunk: Any, name: str = "chunk") -> None:
+    """Raise `InvalidRequestError` for what is no chunk."""
+    if not isinstance(chunk, Chunk):
+        raise InvalidRequestError(f"{name}={reprlib.repr(chunk)} must be a chunk, not {type(chunk).__name__}")
+
+
 def require_live(state: EngineState, chunk: Chunk) -> None:
     """Raise unless the chunk is this engine's and not released."""
+    require_chunk(chunk)
     if chunk.engine != state.runtime.lease.engine:
         raise ForeignChunkError(f"{chunk!r} belongs to another engine")
     if chunk.liveness not in state.chunks:

@@ -97,6 +97,8 @@ def resolve_folder(path_or_repo: str | os.PathLike[str]) -> tuple[Path, str]:
     The cache is `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `HF_HOME/hub` or `~/.cache/huggingface/hub`; a repository's folder there is
     `models--org--name/snapshots/<the commit in refs/main>`.
     """
+    if not isinstance(path_or_repo, str | os.PathLike):
+        raise InvalidRequestError(f"a model must be named by a path or repository, not {path_or_repo!r}")
     given = os.fspath(path_or_repo)
     folder = Path(given).expanduser()
     if given == "tiny" and not folder.is_dir():
