@@ -134,9 +134,7 @@ def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, list[int]]:
         del since[page]
         _unlink(children, nodes, page)
         evicted.append(page)
-    index = _replace(
-        index, children=children.finish(), nodes=nodes.finish(), idle=idle.finish(), idle_since=since.finish(), oldest=time
-    )
+    index = _replace(index, children=children.finish(), nodes=nodes.finish(), idle=idle.finish(), idle_since=since.finish(), oldest=time)
     return index, evicted
 
 
@@ -145,12 +143,17 @@ def forget(index: PrefixIndex, pages: frozenset[int]) -> tuple[PrefixIndex, list
 
     For pages whose KV was lost by a failed step: linear in the size of the index.
     """
-    doomed = set(pages & frozenset(index.nodes))
-    grown = bool(doomed)
-    while grown:
-        behind = {page for page, node in index.nodes.items() if node.parent in doomed} - doomed
-        doomed |= behind
-        grown = bool(behind)
+    doomed = {page for page in pages if page in index.nodes}
+    if not doomed:
+        return index, []
+    behind: dict[int, list[int]] = {}
+    for page, node in index.nodes.items():
+        behind.setdefault(node.parent, []).append(page)
+    left = list(doomed)
+    while left:
+        new = [page for page in behind.get(left.pop(), ()) if page not in doomed]
+        doomed.update(new)
+        left.extend(new)
     children, nodes = index.children.mutate(), index.nodes.mutate()
     idle, since = index.idle.mutate(), index.idle_since.mutate()
     for page in sorted(doomed):
