@@ -23,7 +23,7 @@ from .errors import (
 from .generate import Generation, generate, generate_many
 from .init import init_state
 from .invariants import check
-from .llm import LLM
+from .llm import LLM, Piece
 from .model import Model, load_model
 from .models import Params, forward
 from .sampling_params import SamplingParams
@@ -33,7 +33,7 @@ from .state.engine_state import EngineState, Stats
 from .state.kv import KVState
 from .state.pages import PageState
 from .state.prefix import PrefixIndex
-from .state.request import RequestOutput, StepOutput
+from .state.request import Metrics, RequestOutput, StepOutput, TokenLogprobs
 
 __all__ = [
     "LLM",
@@ -51,12 +51,14 @@ __all__ = [
     "Generation",
     "InvalidRequestError",
     "KVState",
+    "Metrics",
     "Model",
     "ModelConfig",
     "NanoVLLMError",
     "OutOfPagesError",
     "PageState",
     "Params",
+    "Piece",
     "PrefixIndex",
     "ReleasedChunkError",
     "RequestOutput",
@@ -64,6 +66,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "StepOutput",
+    "TokenLogprobs",
     "begin",
     "cancel",
     "check",

@@ -170,18 +170,21 @@ def host_time(model: Model, state: EngineState, size: int, steps: int = 200) -> 
     """Microseconds a decode step at batch `size`: the whole step, and what of it is outside the model (scheduling, tables, settling)."""
     watch = _Stopwatch(state.runtime.executor)
     random, limit = Random(2), SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True)
-    state.runtime.executor = watch
-    for _ in range(size):
-        state, _ = submit(model, state, random_tokens(random, 32, model.config.vocab_size), limit)
-    while state.waiting or any(s.todo > 1 for s in state.running):
+    runtime = state.runtime
+    runtime.executor = watch
+    try:
+        for _ in range(size):
+            state, _ = submit(model, state, random_tokens(random, 32, model.config.vocab_size), limit)
+        while state.waiting or any(s.todo > 1 for s in state.running):
+            state, _ = step(model, state)
         state, _ = step(model, state)
-    state, _ = step(model, state)
-    watch.seconds, start, count = 0.0, time.perf_counter(), 0
-    while len(state.running) == size:
-        state, _ = step(model, state)
-        count += 1
-    whole = time.perf_counter() - start
-    state.runtime.executor = watch.inner
+        watch.seconds, start, count = 0.0, time.perf_counter(), 0
+        while len(state.running) == size:
+            state, _ = step(model, state)
+            count += 1
+        whole = time.perf_counter() - start
+    finally:
+        runtime.executor = watch.inner
     return state, {
         f"b{size}_step_us": round(1e6 * whole / count, 1),
         f"b{size}_host_us": round(1e6 * (whole - watch.seconds) / count, 1),
