@@ -157,7 +157,7 @@ def ask(model, state, conversation, text, params=GREEDY):
     shown = []
     state, answered, figures = chat.turn(model, state, asked, params, shown.append)
     nv.check(state)
-    assert answered.messages[-1] == {"role": "assistant", "content": "".join(shown)} or figures.finish_reason == "stopped"
+    assert answered.messages[-1] == {"role": "assistant", "content": "".join(shown)} or figures.finish_reason in ("stopped", "error")
     return state, answered, figures
 
 
@@ -201,6 +201,58 @@ def test_ctrl_c_keeps_the_part_of_the_reply_that_is_there(monkeypatch):
     state, conversation, figures = ask(MODEL, state, conversation, "Go on")
     assert figures.finish_reason == "length"
     assert figures.reused >= len(whole.prompt_token_ids)
+
+
+def test_further_ctrl_c_in_one_step_ends_the_reply_alone(greedy, capsys, monkeypatch):
+    real, steps = chat.step, []
+
+    def interrupted(model, state):
+        steps.append(None)
+        for _ in range(3 * (len(steps) == 4)):
+            signal.raise_signal(signal.SIGINT)
+        return real(model, state)
+
+    monkeypatch.setattr(chat, "step", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHello\n/stats\n"))
+    assert cli.main(["chat", *greedy]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("[stopped]") == 1
+    assert len(steps) > 12
+    assert "12 reply tokens (length)" in captured.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_of_the_engine_ends_the_reply_and_the_chat_goes_on(greedy, capsys, monkeypatch):
+    real, steps = chat.step, []
+
+    def broken(*args, **options):
+        raise nv.OutOfPagesError("the device's memory ran out")
+
+    def failing(model, state):
+        steps.append(None)
+        if len(steps) in (1, 6):
+            with monkeypatch.context() as patch:  # in the middle of device work
+                patch.setattr(state.runtime.executor, "prefill", broken)
+                patch.setattr(state.runtime.executor, "decode", broken)
+                real(model, state)
+        state, outputs = real(model, state)
+        nv.check(state)
+        return state, outputs
+
+    monkeypatch.setattr(chat, "step", failing)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHello\nAnd then?\n/stats\n"))
+    assert cli.main(["chat", *greedy]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("error: the device's memory ran out\n") == 2
+    assert "12 reply tokens (length)" in captured.err
+    state, conversation = nv.init_state(MODEL, num_pages=256), chat.Conversation()
+    steps.clear()
+    state, conversation, figures = ask(MODEL, state, conversation, "Hello")
+    assert (figures.finish_reason, figures.reply) == ("error", 0)
+    state, conversation, figures = ask(MODEL, state, chat.Conversation(chunk=conversation.chunk), "Hello")
+    assert (figures.finish_reason, figures.reply) == ("error", 4)
+    state = nv.release(state, conversation.chunk)
+    assert state.pool.num_available == state.config.num_pages
 
 
 def test_a_conversation_that_is_full_is_refused_and_stays(monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 
 from .chunks import release, truncate
 from .engine import capacity, enter, new_sequence, step
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, NanoVLLMError
 from .interrupt import noted_interrupts
 from .messages import render
 from .model import Model
@@ -50,7 +50,8 @@ class Turn:
     reply: int
     first: float
     total: float
-    finish_reason: str
+    finish_reason: str  # "stop", "length", "stopped" by Ctrl-C, or "error"
+    error: str | None = None
 
     def __str__(self) -> str:
         speed = f", {(self.reply - 1) / (self.total - self.first):.0f} tokens/s" if self.reply > 1 and self.total > self.first else ""
@@ -63,7 +64,8 @@ class Turn:
 def turn(
     model: Model, state: EngineState, asked: Conversation, params: SamplingParams, show: Callable[[str], None]
 ) -> tuple[EngineState, Conversation, Turn]:
-    """The reply to a conversation, which `show` gets piece by piece. Ctrl-C ends it; what there is of it stays in the conversation.
+    """The reply to a conversation, which `show` gets piece by piece. Ctrl-C ends it, and so does an error of the engine, which the turn
+    then names; what there is of the reply stays in the conversation.
 
     Raises `InvalidRequestError` for a conversation that cannot be served, before the state changes.
     """
@@ -74,15 +76,19 @@ def turn(
     stream, before, start = TextStream.of(model, params), state.stats, time.perf_counter()
     token_ids: list[int] = []
     output: RequestOutput | None = None
-    with noted_interrupts() as came:
+    error: str | None = None
+    with noted_interrupts(every=True) as came:
         # No exception leaves between here and `detach`, or the only live state would be lost with it.
         state, context = _continued(state, asked.chunk, tokens)
         state, (request,) = submit_many(model, state, [context], [params], keep=True)
         if isinstance(context, tuple):
             state = release(state, context[0])
         first = start
-        while output is None and not came:
-            state, outputs = step(model, state)
+        while output is None and error is None and not came:
+            try:
+                state, outputs = step(model, state)
+            except NanoVLLMError as failure:
+                error, outputs = str(failure), []
             for out in outputs:
                 first = first if token_ids else time.perf_counter()
                 token_ids.extend(out.token_ids)
@@ -95,7 +101,8 @@ def turn(
         reply, reason = output.text, output.finish_reason
         show(stream.end(reply))
     else:
-        reply, reason = "" if model.tokenizer is None else model.tokenizer.decode(token_ids), "stopped"
+        reply = "" if model.tokenizer is None else model.tokenizer.decode(token_ids)
+        reason = "stopped" if error is None else "error"
     figures = Turn(
         prompt=len(tokens),
         run=state.stats.prefill_tokens - before.prefill_tokens,
@@ -104,6 +111,7 @@ def turn(
         first=first - start,
         total=time.perf_counter() - start,
         finish_reason=reason,
+        error=error,
     )
     return state, replace(asked, messages=(*asked.messages, {"role": "assistant", "content": reply}), chunk=chunk), figures
 
@@ -165,8 +173,9 @@ def run(model: Model, state: EngineState, params: SamplingParams, *, system: str
                 note(f"unknown command {command}; /help shows the commands")
             case _:
                 try:
-                    state, conversation, figures = _show_turn(model, state, conversation, text, params)
-                except InvalidRequestError as error:
+                    with noted_interrupts(every=True):  # between the turn's end and this assignment too
+                        state, conversation, figures = _show_turn(model, state, conversation, text, params)
+                except NanoVLLMError as error:
                     note(f"error: {error}")
 
 
@@ -187,7 +196,9 @@ def _show_turn(
     print(view.end(), flush=True)
     if figures.finish_reason == "stopped":
         note("[stopped]")
-    if not figures.reply:  # stopped before the first token: as if the message had not been sent
+    if figures.error is not None:
+        note(f"error: {figures.error}")
+    if not figures.reply:  # ended before the first token: as if the message had not been sent
         answered = replace(answered, messages=conversation.messages)
     return state, answered, figures
 

@@ -7,25 +7,36 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-@contextmanager
-def noted_interrupts() -> Iterator[list[int]]:
-    """Note the first Ctrl-C of the block in the list that it yields, and go on; a second one raises `KeyboardInterrupt`.
+class _Noting:
+    """A handler of SIGINT that notes it; unless `every`, a second one raises `KeyboardInterrupt`."""
 
-    Outside the main thread, and where the program has a handler of its own, nothing changes and the list stays empty.
-    """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield came
-        return
+    def __init__(self, every: bool):
+        self.every, self.came = every, list[int]()
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if came:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.came and not self.every:
             signal.default_int_handler(number, frame)
-        came.append(number)
+        self.came.append(number)
 
-    signal.signal(signal.SIGINT, note)
+
+@contextmanager
+def noted_interrupts(*, every: bool = False) -> Iterator[list[int]]:
+    """Note the first Ctrl-C of the block in the list that it yields, and go on; a second one raises `KeyboardInterrupt`, unless `every`.
+
+    Within such a block another one yields the same list. Outside the main thread, and where the program has a handler of its own, nothing
+    changes and the list stays empty.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Noting):
+        yield handler.came
+        return
+    if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:
+        yield []
+        return
+    noting = _Noting(every)
+    signal.signal(signal.SIGINT, noting)
     try:
-        yield came
+        yield noting.came
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
