@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, multiple
 
 from ..chunks import prefill, release
-from ..engine import capacity, enter, request_seed, step, submit
+from ..engine import cancel, capacity, enter, request_seed, step, submit
 from ..errors import DonatedStateError, InvalidRequestError, NanoVLLMError, OutOfPagesError
 from ..generate import Generation, generate_many
 from ..requests import detach, submit_many
@@ -63,6 +63,7 @@ class EngineDriver(RuleBasedStateMachine):
         self.stale: list[EngineState] = []
         self.dead: list[Chunk] = []
         self.most_pinned = 0
+        self.quiet = 0  # rules since the last misuse or planted failure: these are to be rarer than the others
         self.needed = 0  # tokens whose KV was needed by what is over
         self.kept = KeptValues()
 
@@ -186,7 +187,9 @@ class EngineDriver(RuleBasedStateMachine):
     def _step(self) -> None:
         self._observe()
         pinned = self._pinned()
-        done = self._attempt(lambda: step(self.world.model, self.state))
+        done = self._attempt(lambda: step(self.world.model, self.state), OutOfPagesError)
+        if isinstance(done, OutOfPagesError):
+            return self._drop_stuck(pinned, done)
         if done is None:
             return
         self.state, outputs = done
@@ -200,6 +203,15 @@ class EngineDriver(RuleBasedStateMachine):
             if chunk is not None:
                 self._adopt(chunk, tokens)
                 self._release(chunk)
+
+    def _drop_stuck(self, pinned: int, error: OutOfPagesError) -> None:
+        """The oldest request can never begin its reply beside what is pinned: the caller has to cancel it, or to release chunks."""
+        rid = min(self.pending)
+        mine, config = self.pending.pop(rid), self.state.config
+        wanted, room = pages_for(len(mine.prompt), config.page_size), config.num_pages - pinned
+        expect(not mine.drawn and wanted > room, f"request {rid} wants {wanted} pages, {room} are not pinned, and a step raised {error}")
+        self.state = cancel(self.state, rid)
+        self.needed += mine.most_filled
 
     def _see(self, out: StepOutput, pinned: int) -> None:
         mine = self.pending[out.request_id]
@@ -255,26 +267,37 @@ class EngineDriver(RuleBasedStateMachine):
         self._adopt(generation.chunk, prompt + generation.token_ids)
         self.needed += len(prompt) + len(generation.token_ids)
 
-    def _begin(self, rows: Seq[tuple[Chunk | None, list[int]]], room: int, params: SamplingParams) -> None:
+    def _begin(self, rows: Seq[tuple[Chunk | None, list[int]]], room: int, params: SamplingParams) -> bool:
         contexts = [_context(base, ids) for base, ids in rows]
         prompts = [_tokens(base, ids) for base, ids in rows]
         if self._pinned() + sum(pages_for(len(p) + room, self.state.config.page_size) for p in prompts) > self.most_pinned:
-            return
+            return False
         call = lambda: begin(self.world.model, self.state, contexts, params, room=room)  # noqa: E731
-        if max(map(len, prompts)) + room > capacity(self.state):
-            return self._refused(InvalidRequestError, call)
+        if max(map(len, prompts)) + room > capacity(self.state) or len(rows) > self.state.config.max_num_seqs:
+            self._refused(InvalidRequestError, call)
+            return False
         size, available, next_id = self.state.config.page_size, self._available(None), self.state.next_id
         done = self._attempt(call, OutOfPagesError)
         if isinstance(done, OutOfPagesError):
             shared = sum(len(base) // size for base, _ in rows if base is not None)
             wanted = sum(pages_for(len(p) + room, size) for p in prompts)
-            return expect(wanted > available + shared, f"{wanted} pages were wanted, {available} are available and {shared} shared: {done}")
+            expect(wanted > available + shared, f"{wanted} pages were wanted, {available} are available and {shared} shared: {done}")
+            return False
         if done is None:
-            return
+            return False
         self.state, carry = done
-        ends = [min(len(p) + params.max_tokens, capacity(self.state)) for p in prompts]
-        requests = [self._request(next_id + i, len(p), params, end) for i, (p, end) in enumerate(zip(prompts, ends, strict=True))]
+        requests = [self._request(next_id + i, len(p), params, len(p) + room) for i, p in enumerate(prompts)]
         self.sessions.append(Steps(carry, requests, prompts, room, [[] for _ in rows]))
+        return True
+
+    def _decode(self, session: Steps, count: int) -> None:
+        for _ in range(min(count, session.room - session.done)):
+            old = session.carry
+            session.carry, out = self.world.decode(old)
+            self._refused(DonatedStateError, lambda old=old: self.world.decode(old))
+            session.done += 1
+            for row, token in zip(session.drawn, out.token_ids.tolist(), strict=True):
+                row.append(token)
 
     def _commit(self, at: int):
         session = self.sessions[at]
@@ -292,6 +315,7 @@ class EngineDriver(RuleBasedStateMachine):
             self._adopt(generation.chunk, prompt + drawn[:count])
             self.needed += len(prompt) + count
         self._refused(DonatedStateError, lambda: commit(self.world.model, self.state, session.carry))
+        self._refused(DonatedStateError, lambda: self.world.decode(session.carry))
         return self._hold(*(generation.chunk for generation in made))
 
     def _request(self, request_id: int, num_prompt: int, params: SamplingParams, max_len: int) -> Request:

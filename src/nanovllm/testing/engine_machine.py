@@ -28,14 +28,14 @@ class EngineMachine(EngineDriver):
     runs: a subclass puts another model, or another engine, in its place.
     """
 
-    max_pages: ClassVar[int] = 8
+    max_tokens: ClassVar[int] = 18  # that the pool holds
     chunks = Bundle("chunks")
 
     @initialize(data=st.data(), hoards=st.integers(0, 3))
     def start(self, data: st.DataObject, hoards: int) -> None:
-        """A fresh engine. In one run of four, chunks may pin the whole pool; else at most about a half of it."""
-        self.state = self.world.init_state(data.draw(limits(max_pages=self.max_pages)))
-        self.most_pinned = self.state.config.num_pages if hoards == 3 else self.state.config.num_pages // 2 + 1
+        """A fresh engine. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
+        self.state = self.world.init_state(data.draw(limits(self.max_tokens)))
+        self.most_pinned = self.state.config.num_pages if hoards == 3 else max(2, self.state.config.num_pages * 2 // 3)
 
     # Chunks
 
@@ -64,25 +64,33 @@ class EngineMachine(EngineDriver):
 
     # Requests, a step at a time
 
-    @rule(prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4), data=st.data())
-    def submit(self, prompts: list[list[int]], data: st.DataObject) -> None:
-        """Requests for prompts."""
+    @rule(prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4), steps=st.integers(0, 4), data=st.data())
+    def submit(self, prompts: list[list[int]], steps: int, data: st.DataObject) -> None:
+        """Requests for prompts, and some steps."""
         options, keep = self._options(data), data.draw(st.integers(0, 6))
         for place, ids in enumerate(prompts):
             self._submit(None, ids, options, keep == place)
+        self.step(steps)
 
-    @rule(chunk=chunks, more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3), data=st.data())
-    def submit_context(self, chunk: Chunk, more: list[list[int]], data: st.DataObject) -> None:
-        """Requests that go on from a chunk, which may be released at once."""
+    @rule(chunk=chunks, more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3), steps=st.integers(0, 4), data=st.data())
+    def submit_context(self, chunk: Chunk, more: list[list[int]], steps: int, data: st.DataObject) -> None:
+        """Requests that go on from a chunk, and some steps."""
         options, keep = self._options(data), data.draw(st.integers(0, 6))
         for place, ids in enumerate(more):
             self._submit(chunk, ids, options, keep == place)
+        self.step(steps)
 
     @precondition(lambda self: self.pending)
     @rule(count=st.integers(1, 5))
+    def run(self, count: int) -> None:
+        """Steps of all requests."""
+        self.step(count)
+
     def step(self, count: int) -> None:
-        """Some steps of all requests."""
-        for _ in range(count):
+        """Some steps, each looked at."""
+        for at in range(count):
+            if at:
+                self.memory_agrees()
             self._step()
 
     @precondition(lambda self: self.pending)
@@ -146,10 +154,11 @@ class EngineMachine(EngineDriver):
 
     # Decode steps by hand
 
-    @rule(room=st.integers(1, 4), ids=token_ids(max_size=4), twice=st.booleans(), data=st.data())
-    def begin(self, room: int, ids: list[int], twice: bool, data: st.DataObject) -> None:
-        """Pages are reserved for steps over one or two prompts."""
-        self._begin([(None, ids), (None, ids[:1] + ids)][: 1 + twice], room, self._options(data))
+    @rule(room=st.integers(1, 4), ids=token_ids(max_size=4), twice=st.booleans(), steps=st.integers(0, 4), data=st.data())
+    def begin(self, room: int, ids: list[int], twice: bool, steps: int, data: st.DataObject) -> None:
+        """Pages are reserved for steps over one or two prompts, and some steps run."""
+        if self._begin([(None, ids), (None, ids[:1] + ids)][: 1 + twice], room, self._options(data)):
+            self._decode(self.sessions[-1], steps)
 
     @rule(chunk=chunks, room=st.integers(1, 4), more=token_ids(min_size=0, max_size=2), twice=st.booleans(), data=st.data())
     def begin_from(self, chunk: Chunk, room: int, more: list[int], twice: bool, data: st.DataObject) -> None:
@@ -157,15 +166,11 @@ class EngineMachine(EngineDriver):
         self._begin([(chunk, more), (chunk, [])][: 1 + twice], room, self._options(data))
 
     @precondition(lambda self: any(s.done < s.room for s in self.sessions))
-    @rule(data=st.data())
-    def decode(self, data: st.DataObject) -> None:
-        """One step of one session."""
+    @rule(count=st.integers(1, 4), data=st.data())
+    def decode(self, count: int, data: st.DataObject) -> None:
+        """Steps of one session, within its room."""
         going = [s for s in self.sessions if s.done < s.room]
-        session = going[data.draw(st.integers(0, len(going) - 1))]
-        session.carry, out = self.world.decode(session.carry)
-        session.done += 1
-        for row, token in zip(session.drawn, out.token_ids.tolist(), strict=True):
-            row.append(token)
+        self._decode(going[data.draw(st.integers(0, len(going) - 1))], count)
 
     @precondition(lambda self: self.sessions)
     @rule(target=chunks, data=st.data())
@@ -175,14 +180,18 @@ class EngineMachine(EngineDriver):
 
     # Misuse and failure
 
+    @precondition(lambda self: self.quiet >= 5)
     @rule(countdown=st.integers(0, 4), late=st.booleans())
     def plant_failure(self, countdown: int, late: bool) -> None:
         """A device call of the near future raises."""
         self._executor.arm(countdown, late)
+        self.quiet = 0
 
+    @precondition(lambda self: self.quiet >= 5)
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
         """Donated states, released and foreign chunks and impossible requests are refused, and change nothing."""
+        self.quiet = 0
         kind = data.draw(st.integers(0, 2))
         if kind == 0:
             self._ask_the_impossible(data)
@@ -227,6 +236,7 @@ class EngineMachine(EngineDriver):
     @invariant()
     def values_agree(self) -> None:
         """The engine's own check, the shadow's counts of tokens, and old values."""
+        self.quiet += 1
         check(enter(self.state))
         self.kept.require_unchanged()
         self._observe()

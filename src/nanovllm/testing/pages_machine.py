@@ -68,13 +68,14 @@ class PageMachine(RuleBasedStateMachine):
         if page in self.shadow.free:
             self._refused(self.ops.release, (*list(self.shadow.owners)[:1], page))
 
-    @rule(page=st.integers(0, 7))
-    def write(self, page: int) -> None:
+    @rule()
+    def write(self) -> None:
         """A page is writable while it has exactly one owner."""
-        if self.shadow.owners.get(page, 0) == 1:
-            self.ops.require_writable(self.pages, [page])
-        elif page < self.shadow.num_pages:
-            self._refused(self.ops.require_writable, [page])
+        for page in range(self.shadow.num_pages):
+            if self.shadow.owners.get(page, 0) == 1:
+                self.ops.require_writable(self.pages, [page])
+            else:
+                self._refused(self.ops.require_writable, [page])
 
     @rule(target=versions)
     def bookmark(self):

@@ -60,6 +60,15 @@ class PrefixMachine(RuleBasedStateMachine):
         if index:
             self.index(run, len(matched))
 
+    @rule(prompts=st.lists(token_ids(max_size=5), min_size=1, max_size=5))
+    def serve(self, prompts: list[list[int]]) -> None:
+        """Runs that are indexed and over at once: their pages stay as long as nobody needs them."""
+        for tokens in prompts:
+            before = len(self.runs)
+            self.begin(tokens, True)
+            if len(self.runs) > before:
+                self._give_back(self.runs.pop())
+
     @precondition(lambda self: self.runs)
     @rule(data=st.data())
     def index_later(self, data: st.DataObject) -> None:

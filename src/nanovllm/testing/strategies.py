@@ -28,15 +28,19 @@ class Limits:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def limits(max_pages: int = 8, max_page_size: int = 3, max_model_len: int = 64) -> st.SearchStrategy[Limits]:
-    """Pools of up to `max_pages` pages of up to `max_page_size` tokens, with every kind of bottleneck; most hold several requests."""
+def limits(max_tokens: int = 18, max_page_size: int = 3, max_model_len: int = 64) -> st.SearchStrategy[Limits]:
+    """Pools of up to `max_tokens` tokens in pages of up to `max_page_size`, with every kind of bottleneck; most hold a few requests."""
+
+    def build(page_size: int, num_tokens: int, **others: int) -> Limits:
+        return Limits(page_size=page_size, num_pages=-(-num_tokens // page_size), **others)
+
     return st.builds(
-        Limits,
-        num_pages=st.one_of(st.integers(max(1, max_pages // 2), max_pages), st.integers(1, max_pages)),
+        build,
         page_size=st.integers(1, max_page_size),
-        max_model_len=st.one_of(st.just(max_model_len), st.integers(2, max_model_len)),
+        num_tokens=st.one_of(st.integers(max(1, max_tokens // 3), max_tokens), st.integers(1, max_tokens)),
+        max_model_len=st.one_of(st.just(max_model_len), st.just(max_model_len), st.integers(2, max_model_len)),
         max_num_seqs=st.one_of(st.integers(2, 5), st.integers(1, 5)),
-        max_num_batched_tokens=st.one_of(st.integers(3, 12), st.integers(1, 4)),
+        max_num_batched_tokens=st.one_of(st.integers(5, 16), st.integers(1, 4)),
         seed=st.integers(0, 3),
     )
 
@@ -46,13 +50,16 @@ def token_ids(vocab_size: int = 2, min_size: int = 1, max_size: int = 10) -> st.
     return st.lists(st.integers(0, vocab_size - 1), min_size=min_size, max_size=max_size)
 
 
-def sampling_options(vocab_size: int = 2, max_tokens: int = 8, *, greedy_only: bool = False) -> st.SearchStrategy[dict[str, Any]]:
+def sampling_options(vocab_size: int = 2, max_tokens: int = 10, *, greedy_only: bool = False) -> st.SearchStrategy[dict[str, Any]]:
     """Keyword arguments of `SamplingParams` for short replies, greedy or seeded, some with stop ids, penalties or log-probabilities.
 
     They are not built here: run-time type checks draw random numbers, which Hypothesis forbids inside a strategy.
     """
     stops = st.lists(st.integers(0, vocab_size - 1), max_size=1)
-    common = {"max_tokens": st.integers(1, max_tokens), "stop_token_ids": st.one_of(st.just([]), stops)}
+    common = {
+        "max_tokens": st.one_of(st.integers(max_tokens // 2, max_tokens), st.integers(1, max_tokens)),
+        "stop_token_ids": st.one_of(st.just([]), stops),
+    }
     greedy = st.fixed_dictionaries({"temperature": st.just(0.0), **common})
     if greedy_only:
         return greedy

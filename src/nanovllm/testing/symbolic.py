@@ -44,8 +44,8 @@ def numbers(tokens: Seq[int]) -> list[int]:
 
 
 def logits_of(number: int, vocab_size: int) -> list[float]:
-    """The logits after the token with this number: multiples of 1/512 below 8."""
-    return [((number * 40503 + (v + 1) * 2654435761) * 2246822519 >> 9) % 4096 / 512 for v in range(vocab_size)]
+    """The logits after the token with this number: multiples of 1/2048 below 2, so that drawn tokens vary."""
+    return [((number * 40503 + (v + 1) * 2654435761) * 2246822519 >> 9) % 4096 / 2048 for v in range(vocab_size)]
 
 
 def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
