@@ -1,29 +1,101 @@
-"""The prefix index beside its machine in `tests/property`: what losing pages costs, and what goes with them."""
-
-import time
+"""The prefix index over a pool: matching, order of eviction, second copies."""
 
 import numpy as np
+import pytest
 
-from nanovllm.state.prefix import forget, init_prefix, insert, match, set_idle
-
-
-def test_forget_takes_all_that_stands_behind() -> None:
-    runs = {(1, 2, 3, 4): (0, 1, 2, 3), (1, 2, 5): (0, 1, 4), (6, 7): (5, 6)}
-    index = init_prefix(1)
-    for tokens, pages in runs.items():
-        index, _ = insert(index, np.array(tokens, np.int32), np.array(pages), 0)
-    index = set_idle(index, [3, 4])
-    left, gone = forget(index, frozenset({1, 3, 99}))
-    assert gone == [1, 2, 3, 4]
-    assert [match(left, np.array(tokens, np.int32)) for tokens in runs] == [[0], [0], [5, 6]]
-    assert left.nodes[0].num_children == 0 and left.num_idle == 0
-    assert forget(index, frozenset({99})) == (index, [])
+from nanovllm.errors import BrokenInvariantError
+from nanovllm.state import pool as pools
+from nanovllm.state import prefix as prefix_ops
 
 
-def test_forget_is_linear_in_a_deep_index() -> None:
-    count = 20_000
-    index, _ = insert(init_prefix(1), np.arange(count, dtype=np.int32), np.arange(count), 0)
-    start = time.perf_counter()
-    _, gone = forget(index, frozenset({0}))
-    assert len(gone) == count
-    assert time.perf_counter() - start < 10  # a walk of the whole index for every level would take minutes
+def ids(*tokens):
+    return np.array(tokens, np.int32)
+
+
+def serve(pool, tokens, size=2):
+    """Fill a run in fresh pages, index it and give the pages back."""
+    matched = pools.match(pool, tokens)
+    pool = pools.acquire(pool, matched)
+    done = pools.allocate(pool, len(tokens) // size - len(matched))
+    assert done is not None
+    pool, fresh = done
+    held = [*matched, *fresh]
+    return pools.release(pools.insert(pool, tokens, np.array(held, np.int32), 0), held), held
+
+
+def test_only_whole_pages_match():
+    pool, held = serve(pools.init_pool(4, 2), ids(1, 2, 3, 4))
+    assert pools.match(pool, ids(1, 2, 3)) == held[:1]
+    assert pools.match(pool, ids(1)) == []
+    assert pools.match(pool, ids(1, 2, 3, 4, 5)) == held
+
+
+def test_a_key_commits_to_all_earlier_tokens():
+    pool, _ = serve(pools.init_pool(4, 2), ids(1, 2, 3, 4))
+    assert pools.match(pool, ids(9, 9, 3, 4)) == []
+    assert pools.match(pool, ids(3, 4)) == []
+
+
+def test_equal_bytes_at_another_offset_do_not_match():
+    pool, _ = serve(pools.init_pool(4, 2), ids(0, 1, 256, 0))
+    assert pools.match(pool, ids(1, 256)) == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_longest_idle_run_is_evicted_first(again):
+    pool, first = serve(pools.init_pool(4, 2), ids(1, 1, 2, 2))
+    pool, second = serve(pool, ids(3, 3, 4, 4))
+    if again:
+        pool, _ = serve(pool, ids(1, 1, 2, 2))  # used again, so now the younger
+    done = pools.allocate(pool, 1)
+    assert done is not None
+    oldest = second if again else first
+    assert done[1] == (oldest[1],)  # its deepest page
+    assert pools.match(done[0], ids(1, 1, 2, 2)) == (first if again else first[:1])
+    assert pools.match(done[0], ids(3, 3, 4, 4)) == (second[:1] if again else second)
+
+
+def test_looking_up_does_not_count_as_use():
+    pool, first = serve(pools.init_pool(4, 2), ids(1, 1))
+    pool, _ = serve(pool, ids(2, 2))
+    pools.match(pool, ids(1, 1))
+    done = pools.allocate(pool, 3)
+    assert done is not None and first[0] in done[1]
+
+
+def test_a_page_in_use_is_never_evicted():
+    pool, held = serve(pools.init_pool(2, 2), ids(1, 1, 2, 2))
+    pool = pools.acquire(pool, held[:1])
+    assert pool.num_available == 1
+    assert pools.allocate(pool, 2) is None
+    done = pools.allocate(pool, 1)
+    assert done is not None and done[1] == (held[1],)
+    assert pools.match(done[0], ids(1, 1, 2, 2)) == held[:1]
+
+
+def test_a_second_copy_is_not_indexed_nor_what_stands_behind_it():
+    pool, held = serve(pools.init_pool(4, 2), ids(1, 1))
+    done = pools.allocate(pool, 2)
+    assert done is not None
+    pool = pools.insert(done[0], ids(1, 1, 2, 2), np.array(done[1], np.int32), 0)
+    assert pools.match(pool, ids(1, 1, 2, 2)) == held
+    assert pools.insert(pool, ids(1, 1, 2, 2), np.array(done[1], np.int32), 1) is pool
+
+
+def test_forgetting_a_page_forgets_all_behind_it():
+    pool, held = serve(pools.init_pool(5, 2), ids(1, 1, 2, 2, 3, 3))
+    pool, other = serve(pool, ids(1, 1, 4, 4))
+    pool = pools.forget(pool, frozenset(held[1:2]))
+    assert pools.match(pool, ids(1, 1, 2, 2, 3, 3)) == held[:1]
+    assert pools.match(pool, ids(1, 1, 4, 4)) == other
+    assert pool.num_available == 5
+    assert pools.forget(pool, frozenset([4])) is not None
+
+
+def test_evicting_before_those_behind_is_refused():
+    index = prefix_ops.init_prefix(1)
+    index, _ = prefix_ops.insert(index, ids(1, 2), ids(0, 1), 0)
+    with pytest.raises(BrokenInvariantError, match="page 0 was to be evicted before the 1 indexed pages"):
+        prefix_ops.evict(prefix_ops.set_idle(index, [0]), 1)
+    with pytest.raises(BrokenInvariantError, match="page 1 is idle already"):
+        prefix_ops.set_idle(prefix_ops.set_idle(index, [1]), [1])

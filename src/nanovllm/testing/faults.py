@@ -56,7 +56,7 @@ def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int 
         print_blob=False,
         phases=[Phase.generate],
         report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     try:
         run_state_machine_as_test(machine, settings=chosen)
