@@ -3,6 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
+COMMA  := ,
+EXTRAS := dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(COMMA)cuda)
+
+# By environment, because pip's isolated builds see no command line. Newer ones read the second for what they build with.
+export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .PHONY: setup demo test test-gpu lint bench clean
 
@@ -10,8 +16,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -27,8 +33,8 @@ test: lint
 	$(BIN)/python -m pytest -q -m "not compile and not gpu" --jaxtyping-packages=nanovllm,beartype.beartype
 	$(BIN)/python -m pytest -q -m "compile and not gpu"
 
-test-gpu:
-	python3 -m pytest -q -m gpu
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
 
 bench: $(STAMP)
 	$(BIN)/nanovllm bench

@@ -4,6 +4,7 @@ Shapes: n queries of one row · C keys of one row · G query heads of one key/va
 """
 
 import torch
+from einops import rearrange
 
 from ..types import Float, Int32, Tensor
 
@@ -31,7 +32,7 @@ def attend(q: Float[Tensor, "n H D"], kv: Float[Tensor, "2 K C D"], scale: float
     (n, num_heads, head_dim), (_, num_kv_heads, kv_len, _) = q.shape, kv.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = kv.to(dtype).unbind(0)
-    q_kgnd = (q.to(dtype) * scale).view(n, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    q_kgnd = rearrange(q.to(dtype) * scale, "n (k g) d -> k g n d", k=num_kv_heads)
     block = max(1, MAX_SCORES // (num_heads * kv_len))
     out = q.new_empty(n, num_heads, head_dim)
     for lo in range(0, n, block):
@@ -41,7 +42,7 @@ def attend(q: Float[Tensor, "n H D"], kv: Float[Tensor, "2 K C D"], scale: float
         hidden = torch.ones(hi - lo, stop, dtype=torch.bool, device=q.device).triu_(stop - (hi - lo) + 1)
         weights = scores.view(num_kv_heads, -1, hi - lo, stop).masked_fill_(hidden, float("-inf")).softmax(-1)
         mixed = torch.bmm(weights.view(num_kv_heads, -1, stop), v[:, :stop])
-        out[lo:hi] = mixed.view(num_kv_heads, -1, hi - lo, head_dim).permute(2, 0, 1, 3).reshape(hi - lo, num_heads, head_dim)
+        out[lo:hi] = rearrange(mixed, "k (g n) d -> n (k g) d", n=hi - lo)
     return out
 
 
@@ -89,7 +90,7 @@ def decode_rows(
     out = q.new_empty(num_rows, num_heads, head_dim)
     for lo in range(0, num_rows, block):
         rows = slice(lo, min(num_rows, lo + block))
-        kv = pages[page_tables[rows]].permute(2, 0, 3, 1, 4, 5).reshape(2, -1, num_kv_heads, kv_len, head_dim).to(dtype)
+        kv = rearrange(pages[page_tables[rows]], "b p two k s d -> two b k (p s) d").to(dtype)
         q_bkgd = (q[rows].to(dtype) * scale).view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         hidden = (positions >= seq_lens[rows, None])[:, None, None]
         weights = (q_bkgd @ kv[0].transpose(-1, -2)).masked_fill_(hidden, float("-inf")).softmax(-1)
