@@ -73,6 +73,9 @@ def token_array(ids: Any, vocab_size: int) -> np.ndarray:
         array = np.asarray(ids, dtype=None if len(ids) else np.int32)
     except (ValueError, OverflowError) as error:
         raise InvalidRequestError(f"token ids must be a flat list of integers: {error}") from None
+    if array.ndim == 1 and array.dtype.kind not in "iu" and isinstance(ids, list | tuple):  # integers beyond 64 bits, or mixed with such
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidRequestError(f"token id {reprlib.repr(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequestError(f"token ids must be a flat list of integers, not an array of {array.dtype} with {array.ndim} axes")
     if len(array) and (array.min() < 0 or array.max() >= vocab_size):

@@ -1,0 +1,158 @@
+"""`check` names each invariant that a state breaks."""
+
+from dataclasses import replace
+
+import pytest
+from immutables import Map
+
+from nanovllm.chunks import prefill
+from nanovllm.engine import step, submit
+from nanovllm.errors import BrokenInvariantError
+from nanovllm.init import init_state
+from nanovllm.invariants import check
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.state import pages as page_ops
+from nanovllm.state import prefix as prefix_ops
+from nanovllm.state.chunk import Provenance
+from nanovllm.state.pages import PageState
+from nanovllm.state.pool import Pool
+from nanovllm.state.prefix import Node
+from nanovllm.state.request import Queue
+from nanovllm.state.vector import IntVector
+from nanovllm.testing.models import random_model, tiny_config
+
+MODEL = random_model(tiny_config(vocab_size=50, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8))
+
+
+def busy():
+    """A state with two running requests, one that waits, and a chunk of three pages."""
+    state = init_state(MODEL, num_pages=16, page_size=2, max_num_seqs=2)
+    state, chunk = prefill(MODEL, state, [1, 2, 3, 4, 5])
+    for prompt in ([6, 6, 6], [7], [8, 8]):
+        state, _ = submit(MODEL, state, prompt, SamplingParams(temperature=0.0, max_tokens=5))
+    state, _ = step(MODEL, state)
+    check(state)
+    return state, chunk
+
+
+def with_pages(state, **changes):
+    old = state.pages
+    fields = {name: getattr(old, name) for name in PageState.__dataclass_fields__}
+    return replace(state, pool=Pool(PageState(**{**fields, **changes}), state.prefix))
+
+
+def with_prefix(state, **changes):
+    return replace(state, pool=Pool(state.pages, prefix_ops._replace(state.prefix, **changes)))
+
+
+def chunk_with(state, chunk, **changes):
+    return replace(state, chunks=state.chunks.set(chunk.liveness, replace(chunk, **changes)))
+
+
+def first_running(state, **changes):
+    return replace(state, running=(replace(state.running[0], **changes), *state.running[1:]))
+
+
+def a_lost_owner(state, chunk):
+    return with_pages(state, refcounts=state.pages.refcounts.delete(chunk.pages[2]))
+
+
+def an_owner_too_many(state, chunk):
+    return replace(state, pool=Pool(page_ops.retain(state.pages, [chunk.pages[0]]), state.prefix))
+
+
+def a_held_page_on_the_free_list(state, chunk):
+    return with_pages(state, returned=(chunk.pages[0], state.pages.returned))
+
+
+def a_page_in_no_list(state, chunk):
+    return with_pages(state, unused=state.pages.unused + 1)
+
+
+def a_key_without_a_page(state, chunk):
+    return with_prefix(state, children=state.prefix.children.set((-1, b"12345678"), 3))
+
+
+def a_page_behind_nothing(state, chunk):
+    page = chunk.pages[1]
+    return with_prefix(state, nodes=state.prefix.nodes.set(page, Node(15, state.prefix.nodes[page].tokens, 0)))
+
+
+def a_wrong_count_of_children(state, chunk):
+    page = chunk.pages[0]
+    return with_prefix(state, nodes=state.prefix.nodes.set(page, state.prefix.nodes[page]._replace(num_children=5)))
+
+
+def a_page_in_use_called_idle(state, chunk):
+    return with_prefix(state, idle=Map({0: chunk.pages[1]}), idle_since=Map({chunk.pages[1]: 0}), now=1)
+
+
+def a_chunk_of_too_few_pages(state, chunk):
+    return chunk_with(state, chunk, pages=chunk.pages.truncate(2))
+
+
+def an_approximate_page_in_the_index(state, chunk):
+    return chunk_with(state, chunk, provenance=Provenance(("composed",)))
+
+
+def running_out_of_order(state, chunk):
+    return replace(state, running=state.running[::-1])
+
+
+def running_and_waiting(state, chunk):
+    return replace(state, waiting=state.waiting.push(state.running[0].with_pages(IntVector.of(), 0)))
+
+
+def a_queue_that_misses_its_first(state, chunk):
+    return replace(state, waiting=Queue(state.waiting.items, state.waiting.head + 1))
+
+
+def more_filled_than_pages_hold(state, chunk):
+    return first_running(state, pages=state.running[0].pages.truncate(1))
+
+
+def more_filled_than_there_are_tokens(state, chunk):
+    return first_running(state, num_filled=len(state.running[0].tokens) + 1)
+
+
+def longer_than_allowed(state, chunk):
+    return first_running(state, request=replace(state.running[0].request, max_len=1))
+
+
+def a_state_of_the_future(state, chunk):
+    return replace(state, epoch=state.epoch + 1)
+
+
+def a_negative_counter(state, chunk):
+    return replace(state, stats=state.stats.add(prefill_tokens=-1000))
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (a_lost_owner, "'reference counts': page . counts 0 owners and has 1"),
+        (an_owner_too_many, "'reference counts': page . counts 3 owners and has 2"),
+        (a_held_page_on_the_free_list, "'partition'"),
+        (a_page_in_no_list, "'partition'"),
+        (a_key_without_a_page, "'index'"),
+        (a_page_behind_nothing, "'index'"),
+        (a_wrong_count_of_children, "'index': page . counts 5 children"),
+        (a_page_in_use_called_idle, "idle"),
+        (a_chunk_of_too_few_pages, "'reference counts'|'chunk'"),
+        (an_approximate_page_in_the_index, "'exact index'"),
+        (running_out_of_order, "'order'"),
+        (running_and_waiting, "'order'"),
+        (a_queue_that_misses_its_first, "'order'"),
+        (more_filled_than_pages_hold, "'reference counts'|'capacity'"),
+        (more_filled_than_there_are_tokens, "'sequences'"),
+        (longer_than_allowed, "'capacity'"),
+        (a_state_of_the_future, "'lease'"),
+        (a_negative_counter, "'stats'"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_each_broken_invariant_is_named(breaks, words):
+    state, chunk = busy()
+    with pytest.raises(BrokenInvariantError, match=words):
+        check(breaks(state, chunk))
+    check(state)
