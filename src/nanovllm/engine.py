@@ -133,6 +133,8 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
 
     Raises `DonatedStateError` for an old state, `InvalidRequestError` for another model than the one that `init_state` was given.
     """
+    if not isinstance(state, EngineState):
+        raise InvalidRequestError(f"state must be an EngineState, not {type(state).__name__}")
     lease = state.runtime.lease
     lease.check(state.epoch)
     if model is not None and model_key(model) != lease.model:
