@@ -41,13 +41,13 @@ class RealLlama(EngineMachine):
 @pytest.mark.parametrize(
     ("machine", "examples", "rules"),
     [
-        (PageMachine, 150, 40),
-        (PrefixMachine, 200, 40),
-        (ScheduleMachine, 200, 50),
-        (EngineMachine, 100, 50),
-        (WideVocabulary, 30, 50),
-        (RealModel, 20, 40),
-        (RealLlama, 12, 40),
+        (PageMachine, 60, 40),
+        (PrefixMachine, 60, 40),
+        (ScheduleMachine, 60, 50),
+        (EngineMachine, 25, 50),
+        (WideVocabulary, 8, 50),
+        (RealModel, 5, 40),
+        (RealLlama, 3, 40),
     ],
 )
 def test_machine(machine, examples, rules):
