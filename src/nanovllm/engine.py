@@ -58,7 +58,7 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     """A step without the lease: what `step` and `generate_many` share. Pages that it takes over are noted in `taken`."""
     if not state.running and not state.waiting:
         return state, []
-    plan = schedule(state.pool, state.running, state.waiting, state.config, state.cursor)
+    plan = schedule(state.pool, state.running, state.waiting, state.config)
     for sequence in plan.stuck:
         if not sequence.num_generated:
             raise OutOfPagesError(
@@ -246,9 +246,7 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         rerun_tokens=rerun,
         preemptions=plan.num_preempted,
     )
-    state = replace(
-        state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, cursor=plan.cursor, loaded=loaded
-    )
+    state = replace(state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded)
     return state, outputs
 
 

@@ -82,12 +82,10 @@ def generate_many(
             generations.append(
                 Generation(chunk=chunk, token_ids=out.token_ids, text=out.text, finish_reason=out.finish_reason, logprobs=out.logprobs)
             )
-        return commit_state(inner, running=state.running, waiting=state.waiting, cursor=state.cursor, loaded=None), generations
+        return commit_state(inner, running=state.running, waiting=state.waiting, loaded=None), generations
 
 
-def one_for_each(
-    contexts: Seq[Context], sampling_params: SamplingParams | Seq[SamplingParams | None] | None
-) -> Seq[SamplingParams | None]:
+def one_for_each(contexts: Seq[Context], sampling_params: SamplingParams | Seq[SamplingParams | None] | None) -> Seq[SamplingParams | None]:
     """The options of each context. Raises `InvalidRequestError` for what is no list of contexts, or a list of other length."""
     if not isinstance(contexts, list | tuple):
         raise InvalidRequestError(f"contexts must be a list of contexts, not one {type(contexts).__name__}")

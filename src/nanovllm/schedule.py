@@ -43,14 +43,15 @@ class Plan:
     grew: bool
     num_preempted: int
     num_reused: int
-    cursor: int
 
 
-def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig, cursor: int = 0) -> Plan:
+def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig) -> Plan:
     """Choose the tokens of one step and find pages for them. Nothing that is passed in changes."""
     draft = _Draft(pool, list(running), waiting, config)
-    decoding = _take_turns([s for s in running if s.todo <= 1], config.max_num_batched_tokens, cursor)
+    decoding = [s for s in running if s.todo <= 1]
     budget = config.max_num_batched_tokens - len(decoding)
+    if budget < 0:  # each of them ran in the last step, within its budget
+        raise BrokenInvariantError(f"{len(decoding)} sequences decode and a step runs {config.max_num_batched_tokens} tokens")
     chosen = draft.place_decode(decoding)
     prefill: dict[int, int] = {}
     for sequence in [s for s in draft.running if s.todo > 1]:
@@ -66,7 +67,7 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
         elif count := draft.place_prefill(sequence, budget):
             prefill[sequence.request.request_id] = count
             budget -= count
-    return draft.finish(chosen, prefill, cursor if len(decoding) == sum(s.todo <= 1 for s in running) else _id(decoding[-1]))
+    return draft.finish(chosen, prefill)
 
 
 Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
@@ -125,13 +126,6 @@ def _id(sequence: Sequence) -> int:
     return sequence.request.request_id
 
 
-def _take_turns(decoding: list[Sequence], budget: int, cursor: int) -> list[Sequence]:
-    if len(decoding) <= budget:
-        return decoding
-    start = bisect([_id(s) for s in decoding], cursor)
-    return (decoding[start:] + decoding[:start])[:budget]
-
-
 class _Draft:
     """The plan under construction: mutable, and never seen outside `schedule`."""
 
@@ -146,7 +140,7 @@ class _Draft:
 
     def place_decode(self, decoding: list[Sequence]) -> list[int]:
         size, short = self.config.page_size, False
-        for sequence in sorted(decoding, key=_id) if len(decoding) > 1 else decoding:
+        for sequence in decoding:
             if len(sequence.pages) * size < sequence.num_filled + 1 or self.shares_tail(sequence):
                 if self.find(sequence) is None:
                     continue
@@ -268,7 +262,7 @@ class _Draft:
         at = bisect(self.running, rid, key=_id) - 1
         return at if at >= 0 and _id(self.running[at]) == rid else None
 
-    def finish(self, chosen: list[int], prefill: dict[int, int], cursor: int) -> Plan:
+    def finish(self, chosen: list[int], prefill: dict[int, int]) -> Plan:
         held = {_id(s): s for s in self.running}
         pool, size = pools.release(self.pool, self.sources), self.config.page_size
         decode = tuple(held[rid] for rid in chosen if rid in held)
@@ -288,7 +282,6 @@ class _Draft:
             grew=self.grew,
             num_preempted=self.num_preempted,
             num_reused=self.num_reused,
-            cursor=cursor,
         )
 
 

@@ -93,7 +93,6 @@ class EngineState:
     sessions: Map[int, Session] = field(default_factory=Map)
     stats: Stats = field(default_factory=Stats)
     next_id: int = 0
-    cursor: int = 0  # the request that decoded last, where a step's budget is below the number of running requests
     kept: Map[int, Sequence] = field(default_factory=Map)  # ended, their pages not given up yet
     loaded: Any = None
     epoch: int = 0

@@ -46,9 +46,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.memory = ShadowMemory(1)
         self.holds: list[Hold] = []
         self.keepers: set[int] = set()
-        self.next_id = self.cursor = 0
+        self.next_id = 0
         self.oldest: tuple[int, int] | None = None  # id and filled tokens of the oldest running request
-        self.waited = 0  # steps since the oldest last moved
         self.kept = KeptValues()
         self.finished: set[int] = set()
 
@@ -131,7 +130,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     def step(self, draws: int) -> None:
         """One step: the plan is checked, its tokens are run in the dict, drawn tokens are `draws`' bits."""
         before = (*self.running, *self.waiting)
-        plan = self.scheduler(self.pool, self.running, self.waiting, self.limits.config(), self.cursor)
+        plan = self.scheduler(self.pool, self.running, self.waiting, self.limits.config())
         self._check_plan(plan, before)
         self.memory.copy_pages(plan.copies)
         self._settle(plan, draws)
@@ -253,18 +252,16 @@ class ScheduleMachine(RuleBasedStateMachine):
             else:
                 pool = give_up_pages(pool, grown)
         self._move(pool)
-        self.running, self.waiting, self.cursor = tuple(running), plan.waiting, plan.cursor
+        self.running, self.waiting = tuple(running), plan.waiting
 
     def _check_progress(self, plan: Plan) -> None:
         if not self.running:
             expect(not self.waiting or bool(plan.decode or plan.prefill or plan.stuck), "invariant 6: requests wait and nothing runs")
-            self.oldest, self.waited = None, 0
+            self.oldest = None
             return
         oldest = (self.running[0].request.request_id, len(self.running[0].tokens) + self.running[0].num_filled)
-        self.waited = self.waited + 1 if oldest == self.oldest else 0
+        expect(oldest != self.oldest, f"invariant 6: the oldest request {oldest[0]} stood still")
         self.oldest = oldest
-        turns = -(-len(self.running) // self.limits.max_num_batched_tokens)
-        expect(self.waited <= turns + 1, f"invariant 6: the oldest request {oldest[0]} stood still for {self.waited} steps")
 
     def _pinned(self) -> int:
         return len({page for hold in self.holds for page in hold.pages})

@@ -1,0 +1,232 @@
+"""The scheduler alone: who runs, who waits, who gives way."""
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import LOOKAHEAD, give_up_pages, reserve, schedule, worth_taking, written_pages
+from nanovllm.state import pool as pools
+from nanovllm.state.pages import init_pages, retain
+from nanovllm.state.pool import Pool, init_pool
+from nanovllm.state.prefix import init_prefix
+from nanovllm.state.request import Queue, Request, Sequence
+from nanovllm.state.vector import IntVector
+
+
+def config(**limits):
+    return EngineConfig(
+        **{"num_pages": 8, "page_size": 2, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "seed": 0, **limits}
+    )
+
+
+def waiting(request_id, num_tokens, max_tokens=4):
+    request = Request(
+        request_id=request_id,
+        num_prompt=num_tokens,
+        sampling=SamplingParams(),
+        seed=0,
+        max_len=num_tokens + max_tokens,
+        stop_ids=frozenset(),
+        arrival=0.0,
+    )
+    tokens = [(request_id * 100 + i) % 1000 for i in range(num_tokens)]  # no two requests share a prefix
+    return Sequence(request, IntVector.of(tokens), IntVector.of())
+
+
+def queue(*sequences):
+    found = Queue()
+    for sequence in sequences:
+        found = found.push(sequence)
+    return found
+
+
+def settled(plan):
+    """The sequences of a plan once it has run: everything scheduled is filled, whole ones draw token 0."""
+    counts = {s.request.request_id: count for s, count in plan.prefill}
+    counts.update({s.request.request_id: s.todo for s in plan.decode})
+    running = []
+    for sequence in plan.running:
+        count = counts.get(sequence.request.request_id)
+        grown = sequence if count is None else sequence.advance(count)
+        if count is not None and grown.todo == 0:
+            grown = Sequence(grown.request, grown.tokens.append(0), grown.pages, grown.num_filled, grown.most_filled, grown.num_cached)
+        running.append(grown)
+    return plan.pool, running, plan.waiting
+
+
+def ids(sequences):
+    return [s.request.request_id for s in sequences]
+
+
+def start(limits, *sequences):
+    return schedule(init_pool(limits.num_pages, limits.page_size), [], queue(*sequences), limits)
+
+
+def test_nothing_to_do():
+    plan = start(config())
+    assert (plan.decode, plan.prefill, plan.running, plan.allocated) == ((), (), (), ())
+
+
+def test_prompts_fill_the_budget_in_order_of_arrival():
+    plan = start(config(max_num_batched_tokens=7), waiting(0, 3), waiting(1, 3), waiting(2, 3))
+    assert [(s.request.request_id, count) for s, count in plan.prefill] == [(0, 3), (1, 3), (2, 1)]
+    assert ids(plan.running) == [0, 1, 2] and not plan.waiting
+
+
+def test_decoding_comes_before_prompts():
+    limits = config(max_num_batched_tokens=3)
+    plan = start(limits, waiting(0, 3))
+    pool, running, left = settled(plan)
+    plan = schedule(pool, running, left.push(waiting(1, 5)), limits)
+    assert ids(plan.decode) == [0]
+    assert [(s.request.request_id, count) for s, count in plan.prefill] == [(1, 2)]
+
+
+def test_a_prompt_of_one_token_decodes():
+    plan = start(config(), waiting(0, 1))
+    assert ids(plan.decode) == [0] and not plan.prefill
+
+
+def test_max_num_seqs():
+    plan = start(config(max_num_seqs=2), waiting(0, 2), waiting(1, 2), waiting(2, 2))
+    assert ids(plan.running) == [0, 1] and ids(plan.waiting) == [2]
+
+
+def test_no_overtaking():
+    """The first of the queue needs more pages than are left: those behind it wait, small as they are."""
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 5)))
+    plan = schedule(pool, running, left.push(waiting(1, 4)).push(waiting(2, 1)), limits)
+    assert ids(plan.running) == [0] and ids(plan.waiting) == [1, 2]
+
+
+def test_the_youngest_gives_way_and_stands_in_front_again():
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 3), waiting(1, 3)))
+    plan = schedule(pool, running, left, limits)
+    pool, running, left = settled(plan)
+    assert ids(plan.decode) == [0, 1]
+    plan = schedule(pool, running, left.push(waiting(2, 1)), limits)
+    assert ids(plan.running) == ids(plan.decode) == [0]
+    assert ids(plan.waiting) == [1, 2]
+    assert plan.num_preempted == 1
+    (preempted, _) = plan.waiting
+    assert len(preempted.pages) == preempted.num_filled == 0
+    assert len(preempted.tokens) == 5 and preempted.most_filled == 4
+
+
+def test_what_a_preempted_request_had_filled_is_found_again():
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 3), waiting(1, 3)))
+    pool, running, left = settled(schedule(pool, running, left, limits))
+    plan = schedule(pool, running, left, limits)
+    pool = pools.release(plan.pool, plan.running[0].pages)
+    plan = schedule(pool, [], plan.waiting, limits)
+    assert plan.running[0].num_filled == 2  # its second page went to the oldest
+    assert plan.num_reused == 0  # it had run before: nothing new is saved
+
+
+def test_a_plan_changes_nothing_that_was_passed_in():
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 3), waiting(1, 3)))
+    before = (pool.pages.num_free, ids(running), [list(s.pages) for s in running], ids(left))
+    for _ in range(2):
+        schedule(pool, running, left.push(waiting(2, 4)), limits)
+        assert (pool.pages.num_free, ids(running), [list(s.pages) for s in running], ids(left)) == before
+
+
+def test_pages_ahead_of_need_come_from_free_ones_alone():
+    limits = config(num_pages=100)
+    pool, running, left = settled(start(limits, waiting(0, 2, max_tokens=500)))
+    plan = schedule(pool, running, left, limits)
+    assert plan.grew
+    assert len(plan.running[0].pages) == (3 + LOOKAHEAD + 1) // 2
+    tight = config(num_pages=34)
+    pool, running, left = settled(start(tight, waiting(0, 2, max_tokens=500)))
+    plan = schedule(pool, running, left, tight)
+    assert len(plan.running[0].pages) == 2
+
+
+def test_the_budget_never_falls_short_of_those_that_decode():
+    limits = config(max_num_batched_tokens=2, num_pages=64)
+    pool, running, left = settled(start(limits, *(waiting(i, 1 + i % 3) for i in range(6))))
+    for _ in range(3):
+        plan = schedule(pool, running, left, limits)
+        assert 0 < len(plan.decode) + sum(count for _, count in plan.prefill) <= 2
+        assert sum(s.todo <= 1 for s in plan.running) <= 2
+        pool, running, left = settled(plan)
+
+
+# `reserve` and its neighbours
+
+
+def held(num_tokens, num_filled, num_pages=8, page_size=2):
+    """A pool, and a sequence that owns pages for its filled tokens."""
+    sequence = waiting(0, num_tokens)
+    done = pools.allocate(init_pool(num_pages, page_size), -(-num_filled // page_size))
+    assert done is not None
+    return done[0], sequence.with_pages(IntVector.of(done[1]), num_filled)
+
+
+@pytest.mark.parametrize(("length", "fresh"), [(3, 0), (4, 0), (5, 1), (8, 2)])
+def test_reserve_takes_what_is_missing(length, fresh):
+    pool, sequence = held(10, 3)
+    done = reserve(pool, sequence, length, 2)
+    assert done is not None
+    after, grown, copies, taken = done
+    assert (len(taken), copies) == (fresh, [])
+    assert list(grown.pages) == [*sequence.pages, *taken]
+    assert after.pages.num_free == pool.pages.num_free - fresh
+
+
+def test_reserve_copies_a_shared_partial_page_only():
+    pool, sequence = held(10, 3)
+    shared = Pool(retain(pool.pages, sequence.pages), pool.prefix)
+    done = reserve(shared, sequence, 4, 2)
+    assert done is not None
+    _, grown, copies, taken = done
+    assert copies == [(sequence.pages[1], taken[0])]
+    assert list(grown.pages) == [sequence.pages[0], taken[0]]
+    assert list(sequence.pages) != list(grown.pages)
+    pool, sequence = held(10, 4)
+    done = reserve(Pool(retain(pool.pages, sequence.pages), pool.prefix), sequence, 5, 2)
+    assert done is not None and done[2] == []
+    assert reserve(shared, held(10, 3)[1], 3, 2) is not None
+
+
+def test_reserve_is_none_when_the_pool_cannot():
+    pool, sequence = held(10, 3, num_pages=2)
+    assert reserve(pool, sequence, 5, 2) is None
+    shared = Pool(retain(pool.pages, sequence.pages), pool.prefix)
+    assert reserve(shared, sequence, 4, 2) is None
+    assert pool.pages.num_free == 0
+
+
+def test_written_pages():
+    _, sequence = held(10, 3)
+    sequence = sequence.with_pages(IntVector.of([5, 6, 7]), 3)
+    assert written_pages(sequence, 1, 2).tolist() == [6]
+    assert written_pages(sequence, 2, 2).tolist() == [6, 7]
+    assert written_pages(sequence, 0, 2).tolist() == []
+
+
+def test_give_up_indexes_whole_filled_pages():
+    pool, sequence = held(10, 5)
+    pool = give_up_pages(pool, sequence)
+    assert pools.match(pool, sequence.tokens.array()) == list(sequence.pages)[:2]
+    assert pool.num_available == 8 and pool.pages.num_free == 6
+
+
+def test_indexed_pages_are_taken_only_where_they_serve_better():
+    pool, sequence = held(4, 4)
+    pool = give_up_pages(pool, sequence)
+    matched = pools.match(pool, sequence.tokens.array())
+    mine = sequence.with_pages(IntVector.of([6]), 2)
+    assert worth_taking(pool, matched, waiting(0, 4), 2)
+    assert not worth_taking(pool, matched, sequence, 2)  # no more than it has
+    assert not worth_taking(pool, matched, mine, 2)  # idle ones: they are counted as available
+    assert worth_taking(pools.acquire(pool, matched[:1]), matched, mine, 2)
+
+
+def test_an_empty_pool_value():
+    assert Pool(init_pages(0), init_prefix(1)).num_available == 0
