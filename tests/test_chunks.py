@@ -11,6 +11,7 @@ from nanovllm.generate import generate, generate_many
 from nanovllm.init import init_state
 from nanovllm.invariants import check
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.session import begin
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadow import freeze
 from nanovllm.testing.worlds import ModelWorld, drain
@@ -153,7 +154,7 @@ def test_an_old_chunk_is_readable_after_any_pressure():
         assert torch.equal(kv_of(state, base)[0], before)
     right(state, base)
     state, made = generate(MODEL, state, base, greedy(3))
-    fresh, expected = generate(MODEL, engine(), IDS, greedy(3))
+    _, expected = generate(MODEL, engine(), IDS, greedy(3))
     assert made.token_ids == expected.token_ids
 
 
@@ -203,6 +204,8 @@ def test_what_does_not_fit_now_changes_nothing():
         prefill(MODEL, state, [8] * 16)
     with pytest.raises(OutOfPagesError):
         generate_many(MODEL, state, [[8] * 4, [7] * 4], greedy(4))
+    with pytest.raises(OutOfPagesError):
+        begin(MODEL, state, [[8] * 4, [7] * 4], greedy(1), room=4)
     assert freeze(state.pool) == seen
     state, again = prefill(MODEL, state, [9] * 8)
     assert state.stats.reused_tokens == 8  # what the refused calls would have evicted is still there
