@@ -8,6 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import nanovllm as nv
+from nanovllm.batch import Batch
+from nanovllm.state.kv import init_kv
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "src/nanovllm/assets/tiny"
 sys.path.insert(0, str(ROOT / "tools"))
@@ -21,6 +25,7 @@ import tiny_text  # noqa: E402
 import tiny_wordings  # noqa: E402
 import tiny_words  # noqa: E402
 from tiny_grammar import Rng, render  # noqa: E402
+from tiny_recall import draw_scene, paragraphs  # noqa: E402
 from tiny_sums import draw_task, held_out_sum  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
@@ -133,6 +138,57 @@ def test_a_share_of_the_measure(model, tokenizer):
         cases = score_tiny.draw_cases(prompter, key, 0, 8)
         texts = generate([case.prompt for case in cases], 48)
         assert sum(map(tiny_cases.judge, cases, texts)) >= 7, key
+
+
+def test_nanovllm_writes_what_transformers_writes(tokenizer):
+    prompter = tiny_cases.Prompter(tokenizer)
+    cases = [case for m in tiny_cases.MEASURES if m.key != "far_fact" for case in score_tiny.draw_cases(prompter, m.key, 0, 2)]
+    prompts = [*(case.prompt for case in cases), *tiny_cases.story_prompts(2, 0)]
+    wanted = [re.split(r"<\|im_end\|>|<\|endoftext\|>", text)[0] for text in score_tiny.by_transformers(TINY, "cpu", 10)(prompts, 48)]
+    assert len(prompts) == 30
+    assert score_tiny.by_nanovllm(TINY, "cpu", 16)(prompts, 48) == wanted
+
+
+@torch.no_grad()
+def reply_after_pieces(model: nv.Model, pieces: list[list[int]], apart: bool, max_tokens: int = 24) -> str:
+    """The greedy reply after pieces of context at positions that follow each other; `apart`: all but the last see only themselves."""
+    kv, filled = init_kv(model.config, num_pages=512, page_size=1, dtype=model.dtype, device=model.device), 0
+
+    def run(tokens: list[int], begin: int) -> int:
+        nonlocal kv, filled
+        end = filled + len(tokens)
+        own, seen = (torch.arange(at, end, dtype=torch.int32) for at in (filled, begin))
+        ids, seq_lens, cu_seqlens, last = (
+            torch.tensor(row, dtype=torch.int32) for row in (tokens, [len(seen)], [0, len(tokens)], [len(tokens) - 1])
+        )
+        batch = Batch(input_ids=ids, positions=own, slots=own, page_tables=seen[None], seq_lens=seq_lens, cu_seqlens=cu_seqlens,
+                      logit_indices=last)  # fmt: skip
+        logits, kv = model.spec.forward(model.params, kv, batch, model.config)
+        filled = end
+        return int(logits.argmax())
+
+    for piece in pieces[:-1]:
+        run(piece, filled if apart else 0)
+    token, reply = run(pieces[-1], 0), []
+    while token not in model.config.eos_token_ids and len(reply) < max_tokens:
+        reply.append(token)
+        token = run([token], 0)
+    return model.tokenizer.decode(reply)
+
+
+def test_kv_filled_in_pieces_still_carries_its_facts(tokenizer):
+    model, rng = nv.load_model(TINY, device="cpu"), Rng(7)
+    rights = []
+    for _ in range(12):
+        scenes = [draw_scene(rng, 3, tiny_words.TEST) for _ in range(2)]
+        fact = rng.pick(scenes[0].told)
+        first, second = ("\n\n".join(paragraphs(rng, scene, tiny_words.TEST, "prose")) for scene in scenes)
+        question = tiny_facts.ask(rng, fact, tiny_words.TEST)
+        pieces = [tokenizer.encode(text) for text in (first, "\n\n" + second, f"\n\nQuestion: {question}\nAnswer:")]
+        case = tiny_cases.Case("".join(map(tokenizer.decode, pieces)), fact.value, 24)
+        rights.append([tiny_cases.judge(case, reply_after_pieces(model, pieces, apart)) for apart in (True, False)])
+    assert all(pieced == whole for pieced, whole in rights)
+    assert sum(pieced for pieced, _ in rights) >= 11
 
 
 def test_text_follows_from_its_seed():

@@ -19,7 +19,7 @@ import numpy as np
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-STEPS, TOKENS_PER_STEP = 10000, 131072
+STEPS, TOKENS_PER_STEP = 12000, 131072
 SHORT, LONG = 512, 2048
 
 
@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
         default=14.0,
         help="if the steps would take longer, the last ones are left out and the learning rate falls sooner",
     )
-    parser.add_argument("--checkpoint-every", type=int, default=2000)
+    parser.add_argument("--checkpoint-every", type=int, default=1000)
     parser.add_argument("--toy", action="store_true", help="a few small steps, for a machine without a GPU")
     args = parser.parse_args()
     if args.toy:
