@@ -38,11 +38,11 @@ def busy():
 def with_pages(state, **changes):
     old = state.pages
     fields = {name: getattr(old, name) for name in PageState.__dataclass_fields__}
-    return replace(state, pool=Pool(PageState(**{**fields, **changes}), state.prefix))
+    return replace(state, pool=Pool(pages=PageState(**{**fields, **changes}), prefix=state.prefix))
 
 
 def with_prefix(state, **changes):
-    return replace(state, pool=Pool(state.pages, prefix_ops._replace(state.prefix, **changes)))
+    return replace(state, pool=Pool(pages=state.pages, prefix=prefix_ops._replace(state.prefix, **changes)))
 
 
 def chunk_with(state, chunk, **changes):
@@ -58,7 +58,7 @@ def a_lost_owner(state, chunk):
 
 
 def an_owner_too_many(state, chunk):
-    return replace(state, pool=Pool(page_ops.retain(state.pages, [chunk.pages[0]]), state.prefix))
+    return replace(state, pool=Pool(pages=page_ops.retain(state.pages, [chunk.pages[0]]), prefix=state.prefix))
 
 
 def a_held_page_on_the_free_list(state, chunk):
@@ -92,7 +92,7 @@ def a_chunk_of_too_few_pages(state, chunk):
 
 
 def an_approximate_page_in_the_index(state, chunk):
-    return chunk_with(state, chunk, provenance=Provenance(("composed",)))
+    return chunk_with(state, chunk, provenance=Provenance(operations=("composed",)))
 
 
 def running_out_of_order(state, chunk):
@@ -104,7 +104,7 @@ def running_and_waiting(state, chunk):
 
 
 def a_queue_that_misses_its_first(state, chunk):
-    return replace(state, waiting=Queue(state.waiting.items, state.waiting.head + 1))
+    return replace(state, waiting=Queue(items=state.waiting.items, head=state.waiting.head + 1))
 
 
 def more_filled_than_pages_hold(state, chunk):

@@ -1,5 +1,7 @@
 """The scheduler alone: who runs, who waits, who gives way."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanovllm.config import EngineConfig
@@ -30,7 +32,7 @@ def waiting(request_id, num_tokens, max_tokens=4):
         arrival=0.0,
     )
     tokens = [(request_id * 100 + i) % 1000 for i in range(num_tokens)]  # no two requests share a prefix
-    return Sequence(request, IntVector.of(tokens), IntVector.of())
+    return Sequence(request=request, tokens=IntVector.of(tokens), pages=IntVector.of())
 
 
 def queue(*sequences):
@@ -49,7 +51,7 @@ def settled(plan):
         count = counts.get(sequence.request.request_id)
         grown = sequence if count is None else sequence.advance(count)
         if count is not None and grown.todo == 0:
-            grown = Sequence(grown.request, grown.tokens.append(0), grown.pages, grown.num_filled, grown.most_filled, grown.num_cached)
+            grown = replace(grown, tokens=grown.tokens.append(0))
         running.append(grown)
     return plan.pool, running, plan.waiting
 
@@ -181,7 +183,7 @@ def test_reserve_takes_what_is_missing(length, fresh):
 
 def test_reserve_copies_a_shared_partial_page_only():
     pool, sequence = held(10, 3)
-    shared = Pool(retain(pool.pages, sequence.pages), pool.prefix)
+    shared = Pool(pages=retain(pool.pages, sequence.pages), prefix=pool.prefix)
     done = reserve(shared, sequence, 4, 2)
     assert done is not None
     _, grown, copies, taken = done
@@ -189,7 +191,7 @@ def test_reserve_copies_a_shared_partial_page_only():
     assert list(grown.pages) == [sequence.pages[0], taken[0]]
     assert list(sequence.pages) != list(grown.pages)
     pool, sequence = held(10, 4)
-    done = reserve(Pool(retain(pool.pages, sequence.pages), pool.prefix), sequence, 5, 2)
+    done = reserve(Pool(pages=retain(pool.pages, sequence.pages), prefix=pool.prefix), sequence, 5, 2)
     assert done is not None and done[2] == []
     assert reserve(shared, held(10, 3)[1], 3, 2) is not None
 
@@ -197,7 +199,7 @@ def test_reserve_copies_a_shared_partial_page_only():
 def test_reserve_is_none_when_the_pool_cannot():
     pool, sequence = held(10, 3, num_pages=2)
     assert reserve(pool, sequence, 5, 2) is None
-    shared = Pool(retain(pool.pages, sequence.pages), pool.prefix)
+    shared = Pool(pages=retain(pool.pages, sequence.pages), prefix=pool.prefix)
     assert reserve(shared, sequence, 4, 2) is None
     assert pool.pages.num_free == 0
 
@@ -229,4 +231,4 @@ def test_indexed_pages_are_taken_only_where_they_serve_better():
 
 
 def test_an_empty_pool_value():
-    assert Pool(init_pages(0), init_prefix(1)).num_available == 0
+    assert Pool(pages=init_pages(0), prefix=init_prefix(1)).num_available == 0

@@ -39,7 +39,7 @@ def drawn_reply(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple
     _, sequence, _ = new_sequence(model, STATE, [1], params)
     stream, shown = TextStream.of(model, params), ""
     for token in ids:
-        sequence = draw_token(sequence, token, Drawn(np.zeros(1, np.int32)), 0, 0.0)
+        sequence = draw_token(sequence, token, Drawn(token_ids=np.zeros(1, np.int32)), 0, 0.0)
         if finish_reason(sequence, token):
             break
         stream, piece = stream.push([token])

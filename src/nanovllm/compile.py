@@ -27,7 +27,7 @@ Forward = Callable[..., tuple[Tensor, KVState]]
 COMPILES = 16  # of an engine's layer: one row, any other number, prompts; for the first layer and the others; and what varies unforeseen
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
     """What a step drew, on the host: tokens `[R]`, and log-probabilities where they were asked for."""
 
@@ -178,4 +178,9 @@ def to_host(out: "DecodeOutput | sample.Sampled", rows: int | None = None) -> Dr
     def fetch(tensor: Tensor | None) -> np.ndarray | None:
         return None if tensor is None else tensor[:rows].cpu().numpy()
 
-    return Drawn(out.token_ids[:rows].cpu().numpy(), fetch(out.logprobs), fetch(out.top_ids), fetch(out.top_logprobs))
+    return Drawn(
+        token_ids=out.token_ids[:rows].cpu().numpy(),
+        logprobs=fetch(out.logprobs),
+        top_ids=fetch(out.top_ids),
+        top_logprobs=fetch(out.top_logprobs),
+    )

@@ -15,7 +15,7 @@ from .state.vector import IntVector
 Context: TypeAlias = "Chunk | str | list[Any] | tuple[Any, ...] | np.ndarray"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resolved:
     """All tokens of a context, and the chunk whose KV its beginning is (None: nothing is filled)."""
 
@@ -46,7 +46,7 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
     tokens = base.tokens.extend(new) if base is not None else IntVector.of(new)
     if not len(tokens):
         raise InvalidRequestError("the prompt is empty: it must hold at least one token")
-    return Resolved(tokens, base)
+    return Resolved(tokens=tokens, base=base)
 
 
 def parts_of(context: Context) -> list[Any]:

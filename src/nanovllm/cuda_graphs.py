@@ -37,7 +37,7 @@ RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose gra
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedStep:
     """A graph, the carry whose memory it reads and writes, and the memory of its results."""
 
@@ -223,7 +223,7 @@ class GraphExecutor:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
             out = self._step(model, carry)
-        self._steps[size, features] = CapturedStep(graph, carry, out)
+        self._steps[size, features] = CapturedStep(graph=graph, carry=carry, out=out)
         self._loaded = None
         return self._steps[size, features]
 

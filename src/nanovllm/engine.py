@@ -117,9 +117,9 @@ def new_sequence(
     if params.stop and model.tokenizer is None:
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, and this model has none")
     base = resolved.base
-    stops = StopScan(Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
+    stops = StopScan(detokenizer=Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
     pages, num_filled = (IntVector.of(), 0) if base is None else (base.pages, len(base))
-    sequence = Sequence(request, resolved.tokens, pages, num_filled, stops=stops)
+    sequence = Sequence(request=request, tokens=resolved.tokens, pages=pages, num_filled=num_filled, stops=stops)
     return replace(state, next_id=rid + 1), sequence, base
 
 
@@ -232,12 +232,14 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         reason = finish_reason(grown, token)
         if reason is None:
             running.append(grown)
-            outputs.append(StepOutput(rid, (token,)))
+            outputs.append(StepOutput(request_id=rid, token_ids=(token,)))
             continue
-        outputs.append(StepOutput(rid, (token,), reason, result(model, grown, reason, now)))
+        output = result(model, grown, reason, now)
+        outputs.append(StepOutput(request_id=rid, token_ids=(token,), finish_reason=reason, output=output))
         pool, kept = _end(pool, kept, grown)
     for sequence in plan.stuck:
-        outputs.append(StepOutput(sequence.request.request_id, (), "length", result(model, sequence, "length", now)))
+        rid, output = sequence.request.request_id, result(model, sequence, "length", now)
+        outputs.append(StepOutput(request_id=rid, token_ids=(), finish_reason="length", output=output))
         pool, kept = _end(pool, kept, sequence)
     stats = state.stats.add(
         prefill_tokens=prompt_run,

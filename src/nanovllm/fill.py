@@ -24,7 +24,8 @@ def plain_sequence(resolved: Resolved) -> Sequence:
         request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0
     )
     base = resolved.base
-    return Sequence(request, resolved.tokens, IntVector.of() if base is None else base.pages, 0 if base is None else len(base))
+    pages, num_filled = (IntVector.of(), 0) if base is None else (base.pages, len(base))
+    return Sequence(request=request, tokens=resolved.tokens, pages=pages, num_filled=num_filled)
 
 
 def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:

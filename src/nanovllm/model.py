@@ -14,7 +14,7 @@ from .config import HF, ModelConfig, read_ids
 from .errors import CheckpointError, InvalidRequestError
 from .models import REGISTRY, ModelSpec, Params
 from .tokenizer import Tokenizer, load_tokenizer
-from .types import Tensor, dtype_of
+from .types import Tensor, dtype_of, register_value
 from .weights import load_params
 
 TINY = Path(__file__).parent / "assets" / "tiny"
@@ -25,6 +25,7 @@ class Model:
     """A loaded model. `dtype` is that of the weights on `device`; `config.dtype` is what the checkpoint was saved in.
 
     `generation_config` is the checkpoint's file as it stands. `fingerprint` tells whose KV a chunk holds (see `weights.fingerprint`).
+    As a pytree its leaves are the weights; the rest is structure.
     """
 
     name: str
@@ -36,6 +37,9 @@ class Model:
     fingerprint: str
     device: torch.device
     dtype: torch.dtype
+
+
+register_value(Model, static=tuple(name for name in Model.__dataclass_fields__ if name != "params"))
 
 
 def load_model(

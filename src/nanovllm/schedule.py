@@ -7,7 +7,7 @@ the oldest one always goes on, and every workload whose requests fit one by one 
 
 from bisect import bisect
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -250,10 +250,8 @@ class _Draft:
             sequence = sequence.with_pages(IntVector.of(matched), len(matched) * self.config.page_size)
         there = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even where it is filled
         self.num_reused += max(0, there - sequence.most_filled)
-        sequence = Sequence(
-            sequence.request, sequence.tokens, sequence.pages, sequence.num_filled, max(sequence.most_filled, there),
-            sequence.num_cached if sequence.most_filled else there, sequence.first_token, sequence.logprobs, sequence.stops,
-        )  # fmt: skip
+        cached = sequence.num_cached if sequence.most_filled else there
+        sequence = replace(sequence, most_filled=max(sequence.most_filled, there), num_cached=cached)
         self.running.insert(bisect([_id(s) for s in self.running], _id(sequence)), sequence)
         return sequence
 

@@ -17,8 +17,9 @@ def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: floa
     if stops is not None:
         stops = scan(stops, token, sequence.request.sampling.stop)
     return Sequence(
-        sequence.request, sequence.tokens.append(token), sequence.pages, filled, max(filled, sequence.most_filled), sequence.num_cached,
-        sequence.first_token or now, logprobs, stops,
+        request=sequence.request, tokens=sequence.tokens.append(token), pages=sequence.pages, num_filled=filled,
+        most_filled=max(filled, sequence.most_filled), num_cached=sequence.num_cached, first_token=sequence.first_token or now,
+        logprobs=logprobs, stops=stops,
     )  # fmt: skip
 
 
@@ -40,7 +41,9 @@ def scan(stops: StopScan, token: int, strings: Seq[str]) -> StopScan:
     shown = text if piece else text + detokenizer.rest()
     places = [at for string in strings if (at := (text if REPLACEMENT in string else shown).find(string)) >= 0]
     begin = max(0, len(text) - max(map(len, strings)) + 1)
-    return StopScan(detokenizer, text[begin:], stops.start + begin, stops.start + min(places) if places else None)
+    return StopScan(
+        detokenizer=detokenizer, tail=text[begin:], start=stops.start + begin, found=stops.start + min(places) if places else None
+    )
 
 
 def counted(sequence: Sequence, count: int) -> tuple[int, int]:

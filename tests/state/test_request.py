@@ -20,7 +20,7 @@ def waiting(request_id: int) -> Sequence:
         stop_ids=frozenset(),
         arrival=0.0,
     )
-    return Sequence(request, IntVector.of([0]), IntVector.of())
+    return Sequence(request=request, tokens=IntVector.of([0]), pages=IntVector.of())
 
 
 @given(st.lists(st.integers(0, 30), max_size=40))

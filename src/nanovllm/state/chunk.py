@@ -7,7 +7,7 @@ import numpy as np
 from .vector import IntVector
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """How the KV came about: exact (what a full prefill of the same tokens gives), or the operations that made it approximate."""
 

@@ -10,6 +10,7 @@ from immutables import Map
 
 from ..config import EngineConfig
 from ..errors import DonatedStateError
+from ..types import register_value
 from .chunk import Chunk, Provenance
 from .kv import KVState
 from .pages import PageState
@@ -81,6 +82,8 @@ class Session:
 class EngineState:
     """Donated by every call that takes it. `running` is in order of arrival; `chunks` are the live handles by liveness token.
 
+    As a pytree its leaves are the KV memory; the rest is structure.
+
     `loaded` names the sequences whose rows stand in the runtime's decode carry, in order; None when it has to be loaded anew.
     """
 
@@ -107,3 +110,6 @@ class EngineState:
     def prefix(self) -> PrefixIndex:
         """The index of reusable pages."""
         return self.pool.prefix
+
+
+register_value(EngineState, static=tuple(name for name in EngineState.__dataclass_fields__ if name != "kv"))

@@ -12,7 +12,7 @@ from .pages import PageState, init_pages
 from .prefix import PrefixIndex, init_prefix
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
     """Owners of the pages, and the index of reusable ones."""
 
@@ -27,7 +27,7 @@ class Pool:
 
 def init_pool(num_pages: int, page_size: int) -> Pool:
     """A pool of free pages and an empty index."""
-    return Pool(init_pages(num_pages), init_prefix(page_size))
+    return Pool(pages=init_pages(num_pages), prefix=init_prefix(page_size))
 
 
 def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
@@ -41,7 +41,7 @@ def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
     taken = page_ops.allocate(pages, count)
     if taken is None:
         raise BrokenInvariantError(f"{count} pages were promised, {pages.num_free} are free")
-    return Pool(taken[0], prefix), taken[1]
+    return Pool(pages=taken[0], prefix=prefix), taken[1]
 
 
 def acquire(pool: Pool, held: Iterable[int]) -> Pool:
@@ -49,7 +49,7 @@ def acquire(pool: Pool, held: Iterable[int]) -> Pool:
     held = list(held)
     if not held:
         return pool
-    return Pool(page_ops.retain(pool.pages, held), prefix_ops.set_busy(pool.prefix, held))
+    return Pool(pages=page_ops.retain(pool.pages, held), prefix=prefix_ops.set_busy(pool.prefix, held))
 
 
 def release(pool: Pool, held: Iterable[int]) -> Pool:
@@ -59,7 +59,7 @@ def release(pool: Pool, held: Iterable[int]) -> Pool:
         return pool
     pages = page_ops.release(pool.pages, backwards)
     idle = [page for page in backwards if page in pool.prefix and pages.refcount(page) == 1]
-    return Pool(pages, prefix_ops.set_idle(pool.prefix, idle))
+    return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle))
 
 
 def match(pool: Pool, tokens: np.ndarray) -> list[int]:
@@ -70,10 +70,10 @@ def match(pool: Pool, tokens: np.ndarray) -> list[int]:
 def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool:
     """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones."""
     prefix, added = prefix_ops.insert(pool.prefix, tokens, held, start)
-    return Pool(page_ops.retain(pool.pages, added), prefix) if added else pool
+    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix) if added else pool
 
 
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:
     """Take pages whose KV was lost, and all indexed behind them, out of the index."""
     prefix, dropped = prefix_ops.forget(pool.prefix, lost)
-    return Pool(page_ops.release(pool.pages, dropped), prefix) if dropped else pool
+    return Pool(pages=page_ops.release(pool.pages, dropped), prefix=prefix) if dropped else pool

@@ -26,7 +26,7 @@ class Request:
     keep: bool = False  # its pages stay, in `EngineState.kept`, when it ends
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopScan:
     """The end of a reply's text, kept only for requests that stop at strings.
 
@@ -39,7 +39,7 @@ class StopScan:
     found: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
     """A request under way: its tokens, the pages that hold the KV of the first `num_filled` of them, and counters.
 
@@ -70,19 +70,20 @@ class Sequence:
     def with_pages(self, pages: IntVector, num_filled: int) -> "Sequence":
         """The sequence over other pages, of which `num_filled` tokens are filled."""
         return Sequence(
-            self.request, self.tokens, pages, num_filled, self.most_filled, self.num_cached, self.first_token, self.logprobs, self.stops
-        )
+            request=self.request, tokens=self.tokens, pages=pages, num_filled=num_filled, most_filled=self.most_filled,
+            num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
+        )  # fmt: skip
 
     def advance(self, count: int) -> "Sequence":
         """The sequence with `count` more tokens filled."""
         filled = self.num_filled + count
         return Sequence(
-            self.request, self.tokens, self.pages, filled, max(self.most_filled, filled), self.num_cached, self.first_token, self.logprobs,
-            self.stops,
+            request=self.request, tokens=self.tokens, pages=self.pages, num_filled=filled, most_filled=max(self.most_filled, filled),
+            num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Queue:
     """Waiting sequences in order of arrival, which is the order of their request ids. Persistent."""
 
@@ -98,7 +99,7 @@ class Queue:
     def push(self, sequence: Sequence) -> "Queue":
         """The queue with one more; a preempted sequence, being older, stands before all that were never admitted."""
         rid = sequence.request.request_id
-        return Queue(self.items.set(rid, sequence), min(self.head, rid) if self.items else rid)
+        return Queue(items=self.items.set(rid, sequence), head=min(self.head, rid) if self.items else rid)
 
     def first(self) -> Sequence | None:
         """The oldest, or None."""
@@ -109,7 +110,7 @@ class Queue:
         items, head = self.items.delete(request_id), self.head
         while items and head not in items:
             head += 1
-        return Queue(items, head)
+        return Queue(items=items, head=head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ class RequestOutput:
     metrics: Metrics
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutput:
     """What one step did for one request: the token it drew, and the whole result when that was the last."""
 

@@ -195,7 +195,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             self.keepers.add(self.next_id)
         self.next_id += 1
         self._move(pools.acquire(self.pool, pages))
-        self.waiting = self.waiting.push(Sequence(request, tokens, pages, num_filled))
+        self.waiting = self.waiting.push(Sequence(request=request, tokens=tokens, pages=pages, num_filled=num_filled))
 
     def _check_plan(self, plan: Plan, before: tuple[Sequence, ...]) -> None:
         size, old = self.limits.page_size, {s.request.request_id for s in before}

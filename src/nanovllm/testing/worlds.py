@@ -195,7 +195,7 @@ class ModelWorld:
         """Logits `[T, V]` and KV of one whole prefill into memory of its own, one page for all tokens."""
         count = len(tokens)
         kv = init_kv(self.model.config, num_pages=1, page_size=count, dtype=self.model.dtype, device=self.model.device)
-        row = Sequence(plain_request(count), IntVector.of(np.array(tokens, np.int32)), IntVector.of([0]))
+        row = Sequence(request=plain_request(count), tokens=IntVector.of(np.array(tokens, np.int32)), pages=IntVector.of([0]))
         batch = to_device(prefill_batch([(row, count)], page_size=count, dummy_page=1, draw=False), self.model.device)
         return self.model.spec.forward(self.model.params, kv, replace(batch, logit_indices=None), self.model.config)
 
