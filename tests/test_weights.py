@@ -97,10 +97,6 @@ def drop_from_shard(folder: Path) -> None:
     save_file(tensors, shard)
 
 
-def plain(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_dense() if weight.is_mkldnn else weight
-
-
 SHARD_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (
         lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(),
@@ -138,7 +134,7 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     extras = {"lm_head.weight": torch.ones(264, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     edit(lambda tensors: tensors.update(extras))(folder)
     params = load_model(folder, device="cpu").params
-    assert params.head is None or torch.equal(plain(params.head), params.embed)
+    assert params.head is None
 
 
 @pytest.mark.parametrize("architecture", REGISTRY)
@@ -148,7 +144,7 @@ def test_parameters_have_the_structure_of_the_table(architecture: str, tied: boo
     table = REGISTRY[architecture].param_table(config)
     folder = save_hf_folder(tmp_path, config, num_shards=2, dtype="float16")
     for model in (load_model(folder, device="cpu"), random_model(config)):
-        params = replace(model.params, head=None) if tied else model.params  # a tied head is packed from the embedding on a CPU
+        params = model.params
         assert pytree.tree_structure(params) == pytree.tree_structure(table)
         for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(params), strict=True):
             if isinstance(info, ParamInfo):
@@ -163,12 +159,12 @@ def test_values_and_names_do_not_depend_on_sharding(tmp_path: Path) -> None:
     one, three = (load_model(save_hf_folder(tmp_path / str(n), config, num_shards=n), device="cpu") for n in (1, 3))
     assert one.fingerprint == three.fingerprint
     for a, b in zip(pytree.tree_leaves(one.params), pytree.tree_leaves(three.params), strict=True):
-        assert a is b is None or torch.equal(plain(a), plain(b))
+        assert a is b is None or torch.equal(a, b)
     tensors = load_file(tmp_path / "1" / "model.safetensors")
     attn, layer = "model.layers.1.self_attn", one.params.layers[1]
-    assert torch.equal(plain(layer.qkv), torch.cat([tensors[f"{attn}.{x}_proj.weight"] for x in "qkv"]))
+    assert torch.equal(layer.qkv, torch.cat([tensors[f"{attn}.{x}_proj.weight"] for x in "qkv"]))
     assert torch.equal(layer.qkv_bias, torch.cat([tensors[f"{attn}.{x}_proj.bias"] for x in "qkv"]))
-    assert torch.equal(plain(layer.gate_up)[:48], tensors["model.layers.1.mlp.gate_proj.weight"])
+    assert torch.equal(layer.gate_up[:48], tensors["model.layers.1.mlp.gate_proj.weight"])
 
 
 def test_fingerprint_sees_config_headers_and_bytes(tmp_path: Path) -> None:
@@ -263,7 +259,6 @@ import sys
 import torch
 from nanovllm.model import load_model
 peak = lambda: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-torch.ops.mkldnn._reorder_linear_weight(torch.randn(1024, 512), 8)
 before = peak()
 model = load_model(sys.argv[1], device="cpu", dtype=sys.argv[2])
 print(peak() - before)

@@ -32,7 +32,8 @@ def init_state(
     """An empty engine for `model`.
 
     `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
-    what `memory_fraction` of a GPU's memory leaves. `compile`: None is on for CUDA and off for a CPU. `progress`: None draws bars on a
+    what `memory_fraction` of a GPU's memory leaves. `compile`: None is on for CUDA and off for a CPU, where decode
+    steps run in C if there is a compiler; False is the plain reference on any device. `progress`: None draws bars on a
     terminal.
     Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory.
     """
@@ -64,7 +65,9 @@ def init_state(
 
 def _executor(model: Model, limits: EngineConfig, kv: KVState, compile: bool | None, progress: bool | None) -> Executor:
     cuda = model.device.type == "cuda"
-    if not (cuda if compile is None else compile):
+    if compile is False:
+        return EagerExecutor(limits.page_size, limits.num_pages, model.spec.forward)
+    if not (cuda or compile):
         return EagerExecutor(limits.page_size, limits.num_pages)
     if not cuda:
         return EagerExecutor(limits.page_size, limits.num_pages, compiled_forward(model))

@@ -1,12 +1,10 @@
 """Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
 
-Each parameter is read, cast, moved to its device and, on a CPU, prepacked before the next is touched: beyond the model itself the host
-holds a buffer of 4 MiB and, on a CPU, memory for its largest matrix.
+Each parameter is read, cast and moved to its device before the next is touched: beyond the model itself the host holds a buffer of 4 MiB.
 """
 
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -25,7 +23,6 @@ from .config import ModelConfig
 from .errors import CheckpointError
 from .models import REGISTRY, ParamInfo, Params
 from .models.layers import inverse_frequencies
-from .ops.linear import pack
 from .types import Tensor
 
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -140,25 +137,15 @@ def load_params(
         look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
         bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        # On a CPU every matrix is read into the same memory and copied out by packing: freed one by one, they would leave holes.
-        largest = max(math.prod(info.shape) for info in _infos(table) if info.kind == "matrix")
-        scratch = torch.empty(largest if device.type == "cpu" else 0, dtype=dtype)
 
-        def fill(param: Tensor, info: ParamInfo) -> Tensor:
-            row = 0
+        def read(info: ParamInfo) -> Tensor:
+            param, row = torch.empty(info.shape, dtype=info.dtype or dtype, device=device), 0
             for name in info.sources:
                 header = headers[name]
                 _read_into(param[row : row + header.shape[0]].view(-1), header, files[header.file], stage)
                 row += header.shape[0]
                 bar.update(header.stop - header.start)
             return param
-
-        def read(info: ParamInfo) -> Tensor:
-            if info.kind != "matrix" or device.type != "cpu":
-                return fill(torch.empty(info.shape, dtype=info.dtype or dtype, device=device), info)
-            param = fill(scratch[: math.prod(info.shape)].view(info.shape), info)
-            packed = pack(param)
-            return param.clone() if packed is param else packed
 
         try:
             params = build_params(table, config, read, device)
@@ -192,8 +179,7 @@ def random_params(config: ModelConfig, *, seed: int, device: torch.device, dtype
 
     def draw(info: ParamInfo) -> Tensor:
         values = torch.empty(info.shape).normal_(1.0 if info.kind == "gain" else 0.0, std, generator=generator)
-        param = values.to(device, info.dtype or dtype)
-        return pack(param) if info.kind == "matrix" else param
+        return values.to(device, info.dtype or dtype)
 
     return build_params(REGISTRY[config.architecture].param_table(config), config, draw, device)
 
@@ -201,10 +187,7 @@ def random_params(config: ModelConfig, *, seed: int, device: torch.device, dtype
 def build_params(
     table: Params[ParamInfo], config: ModelConfig, make: Callable[[ParamInfo], Tensor], device: torch.device
 ) -> Params[Tensor]:
-    """Fill the table in its own order by `make`, which packs the matrices (`ops.linear.pack`); the rotary frequencies are computed here.
-
-    On a CPU a tied head is packed from the embedding table, which stays plain because rows are read from it: the one weight held twice.
-    """
+    """Fill the table in its own order by `make`; the rotary frequencies are computed here."""
 
     def leaf(info: ParamInfo | None) -> Tensor | None:
         match info:
@@ -215,17 +198,7 @@ def build_params(
             case _:
                 return make(info)
 
-    params: Params[Tensor] = pytree.tree_map(leaf, table)
-    if params.head is not None:
-        return params
-    head = pack(params.embed)
-    return Params(
-        embed=params.embed,
-        layers=params.layers,
-        final_norm=params.final_norm,
-        head=None if head is params.embed else head,
-        inv_freq=params.inv_freq,
-    )
+    return pytree.tree_map(leaf, table)
 
 
 def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:

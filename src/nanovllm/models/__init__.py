@@ -8,7 +8,7 @@ from ..batch import Batch
 from ..config import HF, ModelConfig
 from ..state.kv import KVState
 from ..types import Float, Tensor
-from . import llama, qwen3
+from . import cpu, llama, qwen3
 from .params import Layer, ParamInfo, Params
 
 __all__ = ["REGISTRY", "Layer", "ModelSpec", "ParamInfo", "Params", "forward"]
@@ -42,7 +42,10 @@ def forward(
     """Donates `kv`. Run one step's tokens through the model: logits `[R, V]` in the model's dtype, and the new KV state.
 
     R is the length of `batch.logit_indices`, or every token when that is None. `layer` replaces the architecture's own layer function
-    by a compiled form of it.
+    by a compiled form of it. On a CPU decode batches run in C where there is a compiler (`cpu.py`); an architecture's own `forward` never
+    does.
     """
     spec = REGISTRY[config.architecture]
+    if layer is None and cpu.serves(params, kv, batch):
+        return spec.forward(params, kv, batch, config, layer=cpu.decode_layer, head=cpu.head)
     return spec.forward(params, kv, batch, config, layer=spec.layer if layer is None else layer)

@@ -94,3 +94,8 @@ def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor
     """The gated feed-forward layer `down(silu(gate x) * up x)` (Shazeer, 2020), `[T, M]`."""
     gate_TF, up_TF = linear(x_TM, gate_up, gate_up_bias).chunk(2, dim=-1)
     return linear(F.silu(gate_TF) * up_TF, down, down_bias)
+
+
+def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The final norm and the logits, `[R, V]`."""
+    return linear(rms_norm(x_RM, gain, eps), weight)

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..ops.linear import linear
 from ..state.kv import KVState
 from ..types import Float, Tensor
-from .layers import apply_rope, attention, mlp, rms_norm, rope_angles
+from .layers import apply_rope, attention, head, mlp, rms_norm, rope_angles
 from .params import Layer, ParamInfo, Params, loaded, rope_info
 
 
@@ -101,11 +101,17 @@ def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor
 
 
 def forward(
-    params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig, *, layer: Callable[..., Tensor] = layer
+    params: Params[Tensor],
+    kv: KVState,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    layer: Callable[..., Tensor] = layer,
+    head: Callable[..., Tensor] = head,
 ) -> tuple[Float[Tensor, "R V"], KVState]:
     """Donates `kv`. Run one step's tokens: logits `[R, V]` in the model's dtype, and the KV state that holds the tokens' keys and values.
 
-    `layer` may be a compiled form of this file's `layer`.
+    `layer` and `head` may be other forms of this file's `layer` and of `layers.head`: compiled ones, or kernels.
     """
     (pages,) = kv.pools
     cos, sin = rope_angles(batch.positions, params.inv_freq, config.rope)
@@ -113,5 +119,4 @@ def forward(
     for index, w in enumerate(params.layers):
         x_TM = layer(w, x_TM, pages, index, cos, sin, batch, config)
     x_RM = x_TM if batch.logit_indices is None else x_TM[batch.logit_indices]
-    x_RM = rms_norm(x_RM, params.final_norm, config.rms_norm_eps)
-    return linear(x_RM, params.embed if params.head is None else params.head), kv
+    return head(x_RM, params.final_norm, params.embed if params.head is None else params.head, config.rms_norm_eps), kv

@@ -1,0 +1,110 @@
+"""A decode step on a CPU: a layer, and the head, as one C call each (`ops/cpu_kernels.c`) in place of dozens of small ops.
+
+They stand where a model's `layer` and `layers.head` stand and agree with them within rounding. A row's bits depend on no other row.
+"""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from ..batch import Batch
+from ..config import ModelConfig
+from ..ops.native import library
+from ..state.kv import KVState
+from ..types import Float, Float32, Tensor
+from .params import Layer, Params
+
+SOURCE = Path(__file__).parent.parent / "ops" / "cpu_kernels.c"
+DTYPES = (torch.float32, torch.bfloat16)
+POINTERS = (
+    "x", "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
+    "cos", "sin", "tables", "seq_lens", "slots", "pages", "scratch", "out",
+)  # fmt: skip
+SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16")
+
+
+class LayerArgs(ctypes.Structure):
+    """`struct layer_args` of the C file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_long) for name in SIZES),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+def serves(params: Params[Tensor], kv: KVState, batch: Batch) -> bool:
+    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, outside traced code, with a C compiler."""
+    return (
+        batch.cu_seqlens is None
+        and params.embed.device.type == "cpu"
+        and params.embed.dtype in DTYPES
+        and kv.pools[0].dtype == params.embed.dtype
+        and type(batch.input_ids) is Tensor  # fake tensors and other subclasses have no memory to point at
+        and not torch.compiler.is_compiling()
+        and library(SOURCE) is not None
+    )
+
+
+def decode_layer(
+    w: Layer[Tensor],
+    x: Float[Tensor, "B M"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    index: int,
+    cos: Float32[Tensor, "B 1 D"],
+    sin: Float32[Tensor, "B 1 D"],
+    batch: Batch,
+    config: ModelConfig,
+) -> Float[Tensor, "B M"]:
+    """One decoder layer with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` are written.
+
+    Raises `IndexError`, and writes nothing, for a slot or a page table that points outside the pool.
+    """
+    (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
+    heads_dim, intermediate = config.num_heads * head_dim, w.down.shape[1]
+    width, threads = batch.page_tables.shape[1], torch.get_num_threads()
+    group = config.num_heads // num_kv_heads
+    a_row = 2 * hidden_size + w.qkv.shape[0] + heads_dim + 3 * intermediate
+    a_thread = group * width * page_size + (group + 1) * head_dim
+    scratch = torch.empty(num_rows * a_row + threads * a_thread)
+    out = torch.empty_like(x)
+    held = [
+        None if tensor is None else tensor.contiguous()
+        for tensor in (
+            x, w.input_norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.o, w.o_bias, w.post_norm, w.gate_up, w.gate_up_bias, w.down,
+            w.down_bias, cos, sin, batch.page_tables, batch.seq_lens, batch.slots,
+        )
+    ]  # fmt: skip
+    args = LayerArgs(
+        *(None if tensor is None else tensor.data_ptr() for tensor in held),
+        pages[index].data_ptr(), scratch.data_ptr(), out.data_ptr(),
+        num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
+        x.dtype == torch.bfloat16, config.rms_norm_eps, head_dim**-0.5,
+    )  # fmt: skip
+    if _functions().nanovllm_layer(ctypes.byref(args)):
+        raise IndexError(
+            f"slots {batch.slots.tolist()}, seq_lens {batch.seq_lens.tolist()} or page tables {batch.page_tables.tolist()} point outside "
+            f"{num_pages} pages of {page_size}"
+        )
+    return out
+
+
+def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float) -> Float[Tensor, "R V"]:
+    """The final norm and the logits: `layers.head`."""
+    (num_rows, hidden_size), vocab_size = x.shape, weight.shape[0]
+    scratch, out = torch.empty(num_rows * hidden_size), x.new_empty(num_rows, vocab_size)
+    x, gain, weight = x.contiguous(), gain.contiguous(), weight.contiguous()
+    _functions().nanovllm_head(
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, gain, weight, out, scratch)),
+        *map(ctypes.c_long, (num_rows, hidden_size, vocab_size)), ctypes.c_float(eps), ctypes.c_int(x.dtype == torch.bfloat16),
+        ctypes.c_long(torch.get_num_threads()),
+    )  # fmt: skip
+    return out
+
+
+def _functions() -> ctypes.CDLL:
+    found = library(SOURCE)
+    assert found is not None, "serves() was not asked"
+    return found
