@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import score_tiny  # noqa: E402
 import tiny_cases  # noqa: E402
 import tiny_chat  # noqa: E402
+import tiny_compare  # noqa: E402
 import tiny_facts  # noqa: E402
 import tiny_pack  # noqa: E402
 import tiny_text  # noqa: E402
@@ -26,6 +27,7 @@ import tiny_wordings  # noqa: E402
 import tiny_words  # noqa: E402
 from tiny_grammar import Rng, render  # noqa: E402
 from tiny_recall import draw_scene, paragraphs  # noqa: E402
+from tiny_stories import Story  # noqa: E402
 from tiny_sums import draw_task, held_out_sum  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
@@ -145,7 +147,7 @@ def test_nanovllm_writes_what_transformers_writes(tokenizer):
     cases = [case for m in tiny_cases.MEASURES if m.key != "far_fact" for case in score_tiny.draw_cases(prompter, m.key, 0, 2)]
     prompts = [*(case.prompt for case in cases), *tiny_cases.story_prompts(2, 0)]
     wanted = [re.split(r"<\|im_end\|>|<\|endoftext\|>", text)[0] for text in score_tiny.by_transformers(TINY, "cpu", 10)(prompts, 48)]
-    assert len(prompts) == 30
+    assert len(prompts) == 34
     assert score_tiny.by_nanovllm(TINY, "cpu", 16)(prompts, 48) == wanted
 
 
@@ -234,3 +236,85 @@ def test_sums_are_right_step_by_step():
             assert int(result) == {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}[sign](int(left), int(right))
         for terms, result in re.findall(r"(\d+(?: \+ \d+)+) = (\d+)", task.steps):
             assert sum(map(int, terms.split(" + "))) == int(result)
+
+
+MORE = (
+    "older", "taller", "heavier", "more", "farther", "richer", "larger", "bigger",
+    "greater", "higher", "dearer", "longer", "faster", "deeper", "thicker", "later",
+)  # fmt: skip
+LESS = (
+    "younger", "shorter", "smaller", "lighter", "fewer", "less", "poorer",
+    "lower", "lesser", "cheaper", "slower", "shallower", "thinner", "earlier",
+)  # fmt: skip
+
+
+def wanted(answer: str, numbers: list[int], years: bool) -> int:
+    """The number that the answer's word asks for: a later founding year makes younger."""
+    word = next(word for word in re.findall(r"\w+", answer)[::-1] if word in (*MORE, *LESS))
+    if years and word in ("younger", "older"):
+        return max(numbers) if word == "younger" else min(numbers)
+    return max(numbers) if word in MORE or "more expensive" in answer else min(numbers)
+
+
+def told_number(sentence: str) -> tuple[str, str]:
+    """The subject and the number of "The age of Ruth is 31" and the like."""
+    own = re.fullmatch(r"(.+) (?:was founded in|costs) (\d+)(?: coins)?|(.+) is (\d+) years old", sentence)
+    if not own:
+        own = re.fullmatch(r"The (?:number of )?.+? of (.+) is (\d+)", sentence)
+    assert own
+    subject, number = filter(None, own.groups())
+    return subject, number
+
+
+def check_steps(thought: str, low: int, high: int, best: int) -> None:
+    assert sorted(re.findall(r"(\d+) is (less|more)[,.]", thought)) == sorted([(str(low), "less"), (str(high), "more")])
+    assert re.search(rf"\w means {'more' if best == high else 'less'}: {best}\.", thought)
+
+
+@pytest.mark.parametrize("split", [tiny_words.TRAIN, tiny_words.TEST])
+def test_comparisons_of_facts_are_right(split):
+    rng = Rng(2)
+    for i in range(1500):
+        found = tiny_compare.compare(rng, split, questions=1 + i % 2, short=split == tiny_words.TRAIN and rng.chance(0.3))
+        for item in found:
+            (first, a), (second, b) = map(told_number, item.thought.split("\n")[0].rstrip(".").split(". "))
+            numbers, text = sorted([int(a), int(b)]), "\n".join(item.blocks).lower()
+            for name, number in ((first, a), (second, b)):
+                assert name.lower() in text
+                assert re.search(rf"(?<!\d){number}(?!\d)", text)
+            best = wanted(item.answer, numbers, "founded in" in item.thought or "The founding year" in item.thought)
+            winner = first if int(a) == best else second
+            loser = second if winner == first else first
+            assert item.value.lower() == winner.lower()
+            check_steps(item.thought, *numbers, best)
+            assert item.thought.endswith(f"\n{best} belongs to {item.value}.")
+            bare = item.answer.removeprefix("Yes, ").removeprefix("No, ")
+            assert bare.lower().startswith(f"{winner} ".lower())
+            assert f" {loser} ".lower() not in f" {bare} ".lower()
+            if bare != item.answer:
+                asked = re.match(r"(?:Is|Does) (.+) than ", item.question)
+                assert asked
+                assert asked[1].startswith(f"{item.value} ") == item.answer.startswith("Yes")
+
+
+@pytest.mark.parametrize("split", [tiny_words.TRAIN, tiny_words.TEST])
+def test_comparisons_of_bare_numbers_are_right(split):
+    rng = Rng(3)
+    for _ in range(1500):
+        question, thought, answer, _ = tiny_compare.compare_bare(rng, split)
+        a, b = map(int, re.findall(r"\d+", question))
+        best = wanted(answer, [a, b], years=False)
+        assert tiny_compare.held_out_pair(a, b) == (split == tiny_words.TEST)
+        check_steps(thought, min(a, b), max(a, b), best)
+        bare = answer.removeprefix("Yes, ").removeprefix("No, ")
+        assert bare.startswith(f"{best} is ")
+        assert bare == answer or (answer.startswith("Yes") == (best == a))
+
+
+def test_stories_double_no_word():
+    rng = Rng(4)
+    for _ in range(500):
+        assert not tiny_cases.doubled(Story(rng).text(rng))
+    assert tiny_cases.doubled("When When Ongrid saw it") == ["When"]
+    assert not tiny_cases.doubled("It went knock, knock. He had had that that day. The end. The")
+    assert tiny_cases.loops("he saw saw it")

@@ -105,7 +105,7 @@ def table(results: dict, engine: str) -> str:
     lines.append(f"| stories that end by themselves (420 tokens) | {s['count']} | - | {s['ended'] / s['count']:.0%} |")
     trailing = sum("Question:" in story["text"] for story in s["all"])
     lines.append(f"| stories that go on with questions after their ending | {s['count']} | - | {trailing} |")
-    lines.append(f"| stories with a loop (eight words or a sentence twice) | {s['count']} | 0 | {s['looping']} |")
+    lines.append(f"| stories with a loop (eight words or a sentence twice, or a word doubled) | {s['count']} | 0 | {s['looping']} |")
     return "\n".join(lines)
 
 

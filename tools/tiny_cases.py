@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import tiny_facts as facts
+from tiny_compare import compare, compare_bare
 from tiny_events import draw_told
 from tiny_grammar import Rng
 from tiny_reason import chain
@@ -182,6 +183,26 @@ def chain_direct(rng: Rng, prompter: Prompter) -> Case:
     return _chained(rng, prompter, False)
 
 
+def _compared(rng: Rng, prompter: Prompter, thinking: bool) -> Case:
+    # A quarter bare numbers, the rest facts about two to four names; only the whole answer is right, so none that names both.
+    if rng.chance(0.25):
+        question, _, answer, _ = compare_bare(rng, TEST)
+    else:
+        found = compare(rng, TEST)[0]
+        question, answer = "\n\n".join([*found.blocks, found.question]), found.answer
+    return Case(prompter.chat([("user", question)], thinking), answer, 140 if thinking else 40)
+
+
+def comparison_thinking(rng: Rng, prompter: Prompter) -> Case:
+    """Which of two is more or less, with a think block; the pairs of numbers were kept out of training."""
+    return _compared(rng, prompter, True)
+
+
+def comparison_direct(rng: Rng, prompter: Prompter) -> Case:
+    """The same without thinking."""
+    return _compared(rng, prompter, False)
+
+
 MEASURES = (
     Measure("one_fact", "one fact", 0.98, 400, one_fact),
     Measure("eight_facts", "one among eight facts", 0.92, 400, eight_facts),
@@ -192,6 +213,8 @@ MEASURES = (
     Measure("sum_direct", "two-digit sums, `/no_think`", 0.0, 400, sum_direct),
     Measure("long_sum_thinking", "three-digit sums, thinking", 0.0, 200, long_sum_thinking),
     Measure("long_sum_direct", "three-digit sums, `/no_think`", 0.0, 200, long_sum_direct),
+    Measure("comparison_thinking", "comparison of two numbers, thinking", 0.95, 200, comparison_thinking),
+    Measure("comparison_direct", "comparison of two numbers, `/no_think`", 0.0, 200, comparison_direct),
     Measure("chain_thinking", "look-up through a look-up, thinking", 0.0, 200, chain_thinking),
     Measure("chain_direct", "look-up through a look-up, `/no_think`", 0.0, 200, chain_direct),
     Measure("who_did_what", "who, what, when, where among four sentences", 0.0, 200, who_did_what),
@@ -239,9 +262,15 @@ def judge(case: Case, text: str) -> bool:
     )
 
 
+def doubled(text: str) -> list[str]:
+    """The words that come twice in a row within a sentence: "When When"; not "knock, knock", nor "had had" and "that that"."""
+    found = re.findall(r"(?<![\w-])(\w+)\s+\1(?![\w-])", text)
+    return [word for word in found if word not in ("had", "that")]
+
+
 def loops(text: str) -> bool:
-    """Whether a run of eight words, or a sentence, comes more than once."""
+    """Whether a word comes twice in a row, or a run of eight words, or a sentence, more than once."""
     words = text.split()
     runs = Counter(tuple(words[i : i + 8]) for i in range(len(words) - 7))
     sentences = Counter(s.strip() for s in re.split(r"[.!?]\s", text) if len(s.split()) > 4)
-    return any(n > 1 for n in runs.values()) or any(n > 1 for n in sentences.values())
+    return bool(doubled(text)) or any(n > 1 for n in runs.values()) or any(n > 1 for n in sentences.values())

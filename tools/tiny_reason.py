@@ -1,4 +1,4 @@
-"""Questions whose answer needs two facts of the context: a comparison, or a look-up through another look-up."""
+"""Questions whose answer needs two facts of the context: a look-up through another look-up."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import tiny_wordings as wordings
 from tiny_facts import Fact
 from tiny_grammar import Rng, capital, render
 from tiny_recall import Scene, paragraphs
-from tiny_words import TEST, TRAIN
+from tiny_words import TRAIN
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,6 @@ class Reasoned:
     value: str
 
 
-# kind, relation, words for more and for less, question with two subjects
-_COMPARED = (
-    ("person", "age", "older", "younger", "[Who is|Which of them is] {w}, {a} or {b}?"),
-    ("city", "population", "larger", "smaller", "[Which is|Which city is] {w}, {a} or {b}?"),
-    ("place", "price", "dearer", "cheaper", "[What is|Which is] {w}, {a} or {b}?"),
-    ("country", "founding year", "younger", "older", "[Which is|Which country is] {w}, {a} or {b}?"),
-)
 # the subject's kind, the relation that leads on, the next kind, and how the two are joined
 _CHAINS = (
     ("person", "home town", "city", "the town where {s} lives"), ("person", "birthplace", "city", "the town where {s} was born"),
@@ -47,24 +40,6 @@ def _subjects(rng: Rng, kind: str, count: int, split: str) -> list[tuple[str, st
         subject, its = facts.draw_subject(rng, kind, split)
         found[subject] = its
     return list(found.items())
-
-
-def compare(rng: Rng, split: str = TRAIN) -> Reasoned:
-    """Which of two subjects has more or less of something."""
-    kind, noun, more, less, frame = rng.pick(_COMPARED)
-    relation = _relation(kind, noun)
-    bounds = {"age": (4, 98), "population": (200, 99999), "price": (2, 999), "founding year": (1000, 2100)}[noun]
-    count = rng.randint(2, 5)
-    values = rng.some(range(*bounds), count)
-    told = [facts.make_fact(relation, s, str(v), its) for (s, its), v in zip(_subjects(rng, kind, count, split), values, strict=True)]
-    first, second = rng.some(told, 2)
-    word = rng.pick((more, less))
-    bigger = int(first.value) > int(second.value)
-    winner = first if bigger == (word == more) else second
-    question = render(rng, frame, {"w": word, "a": first.subject, "b": second.subject})
-    sign = f"{first.value} is {'more' if bigger else 'less'} than {second.value}."
-    thought = f"{first.answer} {second.answer} {sign} So it is {winner.subject}."
-    return Reasoned(_told(rng, kind, told, split), question, thought, f"{capital(winner.subject)} is {word}.", winner.subject)
 
 
 def chain(rng: Rng, split: str = TRAIN) -> Reasoned:
@@ -90,12 +65,3 @@ def chain(rng: Rng, split: str = TRAIN) -> Reasoned:
                                              "What do you know about the {n} of {j}?",
                                              "[Can you|Will you] name the {n} of {j}.")), {"n": last.noun, "j": joined}))  # fmt: skip
     return Reasoned(paragraphs(rng, scene, split), question, f"{first.answer} {second.answer}", f"It is {second.value}.", second.value)
-
-
-def _told(rng: Rng, kind: str, told: list[Fact], split: str) -> list[str]:
-    return paragraphs(rng, Scene({f.subject: kind for f in told}, told), split, "prose" if split == TEST else "")
-
-
-def draw_reasoned(rng: Rng, split: str = TRAIN) -> Reasoned:
-    """A comparison or a chain."""
-    return rng.pick((compare, chain))(rng, split)

@@ -20,6 +20,7 @@ from tiny_words import (
     TRAIN,
     first_name,
     name,
+    word_name,
 )
 
 _PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
@@ -37,6 +38,8 @@ _FOUND = (
     "on top of the hill",
 )
 _KNOWN_BEFORE = ("lost", "storm", "remedy", "noise", "honest", "rescue", "craft", "garden")  # plots whose helper is no stranger
+
+_HERO_HELPS = ("boat", "rescue", "storm", "lighthouse", "wolf", "stranger")  # plots whose hero does the helper a good turn
 
 
 class Story:
@@ -162,15 +165,21 @@ def _slots(rng: Rng, split: str, plot: tuple, hero_name: str, pronoun: str, thin
         "relative": relative,
         "weather": rng.pick(plots.WEATHERS),
         "instrument": rng.pick(INSTRUMENTS),
-        "flower": rng.pick(FLOWERS),
+        "flower": rng.pick([f for f in FLOWERS if f != colour]),
         "container": rng.pick(CONTAINERS),
         "thief": rng.pick(_FINDERS),
         "number": rng.pick(NUMBER_WORDS[2:10]),
         "ruler": rng.pick(("king", "queen", "mayor", "judge")),
     }
+    # Whoever was helped is thankful.
+    helped = plot[0] in _HERO_HELPS
+    slots |= {"thankful": helper if helped else hero_name, "kind": hero_name if helped else helper, "hkind": hhim if helped else him}
     slots["time"] = render(rng, rng.pick(plots.TIMES), slots)
     return slots
 
 
 def _character(rng: Rng, split: str) -> tuple[str, str]:
-    return rng.pick(FIRST_NAMES[split]) if rng.chance(0.75) else first_name(rng, split)
+    style = rng.random()
+    if style < 0.1 and split == TRAIN:
+        return word_name(rng), rng.pick(("he", "she"))
+    return rng.pick(FIRST_NAMES[split]) if style < 0.65 else first_name(rng, split)

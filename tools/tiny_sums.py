@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from zlib import crc32
 
+from tiny_compare import compare, compare_bare
 from tiny_grammar import Rng, capital, render
 from tiny_words import ANIMALS, DAYS, FIRST_NAMES, FOODS, MONTHS, NUMBER_WORDS, OBJECTS, TEST, TRAIN
 
@@ -112,26 +113,13 @@ def product(rng: Rng) -> Task:
 
 
 def comparison(rng: Rng) -> Task:
-    """Which of two numbers, or of two people with their ages, is more or less."""
-    a, b = rng.some(range(2, 1000) if rng.chance(0.3) else range(2, 100), 2)
-    more = rng.chance(0.5)
-    best = max(a, b) if more else min(a, b)
-    sign = f"{a} is {'more' if a > b else 'less'} than {b}."
+    """Which of two numbers, or of two people with their ages and the like, is more or less."""
     if rng.chance(0.5):
-        word = rng.pick(("larger", "bigger", "greater", "more") if more else ("smaller", "less"))
-        question = render(rng, rng.pick(("Which is {w}, {a} or {b}?", "Which number is {w}: {a} or {b}?", "What is {w}, {a} or {b}?")), {"w": word, "a": str(a), "b": str(b)})
-        return Task(question, sign, f"{best} is {word}.", str(best))
-    (n, _), (m, _) = rng.some(FIRST_NAMES[TRAIN], 2)
-    frame, word = rng.pick(
-        (("{n} is {a} years old and {m} is {b}. Who is {w}?", "older" if more else "younger"),
-         ("{n} has {a} {t}. {m} has {b} {t}. Who has {w} {t}?", "more" if more else "fewer"),
-         ("{n} weighs {a} kilos, {m} weighs {b} kilos. Who is {w}?", "heavier" if more else "lighter"),
-         ("{n} ran {a} miles and {m} ran {b} miles. Who ran {w}?", "farther" if more else "less far")))  # fmt: skip
-    things = rng.pick(_THINGS)
-    winner = n if best == a else m
-    question = render(rng, frame, {"n": n, "m": m, "a": str(a), "b": str(b), "t": things, "w": word})
-    verb = "has" if "{t}" in frame else ("ran" if "ran" in frame else "is")
-    return Task(question, f"{n}: {a}. {m}: {b}.\n{sign}\nSo it is {winner}.", f"{winner} {verb} {word}{' ' + things if verb == 'has' else ''}.", winner)
+        return Task(*compare_bare(rng))
+    found = compare(rng, short=True)[0]
+    while "\n" in "".join(found.blocks):
+        found = compare(rng, short=True)[0]
+    return Task(f"{' '.join(found.blocks)} {found.question}", found.thought, found.answer, found.value)
 
 
 def counting(rng: Rng) -> Task:

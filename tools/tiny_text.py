@@ -8,12 +8,13 @@ import argparse
 import tiny_facts as facts
 from tiny_asking import END, LATER, Document, Fill, recall, recall_chat, sum_turn, user_text
 from tiny_chat import ANSWER, CONTEXT, SYSTEMS, TEXT, Turn, chat, repetition, small_talk, story_request
+from tiny_compare import compare
 from tiny_events import draw_told
 from tiny_grammar import Rng
-from tiny_reason import draw_reasoned
+from tiny_reason import chain
 from tiny_recall import draw_scene, paragraphs, pose_some
 from tiny_stories import Story
-from tiny_sums import draw_task
+from tiny_sums import comparison, draw_task
 from tiny_words import COLOURS, anything
 
 
@@ -108,9 +109,31 @@ def told(rng: Rng) -> Document:
 
 def reasoning(rng: Rng) -> Document:
     """A chat whose question needs two facts of its text."""
-    found = draw_reasoned(rng)
+    found = chain(rng)
     (text, _), *_ = user_text(rng, found.blocks, found.question, 0)
     return list(chat(rng, [Turn(text, found.thought, found.answer)], rng.pick(SYSTEMS) if rng.chance(0.15) else ""))
+
+
+def comparing(rng: Rng) -> Document:
+    """Which of two is more or less: plain text or a chat; the numbers in the question or among the facts of a text."""
+    if rng.chance(0.35):
+        tasks = [comparison(rng) for _ in range(rng.pick((1, 1, 2)))]
+        if rng.chance(0.3):
+            return [(f"Question: {tasks[0].question}\nAnswer:", CONTEXT), (f" {tasks[0].answer}", ANSWER), END]
+        return list(chat(rng, [Turn(task.question, task.steps, task.answer) for task in tasks]))
+    found = compare(rng, questions=rng.pick((1, 1, 1, 2)), short=rng.chance(0.2))
+    first, text = found[0], "\n\n".join(found[0].blocks)
+    style = rng.random()
+    if style < 0.15:
+        lead, answer = rng.pick((("Question: ", "\nAnswer:"), ("Q: ", "\nA:")))
+        return [(f"{text}\n\n{lead}{first.question}{answer}", CONTEXT), (f" {first.answer}", ANSWER), END]
+    (joined, _), *_ = user_text(rng, first.blocks, first.question, 0)
+    turns = [Turn(joined, first.thought, first.answer)]
+    if style < 0.3:
+        told_first = Turn(text + rng.pick(LATER), "The user tells me something. I will remember it.", "Noted.")
+        turns = [told_first, Turn(first.question, first.thought, first.answer)]
+    turns += [Turn(f.question, f.thought, f.answer) for f in found[1:]]
+    return list(chat(rng, turns, rng.pick(SYSTEMS) if rng.chance(0.15) else ""))
 
 
 def sums_chat(rng: Rng) -> Document:
@@ -186,7 +209,8 @@ _KINDS = (
     (talk, 5),
     (copies, 3),
     (mixed_chat, 4),
-    (reasoning, 10),
+    (reasoning, 6),
+    (comparing, 16),
     (told, 22),
 )
 _DRAW = tuple(kind for kind, share in _KINDS for _ in range(share))

@@ -117,6 +117,20 @@ def name(rng: Rng, kind: str = "city", split: str = TRAIN) -> str:
             return raw.capitalize()
 
 
+# Words that begin a sentence or join two; a name may begin like one of them, as Ingrid, Theo, William do.
+_OPENERS = """in on at and as an if it is the then there they this when what who why how where will with we he her his she so but by for from once one two no not now of off or our out over to
+up under us was were after all my me you can do go had has said day new old""".split()
+
+
+def word_name(rng: Rng, split: str = TRAIN) -> str:
+    """An invented person's name that begins like an everyday word; in tokens, it begins with the word itself."""
+    while True:
+        raw = rng.pick(_OPENERS) + (_syllables(rng, 1) if rng.chance(0.4) else "") + rng.pick(_ENDINGS["person"])
+        if raw in ("hero", "isis", "here", "these", "wear") or len(raw) < 3 or any(rude in raw for rude in _RUDE) or held_out(raw) != (split == TEST):
+            continue
+        return raw.capitalize()
+
+
 def first_name(rng: Rng, split: str = TRAIN) -> tuple[str, str]:
     """A person's first name, everyday or invented, and the pronoun."""
     if rng.chance(0.5):
