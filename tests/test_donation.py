@@ -124,3 +124,12 @@ def test_a_prompt_that_live_chunks_leave_no_room_for_is_an_error(model: nv.Model
         drawn += [token for out in outs for token in out.token_ids]
     assert len(drawn) == 8
     nv.check(state)
+
+
+def test_check_refuses_a_donated_state():
+    model = random_model(tiny_config())
+    old = nv.init_state(model, num_pages=4)
+    state, _ = nv.prefill(model, old, [1, 2])
+    nv.check(state)
+    with pytest.raises(nv.DonatedStateError):
+        nv.check(old)

@@ -403,3 +403,22 @@ def test_errors_have_one_root():
     for error in (InvalidRequestError, OutOfPagesError, DonatedStateError, ReleasedChunkError, ForeignChunkError):
         assert issubclass(error, NanoVLLMError)
     assert issubclass(InvalidRequestError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda state: init_state("tiny", num_pages=4), "model must be"),
+        (lambda state: init_state(MODEL, num_pages=4, compile="yes"), "compile='yes'"),
+        (lambda state: init_state(MODEL, num_pages=4, compile=1), "compile=1"),
+        (lambda state: generate(MODEL, state, IDS, 5), "not int"),
+        (lambda state: generate(MODEL, state, IDS, {"temperature": 0}), "not dict"),
+        (lambda state: check("state"), "not str"),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(call, named, untyped):
+    state = engine()
+    with pytest.raises(InvalidRequestError, match=named):
+        call(state)
+    state, reply = generate(MODEL, state, IDS, SamplingParams(max_tokens=3))
+    check(state)

@@ -230,13 +230,20 @@ def record(model: Model, figures: dict[str, float], arguments: Sequence[str]) ->
     }
 
 
+def _positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm bench`."""
     parser.add_argument("--model", default=None, help=f"a folder, a repository, or random weights of one of {', '.join(SHAPES)}")
     parser.add_argument("--which", default=None, help=f"comma-separated: {', '.join(WORKLOADS)} (default: all; on a CPU b1,b8,host)")
     parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU where there is one)")
     parser.add_argument("--dtype", default=None, help="float32, bfloat16, ... (default: bfloat16 on a GPU, float32 on a CPU)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of b1, b8 and b64, of which the median counts")
+    parser.add_argument("--repeats", type=_positive, default=3, help="runs of b1, b8 and b64, of which the median counts")
     parser.add_argument("--output", type=Path, default=None, help="also write the result to this JSON file")
     parser.add_argument("--commit", default=None, help="the commit to record where the source tree is not a checkout")
 

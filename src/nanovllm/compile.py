@@ -77,7 +77,7 @@ class Runtime:
 
 
 class EagerExecutor:
-    """Steps as plain function calls: the reference, and the way on a CPU."""
+    """Steps as plain function calls, as on a CPU."""
 
     def __init__(self, page_size: int, num_pages: int, forward: Forward = models.forward):
         """`forward` may be what `compiled_forward` returns."""

@@ -91,6 +91,8 @@ def one_for_each(contexts: Seq[Context], sampling_params: SamplingParams | Seq[S
         raise InvalidRequestError(f"contexts must be a list of contexts, not one {type(contexts).__name__}")
     if isinstance(sampling_params, SamplingParams) or sampling_params is None:
         return [sampling_params] * len(contexts)
+    if not isinstance(sampling_params, list | tuple):
+        raise InvalidRequestError(f"sampling_params must be SamplingParams, None or a list of these, not {type(sampling_params).__name__}")
     if len(sampling_params) != len(contexts):
         raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: give one for all or one for each")
     return sampling_params

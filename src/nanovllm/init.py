@@ -37,6 +37,10 @@ def init_state(
     terminal.
     Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory.
     """
+    if not isinstance(model, Model):
+        raise InvalidRequestError(f"model must be what load_model returns, not {type(model).__name__}")
+    if compile is not None and not isinstance(compile, bool):
+        raise InvalidRequestError(f"compile={compile!r} must be True, False or None")
     config = model.config
     max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:

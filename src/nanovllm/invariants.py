@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import no_type_check
 
-from .errors import BrokenInvariantError
+from .errors import BrokenInvariantError, InvalidRequestError
 from .state.engine_state import EngineState
 from .state.kv import pages_for
 from .state.pages import PageState, free_pages
@@ -14,9 +14,16 @@ from .state.request import Sequence
 
 
 def check(state: EngineState) -> None:
-    """Raise `BrokenInvariantError` naming the invariant that does not hold. Linear in the pool; reads no device memory."""
+    """Raise `BrokenInvariantError` naming the invariant that does not hold, `DonatedStateError` for an old state.
+
+    Linear in the pool; reads no device memory.
+    """
+    if not isinstance(state, EngineState):
+        raise InvalidRequestError(f"state must be an EngineState, not {type(state).__name__}")
     size = state.config.page_size
-    _require(state.epoch <= state.runtime.lease.epoch, "lease", f"epoch {state.epoch} is ahead of the lease's {state.runtime.lease.epoch}")
+    lease = state.runtime.lease
+    _require(state.epoch <= lease.epoch, "lease", f"epoch {state.epoch} is ahead of the lease's {lease.epoch}")
+    lease.check(state.epoch)
     sequences = [*state.running, *state.waiting, *state.kept.values(), *(s for v in state.sessions.values() for s in v.sequences)]
     owners = Counter(page for s in sequences for page in s.pages)
     owners.update(page for chunk in state.chunks.values() for page in chunk.pages)

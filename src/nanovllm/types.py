@@ -39,7 +39,7 @@ def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     """A torch dtype from itself or its name (`"float32"`, `"bfloat16"`, ...). Raises `ValueError` on any other name."""
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype {dtype!r} is not a floating-point torch dtype; use float32, bfloat16, float16 or float64")
     return found

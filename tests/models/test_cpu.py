@@ -18,7 +18,7 @@ from nanovllm.state.kv import KVState, init_kv
 from nanovllm.testing.models import tiny_config
 from nanovllm.weights import random_params
 
-pytestmark = pytest.mark.skipif(library(cpu.SOURCE) is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(library(cpu.SOURCE, cpu.SYMBOLS) is None, reason="no C compiler")
 CPU = torch.device("cpu")
 
 
@@ -161,3 +161,90 @@ def test_what_it_does_not_serve_goes_the_ordinary_way() -> None:
     prompt = replace(batch, cu_seqlens=torch.tensor([0, 1], dtype=torch.int32))
     assert cpu.serves(params, kv, batch)
     assert not cpu.serves(params, kv, prompt)
+
+
+@pytest.mark.parametrize("odd", ["int64", "float64 frequencies", "strided weight"])
+def test_odd_inputs_are_as_the_models_own_layers_take_them(odd: str) -> None:
+    config = shaped()
+    params, kv, batch = step(config, [5, 9], 4, torch.float32)
+    match odd:
+        case "int64":
+            batch = replace(batch, slots=batch.slots.long(), page_tables=batch.page_tables.long(), seq_lens=batch.seq_lens.long())
+        case "float64 frequencies":
+            params = replace(params, inv_freq=params.inv_freq.double())
+        case _:
+            params = replace(params, layers=tuple(replace(w, down=w.down.t().contiguous().t()) for w in params.layers))
+    logits, _, exact, _ = both(params, kv, batch, config)
+    torch.testing.assert_close(logits, exact, rtol=2e-4, atol=2e-4)
+
+
+def test_weights_of_two_dtypes_are_refused() -> None:
+    config = shaped()
+    params, kv, batch = step(config, [5, 9], 4, torch.float32)
+    mixed = replace(params, layers=tuple(replace(w, post_norm=w.post_norm.double()) for w in params.layers))
+    with pytest.raises(TypeError, match="float64"):
+        forward(mixed, kv, batch, config)
+
+
+def test_rows_that_do_not_fit_each_other_are_refused() -> None:
+    config = shaped()
+    params, kv, batch = step(config, [5, 9], 4, torch.float32)
+    with pytest.raises(IndexError):
+        forward(params, kv, replace(batch, seq_lens=batch.seq_lens[:1]), config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_process_may_have_another_default_dtype(dtype: torch.dtype) -> None:
+    config = shaped()
+    params, kv, batch = step(config, [5, 9, 30, 2], 4, torch.float32)
+    wanted, _ = forward(params, pytree.tree_map(torch.clone, kv), batch, config)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            logits = cpu.head(torch.ones(3, 40, device="cpu", dtype=torch.float32), params.final_norm, params.embed, 1e-6)
+        found, _ = forward(params, kv, batch, config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_whoever_looks_on_gets_the_ordinary_ops() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = shaped()
+    params, kv, batch = step(config, [5, 9], 4, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        forward(params, kv, batch, config)
+    assert counter.get_total_flops() > 0
+
+    def scaled(gain: Tensor) -> Tensor:
+        return forward(replace(params, final_norm=gain), kv, batch, config)[0].sum()
+
+    with torch.enable_grad():
+        gradient = torch.func.grad(scaled)(params.final_norm)
+        gain = params.final_norm.clone().requires_grad_()
+        scaled(gain).backward()
+    assert gain.grad is not None
+    torch.testing.assert_close(gradient, gain.grad)
+    assert gradient.abs().sum() > 0
+    strided = KVState(pools=(torch.randn(kv.pools[0].shape[0], 2 * kv.pools[0].shape[1], *kv.pools[0].shape[2:])[:, ::2],))
+    assert not cpu.serves(params, strided, batch)
+
+
+def test_all_keys_are_written_before_any_row_attends() -> None:
+    """Rows that are consecutive tokens of one sequence: what each attends to includes the others' keys."""
+    config = shaped(hidden_size=64)
+    params, kv, batch = step(config, [8], 4, torch.float32)
+    positions = torch.arange(8, dtype=torch.int32)
+    tables = batch.page_tables.expand(8, -1).contiguous()
+    slots = tables[0, (positions // 4).long()] * 4 + positions % 4
+    ids = torch.randint(0, config.vocab_size, (8,), dtype=torch.int32)
+    rows = Batch(input_ids=ids, positions=positions, slots=slots, page_tables=tables, seq_lens=positions + 1)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            logits, _, exact, _ = both(params, kv, rows, config)
+        finally:
+            torch.set_num_threads(1)
+        torch.testing.assert_close(logits, exact, rtol=2e-4, atol=2e-4)

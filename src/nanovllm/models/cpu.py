@@ -7,6 +7,7 @@ import ctypes
 from pathlib import Path
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..batch import Batch
 from ..config import ModelConfig
@@ -16,6 +17,7 @@ from ..types import Float, Float32, Tensor
 from .params import Layer, Params
 
 SOURCE = Path(__file__).parent.parent / "ops" / "cpu_kernels.c"
+SYMBOLS = ("nanovllm_layer", "nanovllm_head", "nanovllm_layer_args_size")
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = (
     "x", "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
@@ -29,22 +31,36 @@ class LayerArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_long) for name in SIZES),
+        *((name, ctypes.c_int64) for name in SIZES),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
 
 
 def serves(params: Params[Tensor], kv: KVState, batch: Batch) -> bool:
-    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, outside traced code, with a C compiler."""
+    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, in plain eager code, with a C compiler."""
+    embed, pages = params.embed, kv.pools[0]
     return (
         batch.cu_seqlens is None
-        and params.embed.device.type == "cpu"
-        and params.embed.dtype in DTYPES
-        and kv.pools[0].dtype == params.embed.dtype
-        and type(batch.input_ids) is Tensor  # fake tensors and other subclasses have no memory to point at
-        and not torch.compiler.is_compiling()
-        and library(SOURCE) is not None
+        and embed.device.type == pages.device.type == batch.input_ids.device.type == "cpu"
+        and embed.dtype in DTYPES
+        and pages.dtype == embed.dtype
+        and pages.is_contiguous()
+        and type(batch.input_ids) is type(pages) is Tensor
+        and not _traced()
+        and not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in pytree.tree_leaves(params)))
+        and library(SOURCE, SYMBOLS) is not None
+    )
+
+
+def _traced() -> bool:
+    """Whether something looks on that must see tensors and ops: a tracer, a transform, a dispatch mode, autocast."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
     )
 
 
@@ -60,7 +76,8 @@ def decode_layer(
 ) -> Float[Tensor, "B M"]:
     """One decoder layer with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` are written.
 
-    Raises `IndexError`, and writes nothing, for a slot or a page table that points outside the pool.
+    Raises `TypeError` for a weight of another dtype, and `IndexError`, with nothing written, for a slot or a page table that points
+    outside the pool.
     """
     (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
     heads_dim, intermediate = config.num_heads * head_dim, w.down.shape[1]
@@ -68,15 +85,18 @@ def decode_layer(
     group = config.num_heads // num_kv_heads
     a_row = 2 * hidden_size + w.qkv.shape[0] + heads_dim + 3 * intermediate
     a_thread = group * width * page_size + (group + 1) * head_dim
-    scratch = torch.empty(num_rows * a_row + threads * a_thread)
-    out = torch.empty_like(x)
+    scratch = torch.empty(num_rows * a_row + threads * a_thread, dtype=torch.float32, device="cpu")
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    weights = (
+        x, w.input_norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.o, w.o_bias, w.post_norm, w.gate_up, w.gate_up_bias, w.down, w.down_bias
+    )  # fmt: skip
     held = [
-        None if tensor is None else tensor.contiguous()
-        for tensor in (
-            x, w.input_norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.o, w.o_bias, w.post_norm, w.gate_up, w.gate_up_bias, w.down,
-            w.down_bias, cos, sin, batch.page_tables, batch.seq_lens, batch.slots,
-        )
-    ]  # fmt: skip
+        *(_memory(tensor, x.dtype) for tensor in weights),
+        *(tensor.to(torch.float32).contiguous() for tensor in (cos, sin)),
+        *(tensor.to(torch.int32).contiguous() for tensor in (batch.page_tables, batch.seq_lens, batch.slots)),
+    ]
+    if not len(batch.page_tables) == len(batch.seq_lens) == len(batch.slots) == len(cos) == num_rows:
+        raise IndexError(f"{num_rows} rows, but seq_lens {tuple(batch.seq_lens.shape)} and slots {tuple(batch.slots.shape)}")
     args = LayerArgs(
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
         pages[index].data_ptr(), scratch.data_ptr(), out.data_ptr(),
@@ -94,17 +114,27 @@ def decode_layer(
 def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float) -> Float[Tensor, "R V"]:
     """The final norm and the logits: `layers.head`."""
     (num_rows, hidden_size), vocab_size = x.shape, weight.shape[0]
-    scratch, out = torch.empty(num_rows * hidden_size), x.new_empty(num_rows, vocab_size)
-    x, gain, weight = x.contiguous(), gain.contiguous(), weight.contiguous()
+    scratch, out = torch.empty(num_rows * hidden_size, dtype=torch.float32, device="cpu"), x.new_empty(num_rows, vocab_size)
+    held = [*(_memory(tensor, x.dtype) for tensor in (x, gain, weight)), out, scratch]
     _functions().nanovllm_head(
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, gain, weight, out, scratch)),
-        *map(ctypes.c_long, (num_rows, hidden_size, vocab_size)), ctypes.c_float(eps), ctypes.c_int(x.dtype == torch.bfloat16),
-        ctypes.c_long(torch.get_num_threads()),
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in held if tensor is not None),
+        *map(ctypes.c_int64, (num_rows, hidden_size, vocab_size)), ctypes.c_float(eps), ctypes.c_int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(torch.get_num_threads()),
     )  # fmt: skip
     return out
 
 
+def _memory(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The tensor such that C can read it."""
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype:
+        raise TypeError(f"a weight is {tensor.dtype} and the activations are {dtype}")
+    return tensor.contiguous()
+
+
 def _functions() -> ctypes.CDLL:
-    found = library(SOURCE)
+    found = library(SOURCE, SYMBOLS)
     assert found is not None, "serves() was not asked"
+    assert found.nanovllm_layer_args_size() == ctypes.sizeof(LayerArgs)
     return found

@@ -18,8 +18,8 @@ P = TypeVar("P")
 class ParamInfo:
     """One parameter: its shape, the checkpoint tensors that make it when concatenated along axis 0, and how it starts at random.
 
-    `source_shapes` are the checkpoint's shapes, in the order of `sources`. `dtype` None means the model's own. `kind`: a `matrix` may be
-    prepacked for `ops.linear`, a `table` is indexed by row, a `gain` starts near one, a `bias` near zero; `rope` is computed, not loaded.
+    `source_shapes` are the checkpoint's shapes, in the order of `sources`. `dtype` None means the model's own. `kind`: a `matrix` is
+    multiplied with, a `table` indexed by row, a `gain` starts near one, a `bias` near zero; `rope` is computed, not loaded.
     """
 
     shape: tuple[int, ...]
