@@ -420,5 +420,5 @@ def test_what_is_of_the_wrong_kind_is_named(call, named, untyped):
     state = engine()
     with pytest.raises(InvalidRequestError, match=named):
         call(state)
-    state, reply = generate(MODEL, state, IDS, SamplingParams(max_tokens=3))
+    state, _ = generate(MODEL, state, IDS, SamplingParams(max_tokens=3))
     check(state)
