@@ -164,7 +164,7 @@ def test_what_it_does_not_serve_goes_the_ordinary_way() -> None:
 
 
 @pytest.mark.parametrize("odd", ["int64", "float64 frequencies", "strided weight"])
-def test_odd_inputs_are_as_the_models_own_layers_take_them(odd: str) -> None:
+def test_odd_inputs_are_as_the_models_own_layers_take_them(odd: str, untyped: None) -> None:
     config = shaped()
     params, kv, batch = step(config, [5, 9], 4, torch.float32)
     match odd:
@@ -178,7 +178,7 @@ def test_odd_inputs_are_as_the_models_own_layers_take_them(odd: str) -> None:
     torch.testing.assert_close(logits, exact, rtol=2e-4, atol=2e-4)
 
 
-def test_weights_of_two_dtypes_are_refused() -> None:
+def test_weights_of_two_dtypes_are_refused(untyped: None) -> None:
     config = shaped()
     params, kv, batch = step(config, [5, 9], 4, torch.float32)
     mixed = replace(params, layers=tuple(replace(w, post_norm=w.post_norm.double()) for w in params.layers))
@@ -186,7 +186,7 @@ def test_weights_of_two_dtypes_are_refused() -> None:
         forward(mixed, kv, batch, config)
 
 
-def test_rows_that_do_not_fit_each_other_are_refused() -> None:
+def test_rows_that_do_not_fit_each_other_are_refused(untyped: None) -> None:
     config = shaped()
     params, kv, batch = step(config, [5, 9], 4, torch.float32)
     with pytest.raises(IndexError):
