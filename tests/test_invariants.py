@@ -92,7 +92,7 @@ def a_chunk_of_too_few_pages(state, chunk):
 
 
 def an_approximate_page_in_the_index(state, chunk):
-    return chunk_with(state, chunk, provenance=Provenance(operations=("composed",)))
+    return chunk_with(state, chunk, provenance=Provenance(operations=("composed",)), num_exact=0)
 
 
 def running_out_of_order(state, chunk):

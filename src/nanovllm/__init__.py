@@ -6,6 +6,7 @@ those who just want text.
 
 from .batch import Batch
 from .chunks import fork, prefill, release, truncate
+from .compose import compose, drop
 from .config import EngineConfig, ModelConfig, RopeConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .engine import cancel, step, submit
@@ -71,7 +72,9 @@ __all__ = [
     "cancel",
     "check",
     "commit",
+    "compose",
     "decode_step",
+    "drop",
     "fork",
     "forward",
     "generate",

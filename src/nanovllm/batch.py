@@ -16,7 +16,8 @@ class Batch:
 
     `slots` are `page * page_size + offset`; padding, and a token that is run again only for its logits, point into the dummy page.
     `page_tables` rows are padded with the dummy page. `seq_lens` counts what the row's last token attends to, itself included;
-    the queries of row b stand at positions `seq_lens[b] - q_len[b] ... seq_lens[b] - 1`. A padding row has seq_len 1 on the dummy page.
+    the queries of row b are its tokens `seq_lens[b] - q_len[b] ... seq_lens[b] - 1`. A padding row has seq_len 1 on the dummy page.
+    `positions` are what the rotary embedding sees; they differ from a token's index behind a gap.
     `logit_indices` names the tokens whose logits are wanted (None: all). `plan` is the static handle of an attention plan (0: none).
     """
 
@@ -54,13 +55,14 @@ def prefill_batch(rows: Seq[tuple[Sequence, int]], *, page_size: int, dummy_page
     cu_seqlens = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-    positions = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
+    places = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
+    offsets = np.array([s.offset for s, _ in rows], np.int32)
     tables = page_tables([s for s, _ in rows], dummy_page)
     whole = [i for i, (s, count) in enumerate(rows) if draw and count == s.todo]
     return HostBatch(
         input_ids=np.concatenate([s.tokens.array(s.num_filled, s.num_filled + count) for s, count in rows]),
-        positions=positions,
-        slots=tables[row_of, positions // page_size] * page_size + positions % page_size,
+        positions=places + np.repeat(offsets, counts),
+        slots=tables[row_of, places // page_size] * page_size + places % page_size,
         page_tables=tables,
         seq_lens=starts + counts,
         page_counts=-(-(starts + counts) // page_size),
@@ -77,7 +79,7 @@ def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int) -> Hos
     filled = np.array([s.todo == 0 for s in rows])
     return HostBatch(
         input_ids=np.array([s.tokens[-1] for s in rows], np.int32),
-        positions=last,
+        positions=last + np.array([s.offset for s in rows], np.int32),
         slots=np.where(filled, dummy_page * page_size, slots).astype(np.int32),
         page_tables=tables,
         seq_lens=last + 1,

@@ -31,11 +31,11 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
         require_chunk(after, "after")
         text_or_ids = [after, *parts_of(text_or_ids)]
     resolved = resolve(model, state, text_or_ids)
-    num_tokens, limit = len(resolved.tokens), capacity(state)
+    num_tokens, limit = len(resolved.tokens), capacity(state, resolved.base)
     if num_tokens > limit:
         raise InvalidRequestError(f"the chunk would have {num_tokens} tokens; this engine holds at most {limit}")
     with guarded(state) as taken:
-        filled, sequences = adopt(state, [plain_sequence(resolved)])
+        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base)])
         filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
         filled, (sequence,) = fill(model, filled, sequences)
         provenance = Provenance() if resolved.base is None else resolved.base.provenance
@@ -62,10 +62,9 @@ def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[E
         count = 0
     if not 1 <= count <= len(chunk):
         raise InvalidRequestError(f"length={length!r} must be an integer in 1 ... {len(chunk)}, the tokens of the chunk")
-    pages = chunk.pages.truncate(pages_for(count, state.config.page_size))
-    twin = replace(chunk, tokens=chunk.tokens.truncate(count), pages=pages, liveness=state.next_id)
+    twin = replace(cut(chunk, count, state.config.page_size), liveness=state.next_id)
     state = commit_state(
-        state, pool=pools.acquire(state.pool, pages), chunks=state.chunks.set(twin.liveness, twin), next_id=state.next_id + 1
+        state, pool=pools.acquire(state.pool, twin.pages), chunks=state.chunks.set(twin.liveness, twin), next_id=state.next_id + 1
     )
     return state, twin
 
@@ -77,21 +76,38 @@ def release(state: EngineState, chunk: Chunk) -> EngineState:
     return commit_state(state, pool=pools.release(state.pool, chunk.pages), chunks=state.chunks.delete(chunk.liveness))
 
 
+def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
+    """The first `length` tokens of a chunk, in its pages. It owns none of them: `liveness` is the chunk's."""
+    exact = min(chunk.num_exact, length)
+    return replace(
+        chunk,
+        tokens=chunk.tokens.truncate(length),
+        pages=chunk.pages.truncate(pages_for(length, page_size)),
+        provenance=Provenance() if exact == length else chunk.provenance,
+        num_exact=exact,
+        gaps=tuple(gap for gap in chunk.gaps if gap[0] < length),
+    )
+
+
 def chunk_of(model: Model, state: EngineState, sequence: Sequence, provenance: Provenance) -> tuple[EngineState, Chunk]:
-    """Hand a wholly filled sequence's pages over to a new chunk, and index them if exact; pages beyond its tokens return to the pool."""
+    """Hand a wholly filled sequence's pages over to a new chunk, and index what is exact; pages beyond its tokens return to the pool.
+
+    `provenance` tells what the sequence was made of; where all its KV turns out exact, the chunk is.
+    """
     if sequence.num_filled != len(sequence.tokens):
         raise OutOfPagesError(f"{sequence.todo} of {len(sequence.tokens)} tokens are not filled")
     count = pages_for(len(sequence.tokens), state.config.page_size)
-    spare = sequence.pages.array(count)
+    spare, num_exact = sequence.pages.array(count), sequence.num_exact
     chunk = Chunk(
         tokens=sequence.tokens,
         pages=IntVector.of(sequence.pages.array(0, count)) if len(spare) else sequence.pages,
-        provenance=provenance,
+        provenance=Provenance() if num_exact == len(sequence.tokens) else provenance,
+        num_exact=num_exact,
+        gaps=sequence.gaps,
         fingerprint=model.fingerprint,
         engine=state.runtime.lease.engine,
         liveness=state.next_id,
     )
     pool = pools.release(state.pool, spare.tolist())
-    if provenance.exact:  # the pages of a reply, which decode steps filled, are not indexed yet
-        pool = pools.insert(pool, chunk.token_ids, chunk.pages.array(), 0)
+    pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array(), 0)  # a reply's pages are not indexed yet
     return replace(state, pool=pool, chunks=state.chunks.set(chunk.liveness, chunk), next_id=state.next_id + 1), chunk

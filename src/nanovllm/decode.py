@@ -85,7 +85,7 @@ def decode_step(
     logits, kv = forward(params, carry.kv, carry.batch, config)
     if process_logits is not None:
         logits = process_logits(logits)
-    sampled = sample(logits, carry.sampling, carry.batch.positions + carry.active)
+    sampled = sample(logits, carry.sampling, carry.batch.seq_lens - 1 + carry.active)
     if token_ids is not None:
         sampled = _forced(logits, sampled, token_ids)
     carry = advance(carry, kv, sampled)
@@ -111,21 +111,21 @@ def require_fresh(log: TokenLog) -> None:
 def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
     """The carry of the next step, in which the drawn tokens run.
 
-    A position beyond a row's page table writes into the dummy page, and attends to what the table holds.
+    A token beyond a row's page table writes into the dummy page, and attends to what the table holds.
     """
     batch, active, token_ids = carry.batch, carry.active, sampled.token_ids
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
-    positions = batch.positions + active
-    column = positions // page_size
+    index = batch.seq_lens - 1 + active
+    column = index // page_size
     width = batch.page_tables.shape[1]
     page = batch.page_tables.gather(1, column.clamp(max=width - 1).long().unsqueeze(1)).squeeze(1)
     page = torch.where(column < width, page, num_pages - 1)
-    slots = page * page_size + positions % page_size
+    slots = page * page_size + index % page_size
     seq_lens = (batch.seq_lens + active).clamp(max=width * page_size)
     return replace(
         carry,
         kv=kv,
-        batch=replace(batch, input_ids=token_ids, positions=positions, slots=slots, seq_lens=seq_lens),
+        batch=replace(batch, input_ids=token_ids, positions=batch.positions + active, slots=slots, seq_lens=seq_lens),
         sampling=record(carry.sampling, token_ids),
         log=None if carry.log is None else _write(carry.log, sampled),
     )

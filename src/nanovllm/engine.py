@@ -21,11 +21,11 @@ from .sampling_params import SamplingParams, from_generation_config, validate_fo
 from .schedule import Plan, give_up_pages, schedule
 from .settle import counted, draw_token, finish_reason, result
 from .state import pool as pools
-from .state.chunk import Chunk
+from .state.chunk import Chunk, offset_after
 from .state.engine_state import EngineState
 from .state.kv import KVState
 from .state.pool import Pool
-from .state.request import Request, Sequence, StepOutput, StopScan
+from .state.request import ALL, Request, Sequence, StepOutput, StopScan
 from .state.vector import IntVector
 from .tokenizer import Detokenizer
 
@@ -99,7 +99,7 @@ def new_sequence(
         raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
     validate_for(params, model.config.vocab_size)
     resolved = resolve(model, state, context)
-    num_prompt, limit = len(resolved.tokens), capacity(state)
+    num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base)
     if num_prompt >= limit:
         raise InvalidRequestError(f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated")
     ends = () if params.ignore_eos else model.config.eos_token_ids
@@ -116,16 +116,25 @@ def new_sequence(
     )
     if params.stop and model.tokenizer is None:
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, and this model has none")
-    base = resolved.base
     stops = StopScan(detokenizer=Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
-    pages, num_filled = (IntVector.of(), 0) if base is None else (base.pages, len(base))
-    sequence = Sequence(request=request, tokens=resolved.tokens, pages=pages, num_filled=num_filled, stops=stops)
-    return replace(state, next_id=rid + 1), sequence, base
+    sequence = begin_sequence(request, resolved.tokens, resolved.base, stops)
+    return replace(state, next_id=rid + 1), sequence, resolved.base
 
 
-def capacity(state: EngineState) -> int:
-    """The most tokens that one request can have, prompt and reply."""
-    return min(state.config.max_model_len, state.config.num_pages * state.config.page_size)
+def begin_sequence(request: Request, tokens: IntVector, base: Chunk | None, stops: StopScan | None = None) -> Sequence:
+    """A sequence over the pages of its base chunk, whose owner it is not yet."""
+    if base is None:
+        return Sequence(request=request, tokens=tokens, pages=IntVector.of(), stops=stops)
+    exact_len = ALL if base.provenance.exact else base.num_exact
+    return Sequence(
+        request=request, tokens=tokens, pages=base.pages, num_filled=len(base), stops=stops, exact_len=exact_len, gaps=base.gaps
+    )
+
+
+def capacity(state: EngineState, base: Chunk | None = None) -> int:
+    """The most tokens that one request can have, prompt and reply; after a chunk with gaps fewer, because positions end too."""
+    offset = 0 if base is None else offset_after(base.gaps)
+    return min(state.config.max_model_len - offset, state.config.num_pages * state.config.page_size)
 
 
 def enter(state: EngineState, model: Model | None = None) -> EngineState:
@@ -145,7 +154,7 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
     for sequence in (*state.running, *state.waiting):
         if not lost.isdisjoint(sequence.pages):
             pool = pools.release(pool, sequence.pages)
-            waiting = waiting.push(sequence.with_pages(IntVector.of(), 0))
+            waiting = waiting.push(sequence.restart(IntVector.of(), 0))
         elif sequence.request.request_id not in waiting.items:
             kept.append(sequence)
     # The lease stays dirty until a call commits: one that fails again must find the same losses.
@@ -210,7 +219,7 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         prompt, again = counted(sequence, count)
         prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
         grown = sequence.advance(count)
-        pool = pools.insert(pool, grown.tokens.array(0, grown.num_filled), grown.pages.array(), sequence.num_filled // page_size)
+        pool = pools.insert(pool, grown.tokens.array(0, grown.num_exact), grown.pages.array(), sequence.num_exact // page_size)
         if prefilled is not None and count == sequence.todo:
             row, drew[rid] = next(first_tokens)
             grown = draw_token(grown, drew[rid], prefilled, row, now)

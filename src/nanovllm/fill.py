@@ -3,29 +3,30 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from .context import Resolved
-from .engine import copy_pages
+import numpy as np
+
+from .engine import begin_sequence, copy_pages
 from .errors import OutOfPagesError
 from .model import Model
 from .sampling_params import SamplingParams
 from .schedule import reserve, worth_taking, written_pages
 from .settle import counted
 from .state import pool as pools
+from .state.chunk import Chunk
 from .state.engine_state import EngineState
 from .state.pages import require_writable
 from .state.request import Request, Sequence
 from .state.vector import IntVector
 
 
-def plain_sequence(resolved: Resolved) -> Sequence:
+def plain_sequence(tokens: IntVector, base: Chunk | None) -> Sequence:
     """A sequence that only fills its tokens, over the pages of its base chunk; not an owner of them yet."""
-    count = len(resolved.tokens)
-    request = Request(
-        request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0
-    )
-    base = resolved.base
-    pages, num_filled = (IntVector.of(), 0) if base is None else (base.pages, len(base))
-    return Sequence(request=request, tokens=resolved.tokens, pages=pages, num_filled=num_filled)
+    return begin_sequence(plain_request(len(tokens)), tokens, base)
+
+
+def plain_request(count: int) -> Request:
+    """A request for no more than the KV of `count` tokens."""
+    return Request(request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0)
 
 
 def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:
@@ -37,7 +38,7 @@ def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False)
     for asked in sequences:
         matched = pools.match(pool, asked.tokens.array())
         better = worth_taking(pool, matched, asked, state.config.page_size)
-        sequence = asked.with_pages(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
+        sequence = asked.restart(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
         pool = pools.acquire(pool, sequence.pages)
         there = min(sequence.num_filled, len(sequence.tokens) - logits)
         held.append(replace(sequence, most_filled=there))
@@ -89,6 +90,28 @@ def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: 
         for i, count in rows:
             prompt, again = counted(done[i], count)
             stats = stats.add(prefill_tokens=prompt, decode_tokens=count - prompt, rerun_tokens=again)
-            start = done[i].num_filled // state.config.page_size
+            start = done[i].num_exact // state.config.page_size
             done[i] = done[i].advance(count)
-            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_filled), done[i].pages.array(), start)
+            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_exact), done[i].pages.array(), start)
+
+
+def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.ndarray) -> None:
+    """Run tokens of a filled sequence again, in place: each attends to all that stands before it, run again or not. Donates the KV.
+
+    `places` are their indices in ascending order. Runs of neighbours are rows of one batch, in which every layer writes all KV before any
+    row attends, so one batch equals one after another.
+    """
+    budget, size = state.config.max_num_batched_tokens, state.config.page_size
+    runs = [run for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(run)]
+    pieces = [run[at : at + budget] for run in runs for at in range(0, len(run), budget)]
+    batch: list[tuple[Sequence, int]] = []
+    for i, piece in enumerate(pieces):
+        start, stop = int(piece[0]), int(piece[-1]) + 1
+        require_writable(state.pool.pages, sequence.pages.array(start // size, -(-stop // size)).tolist())
+        batch.append((replace(sequence, tokens=sequence.tokens.truncate(stop), num_filled=start), stop - start))
+        following = len(pieces[i + 1]) if i + 1 < len(pieces) else budget
+        if sum(count for _, count in batch) + following > budget or len(batch) == state.config.max_num_seqs:
+            state.runtime.executor.prefill(model, state.kv, batch, draw=False)
+            batch = []
+    if batch:
+        state.runtime.executor.prefill(model, state.kv, batch, draw=False)

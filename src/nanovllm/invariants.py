@@ -9,8 +9,9 @@ from .state.engine_state import EngineState
 from .state.kv import pages_for
 from .state.pages import PageState, free_pages
 from .state.pool import Pool
-from .state.prefix import ROOT, PrefixIndex
+from .state.prefix import ROOT, PrefixIndex, match
 from .state.request import Sequence
+from .state.vector import IntVector
 
 
 def check(state: EngineState) -> None:
@@ -30,11 +31,13 @@ def check(state: EngineState) -> None:
     check_pool(state.pool, owners)
     for sequence in sequences:
         _check_sequence(sequence, size, state.config.num_pages)
+        _check_exact(state, sequence.tokens, sequence.pages, sequence.exact_len)
     for chunk in state.chunks.values():
         _require(len(chunk) > 0 and len(chunk.pages) == pages_for(len(chunk), size), "chunk", f"{chunk!r} does not fit its pages")
+        labelled = chunk.provenance.exact == (chunk.num_exact == len(chunk))
+        _require(labelled, "provenance", f"{chunk!r} counts {chunk.num_exact} exact tokens")
         if not chunk.provenance.exact:
-            indexed = [page for page in chunk.pages if page in state.prefix]
-            _require(not indexed, "exact index", f"approximate pages {indexed} are in the prefix index")
+            _check_exact(state, chunk.tokens, chunk.pages, chunk.num_exact)
     ids = [s.request.request_id for s in state.running]
     _require(all(a < b for a, b in pairwise(ids)), "order", f"running requests {ids} are not in order of arrival")
     _require(not set(ids) & set(state.waiting.items), "order", "a request is both waiting and running")
@@ -90,6 +93,13 @@ def _check_prefix(index: PrefixIndex) -> None:
             since = index.idle_since.get(page)
             later = since is not None and since < before
             _require(later, "eviction order", f"page {node.parent} could be evicted before page {page} behind it")
+
+
+def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:
+    """Pages behind the first `num_exact` tokens are not found by these tokens; they may be by those that they were filled with."""
+    approximate = pages.array(num_exact // state.config.page_size).tolist()
+    found = set(approximate) & set(match(state.prefix, tokens.array())) if approximate else ()
+    _require(not found, "exact index", f"approximate pages {sorted(found)} are in the prefix index")
 
 
 def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:

@@ -100,7 +100,7 @@ def reserve(pool: Pool, sequence: Sequence, length: int, page_size: int) -> Rese
 
 def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     """Index what is filled and exact, then take the sequence's references back: full pages stay reusable until they are evicted."""
-    tokens = sequence.tokens.array(0, min(sequence.num_filled, sequence.tokens.length))
+    tokens = sequence.tokens.array(0, sequence.num_exact)
     pool = pools.insert(pool, tokens, sequence.pages.array(), 0)
     return pools.release(pool, sequence.pages)
 
@@ -247,7 +247,7 @@ class _Draft:
         if worth_taking(self.pool, matched, sequence, self.config.page_size):
             self.pool = pools.acquire(self.pool, matched)
             self.pool = pools.release(self.pool, sequence.pages)
-            sequence = sequence.with_pages(IntVector.of(matched), len(matched) * self.config.page_size)
+            sequence = sequence.restart(IntVector.of(matched), len(matched) * self.config.page_size)
         there = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even where it is filled
         self.num_reused += max(0, there - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else there
@@ -284,4 +284,4 @@ class _Draft:
 
 
 def _without_pages(sequence: Sequence) -> Sequence:
-    return sequence.with_pages(IntVector.of(), 0)
+    return sequence.restart(IntVector.of(), 0)

@@ -48,9 +48,9 @@ def begin(
     inner, sequences, provenances = state, [], []
     for context, params in zip(contexts, sampling_params, strict=True):
         inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
-        if len(sequence.tokens) + room > capacity(state):
+        if len(sequence.tokens) + room > capacity(state, base):
             raise InvalidRequestError(
-                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's {capacity(state)} tokens a request"
+                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds the {capacity(state, base)} tokens a request may have"
             )
         request = replace(sequence.request, max_len=sequence.request.num_prompt + room)
         sequences.append(replace(sequence, request=request))

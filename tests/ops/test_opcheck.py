@@ -19,6 +19,7 @@ def arguments(name):
     tables, seq_lens = int32([[0, 3], [2, 4]]), int32([6, 3])
     return {
         "kv_write": (pool(), 1, kv, kv + 1, int32([3, 9, 16])),
+        "move_kv": (pool(), int32([3, 9]), int32([16, 12]), int32([-4, 1000]), torch.rand(4)),
         "copy_pages": (pool(), int32([0, 3]), int32([2, 1])),
         "paged_prefill": (q, pool(), 1, tables, seq_lens, int32([0, 2, 3]), 0.3, 0),
         "paged_decode": (q[:2], pool(), 1, tables, seq_lens, 0.3, 0),
@@ -26,7 +27,7 @@ def arguments(name):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["kv_write", "copy_pages", "paged_prefill", "paged_decode"])
+@pytest.mark.parametrize("name", ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode"])
 def test_opcheck(name):
     assert callable(getattr(ops, name))  # importing the package registers the ops
     torch.library.opcheck(getattr(torch.ops.nanovllm, name).default, arguments(name))

@@ -2,7 +2,8 @@
 
 from .copy_pages import copy_pages
 from .kv_write import kv_write
+from .move_kv import move_kv
 from .paged_decode import paged_decode
 from .paged_prefill import paged_prefill
 
-__all__ = ["copy_pages", "kv_write", "paged_decode", "paged_prefill"]
+__all__ = ["copy_pages", "kv_write", "move_kv", "paged_decode", "paged_prefill"]

@@ -1,4 +1,4 @@
-"""The Triton kernels around paged memory: token writes, page copies, last-page lengths. Imported only where Triton is."""
+"""The Triton kernels around paged memory: token writes, page copies, moves, last-page lengths. Imported only where Triton is."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..types import Float, Int32, Tensor
+from ..types import Float, Float32, Int32, Tensor
 
 
 @triton.jit
@@ -30,6 +30,34 @@ def _copy_pages(pages, src, dst, layer_stride, page_size_in_elements, BLOCK: tl.
     base = pages + layer * layer_stride + i
     page = tl.load(base + tl.load(src + n).to(tl.int64) * page_size_in_elements, mask=ok)
     tl.store(base + tl.load(dst + n).to(tl.int64) * page_size_in_elements, page, mask=ok)
+
+
+@triton.jit
+def _move_kv(
+    pages, src, dst, shift, inv_freq, layer_stride, page_stride, S: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    KB: tl.constexpr, HB: tl.constexpr,
+):  # fmt: skip
+    """Program (token, layer): all its key and value heads."""
+    t, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    source, target = tl.load(src + t).to(tl.int64), tl.load(dst + t).to(tl.int64)
+    head, i = tl.arange(0, KB)[:, None], tl.arange(0, HB)[None, :]
+    ok = (head < K) & (i < HALF)
+    inside = head * (S * 2 * HALF) + i
+    base = pages + layer * layer_stride
+    read = base + source // S * page_stride + source % S * (2 * HALF) + inside
+    write = base + target // S * page_stride + target % S * (2 * HALF) + inside
+    values = K * S * 2 * HALF
+    low, high = tl.load(read, mask=ok), tl.load(read + HALF, mask=ok)
+    v_low, v_high = tl.load(read + values, mask=ok), tl.load(read + values + HALF, mask=ok)
+    positions = tl.load(shift + t)
+    angle = positions.to(tl.float32) * tl.load(inv_freq + i, mask=i < HALF, other=0.0)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    moved = positions != 0
+    tl.store(write, tl.where(moved, (a * cos - b * sin).to(low.dtype), low), mask=ok)
+    tl.store(write + HALF, tl.where(moved, (b * cos + a * sin).to(low.dtype), high), mask=ok)
+    tl.store(write + values, v_low, mask=ok)
+    tl.store(write + values + HALF, v_high, mask=ok)
 
 
 @triton.jit
@@ -65,6 +93,26 @@ def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst
     launch: Any = _copy_pages
     with torch.cuda.device(pages.device):
         launch[(src.shape[0], pages.shape[0], triton.cdiv(elements, block))](pages, src, dst, pages.stride(0), elements, block)
+
+
+def move_kv(
+    pages: Float[Tensor, "L N 2 K S D"],
+    src: Int32[Tensor, "T"],
+    dst: Int32[Tensor, "T"],
+    shift: Int32[Tensor, "T"],
+    inv_freq: Float32[Tensor, "half"],
+) -> None:
+    """Copy tokens to other slots in all layers and turn their keys, in one launch and without a temporary."""
+    num_tokens, (num_layers, _, _, num_kv_heads, page_size, _) = src.shape[0], pages.shape
+    if num_tokens == 0:
+        return
+    half = inv_freq.shape[0]
+    blocks = (triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(half))
+    launch: Any = _move_kv
+    with torch.cuda.device(pages.device):
+        launch[(num_tokens, num_layers)](
+            pages, src, dst, shift, inv_freq, pages.stride(0), pages.stride(1), page_size, num_kv_heads, half, *blocks
+        )
 
 
 def last_page_lens(out: Int32[Tensor, "B"], seq_lens: Int32[Tensor, "B"], kv_indptr: Int32[Tensor, "B+1"], page_size: int) -> None:

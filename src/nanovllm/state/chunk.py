@@ -1,10 +1,18 @@
 """`Chunk`: an immutable handle on the KV of a run of tokens."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from .vector import IntVector
+
+Gaps = tuple[tuple[int, int], ...]  # (index of a token, its position less its index), for the first token after each gap
+
+
+def offset_after(gaps: Gaps) -> int:
+    """The position less the index of all tokens behind the last gap."""
+    return gaps[-1][1] if gaps else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +34,15 @@ class Provenance:
 class Chunk:
     """KV of `len(chunk)` tokens in `pages`, the last of which may be partly filled.
 
+    The first `num_exact` tokens are exact whatever the provenance of the whole. `gaps` tell where drops by `gap` left positions out.
     `liveness` is unique in its engine and listed in `EngineState.chunks` until the chunk is released; `engine` names that engine.
     """
 
     tokens: IntVector
     pages: IntVector
     provenance: Provenance
+    num_exact: int
+    gaps: Gaps = ()
     fingerprint: str
     engine: str
     liveness: int
@@ -50,4 +61,7 @@ class Chunk:
     @property
     def positions(self) -> np.ndarray:
         """The position each key was rotated for, int32 `[len(chunk)]`."""
-        return np.arange(len(self), dtype=np.int32)
+        positions = np.arange(len(self), dtype=np.int32)
+        for (start, offset), (stop, _) in pairwise((*self.gaps, (len(self), 0))):
+            positions[start:stop] += offset
+        return positions

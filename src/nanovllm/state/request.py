@@ -1,7 +1,7 @@
 """A request, the sequence it has grown to, the queue it waits in, and what comes out of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,10 @@ from immutables import Map
 
 from ..sampling_params import SamplingParams
 from ..tokenizer import Detokenizer
+from .chunk import Gaps, offset_after
 from .vector import IntVector
+
+ALL = 1 << 62  # more tokens than any sequence has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +47,8 @@ class Sequence:
     """A request under way: its tokens, the pages that hold the KV of the first `num_filled` of them, and counters.
 
     Every token but the newest is filled once it decodes. `most_filled` is the highest `num_filled` ever reached: what is run again below
-    it was lost to preemption. `logprobs` is a linked list, newest first: (older, entry).
+    it was lost to preemption. `logprobs` is a linked list, newest first: (older, entry). KV of the first `exact_len` tokens is exact;
+    `gaps` are those of the chunk that it began with.
     """
 
     request: Request
@@ -56,6 +60,18 @@ class Sequence:
     first_token: float = 0.0
     logprobs: tuple[Any, Any] | None = None
     stops: StopScan | None = None
+    exact_len: int = ALL
+    gaps: Gaps = ()
+
+    @property
+    def offset(self) -> int:
+        """The position of the next token less its index."""
+        return offset_after(self.gaps)
+
+    @property
+    def num_exact(self) -> int:
+        """Leading tokens whose KV is filled and exact: what may enter the prefix index."""
+        return min(self.num_filled, self.exact_len, self.tokens.length)
 
     @property
     def todo(self) -> int:
@@ -68,11 +84,16 @@ class Sequence:
         return self.tokens.length - self.request.num_prompt
 
     def with_pages(self, pages: IntVector, num_filled: int) -> "Sequence":
-        """The sequence over other pages, of which `num_filled` tokens are filled."""
+        """The sequence over other pages that hold the same KV of `num_filled` tokens."""
         return Sequence(
             request=self.request, tokens=self.tokens, pages=pages, num_filled=num_filled, most_filled=self.most_filled,
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
+            exact_len=self.exact_len, gaps=self.gaps,
         )  # fmt: skip
+
+    def restart(self, pages: IntVector, num_filled: int) -> "Sequence":
+        """The sequence over pages of the prefix index, or none: what it was made of is forgotten, all its KV is exact."""
+        return replace(self, pages=pages, num_filled=num_filled, exact_len=ALL, gaps=())
 
     def advance(self, count: int) -> "Sequence":
         """The sequence with `count` more tokens filled."""
@@ -80,6 +101,7 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=self.tokens, pages=self.pages, num_filled=filled, most_filled=max(self.most_filled, filled),
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
+            exact_len=self.exact_len, gaps=self.gaps,
         )  # fmt: skip
 
 

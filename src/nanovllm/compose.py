@@ -1,0 +1,281 @@
+"""Chunks made of chunks: `compose` places them one after another, `drop` takes a span out. What moves is copied, the sources stay."""
+
+import math
+import operator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from . import ops
+from .chunks import chunk_of, cut, fork, truncate
+from .context import require_chunk, require_live
+from .engine import capacity, commit_state, enter, guarded
+from .errors import InvalidRequestError, OutOfPagesError
+from .fill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
+from .model import Model
+from .state import pool as pools
+from .state.chunk import Chunk, Gaps, Provenance, offset_after
+from .state.engine_state import EngineState
+from .state.kv import pages_for
+from .state.request import Sequence
+from .state.vector import IntVector
+
+MODES = ("recompute", "shift", "gap")
+PROBED = 2  # layers that are run to choose tokens by deviation: KV of the first does not depend on what stands before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """A run of tokens over pages of other chunks and fresh ones.
+
+    Pages are `head`, which is shared, then `num_fresh`, then `tail`, shared too. `source` [n] are the slots whose KV goes to tokens
+    `start ... start + n - 1`, which lie in fresh pages, and `shift` [n] is by how many positions their keys turn.
+    """
+
+    tokens: IntVector
+    head: np.ndarray
+    num_fresh: int
+    tail: np.ndarray
+    start: int
+    source: np.ndarray
+    shift: np.ndarray
+    num_exact: int
+    gaps: Gaps = ()
+
+
+@torch.no_grad()
+def compose(
+    model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int | float | Literal["all"] = 0
+) -> tuple[EngineState, Chunk]:
+    """Place chunks one after another, in any order and each any number of times: one chunk of all their tokens.
+
+    The first keeps its place and its whole pages are shared; keys of the others are turned for their new positions and copied into fresh
+    pages. They never attended to what now stands before them, so the result is approximate. `recompute` runs some of their tokens
+    again, in place: 0 none, k the first k of each (Hu et al., 2024, "EPIC"), a fraction those whose KV deviates most (Yao et al., 2024,
+    "CacheBlend"; two layers run over all tokens to find them), "all" every token, which is exact. `state.stats` counts what was run.
+
+    Raises `InvalidRequestError` for what can never be composed, `OutOfPagesError` where pages do not suffice now, `ReleasedChunkError` and
+    `ForeignChunkError` for chunks that cannot be used.
+    """
+    state = enter(state, model)
+    if not isinstance(chunks, list | tuple) or not chunks:
+        raise InvalidRequestError("compose needs a list of at least one chunk")
+    for place, chunk in enumerate(chunks):
+        require_chunk(chunk, f"chunks[{place}]")
+        require_live(state, chunk)
+    amount = _recompute(recompute)
+    num_tokens, first = sum(map(len, chunks)), chunks[0]
+    if num_tokens > capacity(state):
+        raise InvalidRequestError(f"the chunks have {num_tokens} tokens; this engine holds at most {capacity(state)}")
+    if len(chunks) == 1 and not first.gaps:
+        return fork(state, first)
+    tokens = first.tokens.extend(np.concatenate([chunk.token_ids for chunk in chunks[1:]] or [np.empty(0, np.int32)]))
+    if isinstance(amount, str):
+        return _run_after(model, state, cut(first, first.num_exact, state.config.page_size) if first.num_exact else None, tokens)
+    require_rotary(model, 'compose with recompute=0; recompute="all" works')
+    return _placed(model, state, _joined(chunks, tokens, state.config.page_size), f"composed, recompute={amount}", chunks, amount)
+
+
+@torch.no_grad()
+def drop(
+    model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: Literal["recompute", "shift", "gap"] = "recompute"
+) -> tuple[EngineState, Chunk]:
+    """The chunk without its tokens `start ... stop - 1`; `chunk` stays valid.
+
+    `recompute` runs what follows them again, and nothing else: as exact as what stands before. `shift` moves what follows to the places
+    that became free, keys turned, and `gap` leaves it at its positions, sharing its pages where the span is whole pages: both
+    approximate, because it attended to what is gone. Raises as `compose` does.
+    """
+    state = enter(state, model)
+    require_live(state, chunk)
+    start, stop = _span(chunk, start, stop)
+    if mode not in MODES:
+        raise InvalidRequestError(f"mode={mode!r} is not one of {', '.join(MODES)}")
+    if stop == len(chunk):
+        return truncate(state, chunk, start)
+    if mode == "recompute":
+        tokens = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop))
+        return _run_after(model, state, cut(chunk, start, state.config.page_size) if start else None, tokens)
+    if mode == "shift":
+        require_rotary(model, 'drop with mode="shift"; "recompute" and "gap" work')
+    layout = (_shifted if mode == "shift" else _gapped)(chunk, start, stop, state.config.page_size)
+    return _placed(model, state, layout, f"dropped by {mode}", [chunk])
+
+
+def require_rotary(model: Model, what: str) -> None:
+    """Raise for a model whose keys cannot be turned: learned positions, or rotation speeds that depend on the length."""
+    if model.config.rope.kind not in ("default", "linear", "llama3", "yarn"):
+        raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, which do not allow {what}")
+
+
+def _recompute(value: Any) -> int | float | str:
+    if value == "all" and isinstance(value, str):
+        return value
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    try:
+        count = -1 if isinstance(value, bool | float) else operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise InvalidRequestError(f'recompute={value!r} must be 0, a number of tokens, a fraction between 0 and 1, or "all"')
+    return count
+
+
+def _span(chunk: Chunk, start: Any, stop: Any) -> tuple[int, int]:
+    try:
+        span = operator.index(start), operator.index(stop)
+    except TypeError:
+        span = 0, 0
+    if not 0 <= span[0] < span[1] <= len(chunk) or span == (0, len(chunk)):
+        raise InvalidRequestError(f"start={start!r}, stop={stop!r} must name some and not all of the {len(chunk)} tokens of the chunk")
+    return span
+
+
+def _slots(chunk: Chunk, page_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    at = np.arange(start, len(chunk) if stop is None else stop)
+    return chunk.pages.array()[at // page_size] * page_size + at % page_size
+
+
+def _joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
+    first, total = chunks[0], len(tokens)
+    shared = (first.gaps[0][0] if first.gaps else len(first)) // page_size  # whole pages that stay where they are
+    start = shared * page_size
+    source = np.concatenate([_slots(chunk, page_size) for chunk in chunks])[start:]
+    positions = np.concatenate([chunk.positions for chunk in chunks])[start:]
+    return Layout(
+        tokens=tokens,
+        head=first.pages.array(0, shared),
+        num_fresh=pages_for(total, page_size) - shared,
+        tail=np.empty(0, np.int32),
+        start=start,
+        source=source,
+        shift=np.arange(start, total) - positions,
+        num_exact=first.num_exact,
+    )
+
+
+def _shifted(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
+    shared, gaps = start // page_size, tuple(gap for gap in chunk.gaps if gap[0] < start)
+    tokens, positions = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), chunk.positions
+    begin = shared * page_size
+    shift = np.zeros(len(tokens) - begin, np.int64)
+    shift[start - begin :] = np.arange(start, len(tokens)) + offset_after(gaps) - positions[stop:]
+    return Layout(
+        tokens=tokens,
+        head=chunk.pages.array(0, shared),
+        num_fresh=pages_for(len(tokens), page_size) - shared,
+        tail=np.empty(0, np.int32),
+        start=begin,
+        source=np.concatenate((_slots(chunk, page_size, begin, start), _slots(chunk, page_size, stop))),
+        shift=shift,
+        num_exact=min(chunk.num_exact, start),
+        gaps=gaps,
+    )
+
+
+def _gapped(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
+    tokens, gone = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), stop - start
+    before = tuple(gap for gap in chunk.gaps if gap[0] < start)
+    here = max((offset for at, offset in chunk.gaps if at <= stop), default=0) + gone
+    gaps = (*before, (start, here), *((at - gone, offset + gone) for at, offset in chunk.gaps if at > stop))
+    shared, begin = start // page_size, start // page_size * page_size
+    if gone % page_size:
+        end, tail = len(tokens), chunk.pages.array(0, 0)
+    else:  # behind the page in which both ends meet, offsets in pages stay as they are
+        end = min(len(tokens), pages_for(start, page_size) * page_size)
+        tail = chunk.pages.array(pages_for(stop, page_size))
+    return Layout(
+        tokens=tokens,
+        head=chunk.pages.array(0, shared),
+        num_fresh=pages_for(end, page_size) - shared,
+        tail=tail,
+        start=begin,
+        source=np.concatenate((_slots(chunk, page_size, begin, start), _slots(chunk, page_size, stop, end + gone)))
+        if end > begin
+        else np.empty(0, np.int64),
+        shift=np.zeros(max(0, end - begin), np.int64),
+        num_exact=min(chunk.num_exact, start),
+        gaps=gaps,
+    )
+
+
+def _placed(
+    model: Model, state: EngineState, layout: Layout, operation: str, sources: Seq[Chunk], recompute: int | float = 0
+) -> tuple[EngineState, Chunk]:
+    """Build the run: pages, moves, tokens to run again, the chunk."""
+    size, total = state.config.page_size, len(layout.tokens)
+    with guarded(state) as taken:
+        pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
+        found = pools.allocate(pool, layout.num_fresh)
+        if found is None:
+            raise OutOfPagesError(
+                f"{layout.num_fresh} pages are needed and {pool.num_available} of {state.config.num_pages} are available; release chunks, "
+                "cancel requests, or make the pool larger"
+            )
+        pool, fresh = found
+        taken.extend(fresh)
+        pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
+        at = np.arange(layout.start, layout.start + len(layout.source))
+        moves = np.stack((layout.source, pages.array()[at // size] * size + at % size, layout.shift)).astype(np.int32)
+        if len(at):
+            for kv in state.kv.pools:
+                source, target, shift = torch.from_numpy(moves).to(kv.device).unbind(0)
+                ops.move_kv(kv, source, target, shift, model.params.inv_freq)
+        sequence = Sequence(
+            request=plain_request(total), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
+            exact_len=layout.num_exact, gaps=layout.gaps,
+        )  # fmt: skip
+        state = replace(state, pool=pool)
+        places = _chosen(model, state, sequence, sources, recompute)
+        run_again(model, state, sequence, places)
+        state = replace(state, stats=state.stats.add(prefill_tokens=len(places), reused_tokens=total - len(places)))
+        operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
+        state, chunk = chunk_of(model, state, sequence, Provenance(operations=tuple(operations)))
+        return commit_state(state), chunk
+
+
+def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Chunk], recompute: int | float) -> np.ndarray:
+    """The tokens to run again, in order."""
+    starts = np.cumsum([len(chunk) for chunk in chunks])[:-1]
+    if isinstance(recompute, float):
+        total = len(sequence.tokens)
+        count = math.ceil(recompute * (total - len(chunks[0])))
+        deviation = _deviation(model, state, sequence, len(chunks[0]))
+        return np.sort(np.argsort(-deviation, kind="stable")[:count]) + len(chunks[0])
+    heads = [np.arange(start, start + min(recompute, len(chunk))) for start, chunk in zip(starts, chunks[1:], strict=True)]
+    return np.concatenate(heads) if heads else np.empty(0, np.int64)
+
+
+def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int) -> np.ndarray:
+    """How far KV of each token from `start` on is from what it would be in its place: squared distance in the last layer probed.
+
+    It runs the first layers over these tokens, in place: their KV there is the better for it.
+    """
+    probe = replace(model, params=replace(model.params, layers=model.params.layers[:PROBED]))
+    last, size = len(probe.params.layers) - 1, state.config.page_size
+    at = np.arange(start, len(sequence.tokens))
+    pages, inside = (torch.from_numpy(part.astype(np.int64)).to(model.device) for part in (sequence.pages.array()[at // size], at % size))
+
+    def there() -> torch.Tensor:
+        (pool,) = state.kv.pools
+        return pool[last, pages, :, :, inside].float()
+
+    before = there()
+    run_again(probe, state, sequence, at)
+    return (there() - before).square().flatten(1).sum(1).cpu().numpy()
+
+
+def _run_after(model: Model, state: EngineState, base: Chunk | None, tokens: IntVector) -> tuple[EngineState, Chunk]:
+    """A chunk of all tokens, those behind `base` run now."""
+    if len(tokens) > capacity(state, base):
+        raise InvalidRequestError(f"the chunk would have {len(tokens)} tokens; this engine holds at most {capacity(state, base)}")
+    with guarded(state) as taken:
+        filled, sequences = adopt(state, [plain_sequence(tokens, base)])
+        filled, sequences = reserve_all(filled, sequences, [len(tokens)], taken)
+        filled, (sequence,) = fill(model, filled, sequences)
+        filled, chunk = chunk_of(model, filled, sequence, Provenance() if base is None else base.provenance)
+        return commit_state(filled), chunk
