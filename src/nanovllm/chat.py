@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .chunks import release, truncate
-from .engine import capacity, enter, new_sequence, step
+from .engine import capacity, commit_state, enter, guarded, new_sequence, step
 from .errors import InvalidRequestError, NanoVLLMError
 from .interrupt import noted_interrupts
 from .messages import render
@@ -20,6 +20,7 @@ from .state.engine_state import EngineState
 from .state.request import RequestOutput
 from .streams import TextStream
 from .terminal import View, note
+from .thinking import Retain, check_retain, without_thinking
 
 HELP = """\
 Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
@@ -33,11 +34,15 @@ Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversation:
-    """The messages so far, and a chunk with the KV of what the last turn ran (None before the first)."""
+    """The messages so far, and a chunk with the KV of what the last turn ran (None before the first).
+
+    `retain` says how an answer is kept without the thinking before it (see `drop`): with `recompute`, the next turn runs it again.
+    """
 
     messages: tuple[dict[str, str], ...] = ()
     chunk: Chunk | None = None
     thinking: bool = True
+    retain: Retain = "recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,9 @@ def turn(
                     stream, piece = stream.push(out.token_ids)
                     show(piece)
         state, chunk = detach(model, state, request)
+        after = state.stats
+        if chunk is not None and asked.retain in ("shift", "gap"):
+            state, chunk = _answer(model, state, chunk, asked.retain)
     if output is not None:
         reply, reason = output.text, output.finish_reason
         show(stream.end(reply))
@@ -105,8 +113,8 @@ def turn(
         reason = "stopped" if error is None else "error"
     figures = Turn(
         prompt=len(tokens),
-        run=state.stats.prefill_tokens - before.prefill_tokens,
-        reused=state.stats.reused_tokens - before.reused_tokens,
+        run=after.prefill_tokens - before.prefill_tokens,
+        reused=after.reused_tokens - before.reused_tokens,
         reply=len(token_ids),
         first=first - start,
         total=time.perf_counter() - start,
@@ -116,6 +124,16 @@ def turn(
     return state, replace(asked, messages=(*asked.messages, {"role": "assistant", "content": reply}), chunk=chunk), figures
 
 
+def _answer(model: Model, state: EngineState, chunk: Chunk, retain: Retain) -> tuple[EngineState, Chunk]:
+    """The conversation's chunk without think blocks; as it is where pages are short: the next turn then runs the answer again."""
+    try:
+        with guarded(state) as taken:
+            after, kept = without_thinking(model, enter(state), chunk, 0, retain, taken)
+            return commit_state(after), kept
+    except NanoVLLMError:
+        return state, chunk
+
+
 def _continued(state: EngineState, chunk: Chunk | None, tokens: np.ndarray) -> tuple[EngineState, tuple[Chunk, np.ndarray] | np.ndarray]:
     """The prompt as a context over what the chunk has of it; the chunk goes, a shorter one takes its place where it has other tokens."""
     if chunk is None:
@@ -123,22 +141,31 @@ def _continued(state: EngineState, chunk: Chunk | None, tokens: np.ndarray) -> t
     both = min(len(chunk), len(tokens))
     differ = np.flatnonzero(chunk.token_ids[:both] != tokens[:both])
     shared = int(differ[0]) if len(differ) else both
-    if shared == len(chunk):
+    if shared == len(chunk) and len(tokens) < capacity(state, chunk):
         return state, (chunk, tokens[shared:])
-    if not shared:
+    if not shared or len(tokens) >= capacity(state, chunk):  # its gaps leave too few positions
         return release(state, chunk), tokens
     state, head = truncate(state, chunk, shared)
     return release(state, chunk), (head, tokens[shared:])
 
 
-def run(model: Model, state: EngineState, params: SamplingParams, *, system: str | None = None, thinking: bool = True) -> int:
+def run(
+    model: Model,
+    state: EngineState,
+    params: SamplingParams,
+    *,
+    system: str | None = None,
+    thinking: bool = True,
+    retain: Retain = "recompute",
+) -> int:
     """The interactive program: reads messages from stdin until its end or `/exit`. Returns the exit code."""
+    check_retain(model, "all" if retain == "recompute" else retain)
     interactive = sys.stdin.isatty()
     if interactive:
         _enable_line_editing()
         note(f"{model.name} on {model.device}, {capacity(state)} tokens of conversation. /help shows the commands.")
     opening = ({"role": "system", "content": system},) if system else ()
-    conversation, figures = Conversation(messages=opening, thinking=thinking), None
+    conversation, figures = Conversation(messages=opening, thinking=thinking, retain=retain), None
     while True:
         try:
             text = input(">>> " if interactive else "").strip()
@@ -161,7 +188,7 @@ def run(model: Model, state: EngineState, params: SamplingParams, *, system: str
             case ["/reset"]:
                 if conversation.chunk is not None:
                     state = release(state, conversation.chunk)
-                conversation, figures = Conversation(messages=opening, thinking=conversation.thinking), None
+                conversation, figures = replace(conversation, messages=opening, chunk=None), None
                 note("A new conversation.")
             case ["/no_think" | "/think" as command]:
                 conversation = replace(conversation, thinking=command == "/think")

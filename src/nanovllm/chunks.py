@@ -12,7 +12,7 @@ from .errors import InvalidRequestError, OutOfPagesError
 from .fill import adopt, fill, plain_sequence, reserve_all
 from .model import Model
 from .state import pool as pools
-from .state.chunk import Chunk, Provenance
+from .state.chunk import EXACT, Chunk
 from .state.engine_state import EngineState
 from .state.kv import pages_for
 from .state.request import Sequence
@@ -38,8 +38,7 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
         filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base)])
         filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
         filled, (sequence,) = fill(model, filled, sequences)
-        provenance = Provenance() if resolved.base is None else resolved.base.provenance
-        filled, chunk = chunk_of(model, filled, sequence, provenance)
+        filled, chunk = chunk_of(model, filled, sequence)
         return commit_state(filled), chunk
 
 
@@ -54,7 +53,12 @@ def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[E
 
     Raises `InvalidRequestError` for a length outside 1 ... len(chunk).
     """
-    state = enter(state)
+    state, twin = cut_live(enter(state), chunk, length)
+    return commit_state(state), twin
+
+
+def cut_live(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[EngineState, Chunk]:
+    """`truncate`, uncommitted."""
     require_live(state, chunk)
     try:
         count = 0 if isinstance(length, bool) else operator.index(length)
@@ -63,17 +67,19 @@ def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[E
     if not 1 <= count <= len(chunk):
         raise InvalidRequestError(f"length={length!r} must be an integer in 1 ... {len(chunk)}, the tokens of the chunk")
     twin = replace(cut(chunk, count, state.config.page_size), liveness=state.next_id)
-    state = commit_state(
-        state, pool=pools.acquire(state.pool, twin.pages), chunks=state.chunks.set(twin.liveness, twin), next_id=state.next_id + 1
-    )
-    return state, twin
+    pool, chunks = pools.acquire(state.pool, twin.pages), state.chunks.set(twin.liveness, twin)
+    return replace(state, pool=pool, chunks=chunks, next_id=state.next_id + 1), twin
 
 
 def release(state: EngineState, chunk: Chunk) -> EngineState:
     """End a handle. Its pages stay readable through other handles, and reusable through the prefix index until they are evicted."""
-    state = enter(state)
+    return commit_state(released(enter(state), chunk))
+
+
+def released(state: EngineState, chunk: Chunk) -> EngineState:
+    """`release`, uncommitted."""
     require_live(state, chunk)
-    return commit_state(state, pool=pools.release(state.pool, chunk.pages), chunks=state.chunks.delete(chunk.liveness))
+    return replace(state, pool=pools.release(state.pool, chunk.pages), chunks=state.chunks.delete(chunk.liveness))
 
 
 def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
@@ -83,17 +89,14 @@ def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
         chunk,
         tokens=chunk.tokens.truncate(length),
         pages=chunk.pages.truncate(pages_for(length, page_size)),
-        provenance=Provenance() if exact == length else chunk.provenance,
+        provenance=EXACT if exact == length else chunk.provenance,
         num_exact=exact,
         gaps=tuple(gap for gap in chunk.gaps if gap[0] < length),
     )
 
 
-def chunk_of(model: Model, state: EngineState, sequence: Sequence, provenance: Provenance) -> tuple[EngineState, Chunk]:
-    """Hand a wholly filled sequence's pages over to a new chunk, and index what is exact; pages beyond its tokens return to the pool.
-
-    `provenance` tells what the sequence was made of; where all its KV turns out exact, the chunk is.
-    """
+def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[EngineState, Chunk]:
+    """Hand a wholly filled sequence's pages over to a new chunk, and index what is exact; pages beyond its tokens return to the pool."""
     if sequence.num_filled != len(sequence.tokens):
         raise OutOfPagesError(f"{sequence.todo} of {len(sequence.tokens)} tokens are not filled")
     count = pages_for(len(sequence.tokens), state.config.page_size)
@@ -101,7 +104,7 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence, provenance: P
     chunk = Chunk(
         tokens=sequence.tokens,
         pages=IntVector.of(sequence.pages.array(0, count)) if len(spare) else sequence.pages,
-        provenance=Provenance() if num_exact == len(sequence.tokens) else provenance,
+        provenance=EXACT if num_exact == len(sequence.tokens) else sequence.provenance,
         num_exact=num_exact,
         gaps=sequence.gaps,
         fingerprint=model.fingerprint,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import chat
+from .compose import MODES
 from .errors import InvalidRequestError, NanoVLLMError
 from .init import init_state
 from .llm import LLM, Piece
@@ -80,6 +81,12 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     talk = commands.add_parser("chat", help="talk with a model", epilog=chat.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     talk.add_argument("--system", metavar="TEXT", help="the system message, which tells the model how to behave")
     talk.add_argument("--no-think", action="store_true", help="begin with thinking off")
+    talk.add_argument(
+        "--retain",
+        choices=MODES,
+        default="recompute",
+        help="how an answer's KV is kept without the thinking before it: run again (exact), or moved or left in place (fast, approximate)",
+    )
     _add_model_options(talk)
     _add_sampling_options(talk, max_tokens=2048)
     talk.set_defaults(run=run_chat)
@@ -136,7 +143,7 @@ def run_chat(options: argparse.Namespace) -> int:
     params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
-    return chat.run(model, state, params, system=options.system, thinking=not options.no_think)
+    return chat.run(model, state, params, system=options.system, thinking=not options.no_think, retain=options.retain)
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from . import ops
-from .chunks import chunk_of, cut, fork, truncate
+from .chunks import chunk_of, cut, cut_live, fork
 from .context import require_chunk, require_live
 from .engine import capacity, commit_state, enter, guarded
 from .errors import InvalidRequestError, OutOfPagesError
@@ -73,10 +73,15 @@ def compose(
     if len(chunks) == 1 and not first.gaps:
         return fork(state, first)
     tokens = first.tokens.extend(np.concatenate([chunk.token_ids for chunk in chunks[1:]] or [np.empty(0, np.int32)]))
-    if isinstance(amount, str):
-        return _run_after(model, state, cut(first, first.num_exact, state.config.page_size) if first.num_exact else None, tokens)
-    require_rotary(model, 'compose with recompute=0; recompute="all" works')
-    return _placed(model, state, _joined(chunks, tokens, state.config.page_size), f"composed, recompute={amount}", chunks, amount)
+    with guarded(state) as taken:
+        if isinstance(amount, str):
+            base = cut(first, first.num_exact, state.config.page_size) if first.num_exact else None
+            state, whole = _run_after(model, state, base, tokens, taken)
+        else:
+            require_rotary(model, 'compose with recompute=0; recompute="all" works')
+            layout = _joined(chunks, tokens, state.config.page_size)
+            state, whole = _placed(model, state, layout, f"composed, recompute={amount}", chunks, taken, amount)
+        return commit_state(state), whole
 
 
 @torch.no_grad()
@@ -90,19 +95,28 @@ def drop(
     approximate, because it attended to what is gone. Raises as `compose` does.
     """
     state = enter(state, model)
+    with guarded(state) as taken:
+        state, kept = dropped(model, state, chunk, start, stop, mode, taken)
+        return commit_state(state), kept
+
+
+def dropped(
+    model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: list[int]
+) -> tuple[EngineState, Chunk]:
+    """`drop`, uncommitted. Pages taken go into `taken`."""
     require_live(state, chunk)
     start, stop = _span(chunk, start, stop)
     if mode not in MODES:
         raise InvalidRequestError(f"mode={mode!r} is not one of {', '.join(MODES)}")
     if stop == len(chunk):
-        return truncate(state, chunk, start)
+        return cut_live(state, chunk, start)
     if mode == "recompute":
         tokens = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop))
-        return _run_after(model, state, cut(chunk, start, state.config.page_size) if start else None, tokens)
+        return _run_after(model, state, cut(chunk, start, state.config.page_size) if start else None, tokens, taken)
     if mode == "shift":
         require_rotary(model, 'drop with mode="shift"; "recompute" and "gap" work')
     layout = (_shifted if mode == "shift" else _gapped)(chunk, start, stop, state.config.page_size)
-    return _placed(model, state, layout, f"dropped by {mode}", [chunk])
+    return _placed(model, state, layout, f"dropped by {mode}", [chunk], taken)
 
 
 def require_rotary(model: Model, what: str) -> None:
@@ -204,38 +218,42 @@ def _gapped(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
 
 
 def _placed(
-    model: Model, state: EngineState, layout: Layout, operation: str, sources: Seq[Chunk], recompute: int | float = 0
+    model: Model,
+    state: EngineState,
+    layout: Layout,
+    operation: str,
+    sources: Seq[Chunk],
+    taken: list[int],
+    recompute: int | float = 0,
 ) -> tuple[EngineState, Chunk]:
-    """Build the run: pages, moves, tokens to run again, the chunk."""
+    """Build the run, uncommitted: pages, moves, tokens to run again, the chunk."""
     size, total = state.config.page_size, len(layout.tokens)
-    with guarded(state) as taken:
-        pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
-        found = pools.allocate(pool, layout.num_fresh)
-        if found is None:
-            raise OutOfPagesError(
-                f"{layout.num_fresh} pages are needed and {pool.num_available} of {state.config.num_pages} are available; release chunks, "
-                "cancel requests, or make the pool larger"
-            )
-        pool, fresh = found
-        taken.extend(fresh)
-        pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
-        at = np.arange(layout.start, layout.start + len(layout.source))
-        moves = np.stack((layout.source, pages.array()[at // size] * size + at % size, layout.shift)).astype(np.int32)
-        if len(at):
-            for kv in state.kv.pools:
-                source, target, shift = torch.from_numpy(moves).to(kv.device).unbind(0)
-                ops.move_kv(kv, source, target, shift, model.params.inv_freq)
-        sequence = Sequence(
-            request=plain_request(total), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
-            exact_len=layout.num_exact, gaps=layout.gaps,
-        )  # fmt: skip
-        state = replace(state, pool=pool)
-        places = _chosen(model, state, sequence, sources, recompute)
-        run_again(model, state, sequence, places)
-        state = replace(state, stats=state.stats.add(prefill_tokens=len(places), reused_tokens=total - len(places)))
-        operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
-        state, chunk = chunk_of(model, state, sequence, Provenance(operations=tuple(operations)))
-        return commit_state(state), chunk
+    pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
+    found = pools.allocate(pool, layout.num_fresh)
+    if found is None:
+        raise OutOfPagesError(
+            f"{layout.num_fresh} pages are needed and {pool.num_available} of {state.config.num_pages} are available; release chunks, "
+            "cancel requests, or make the pool larger"
+        )
+    pool, fresh = found
+    taken.extend(fresh)
+    pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
+    at = np.arange(layout.start, layout.start + len(layout.source))
+    moves = np.stack((layout.source, pages.array()[at // size] * size + at % size, layout.shift)).astype(np.int32)
+    if len(at):
+        for kv in state.kv.pools:
+            source, target, shift = torch.from_numpy(moves).to(kv.device).unbind(0)
+            ops.move_kv(kv, source, target, shift, model.params.inv_freq)
+    operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
+    sequence = Sequence(
+        request=plain_request(total), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
+        provenance=Provenance(operations=tuple(operations)), exact_len=layout.num_exact, gaps=layout.gaps,
+    )  # fmt: skip
+    state = replace(state, pool=pool)
+    places = _chosen(model, state, sequence, sources, recompute)
+    run_again(model, state, sequence, places)
+    state = replace(state, stats=state.stats.add(prefill_tokens=len(places), reused_tokens=total - len(places)))
+    return chunk_of(model, state, sequence)
 
 
 def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Chunk], recompute: int | float) -> np.ndarray:
@@ -269,13 +287,13 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
     return (there() - before).square().flatten(1).sum(1).cpu().numpy()
 
 
-def _run_after(model: Model, state: EngineState, base: Chunk | None, tokens: IntVector) -> tuple[EngineState, Chunk]:
-    """A chunk of all tokens, those behind `base` run now."""
+def _run_after(
+    model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: list[int]
+) -> tuple[EngineState, Chunk]:
+    """A chunk of all tokens, those behind `base` run now; uncommitted."""
     if len(tokens) > capacity(state, base):
         raise InvalidRequestError(f"the chunk would have {len(tokens)} tokens; this engine holds at most {capacity(state, base)}")
-    with guarded(state) as taken:
-        filled, sequences = adopt(state, [plain_sequence(tokens, base)])
-        filled, sequences = reserve_all(filled, sequences, [len(tokens)], taken)
-        filled, (sequence,) = fill(model, filled, sequences)
-        filled, chunk = chunk_of(model, filled, sequence, Provenance() if base is None else base.provenance)
-        return commit_state(filled), chunk
+    filled, sequences = adopt(state, [plain_sequence(tokens, base)])
+    filled, sequences = reserve_all(filled, sequences, [len(tokens)], taken)
+    filled, (sequence,) = fill(model, filled, sequences)
+    return chunk_of(model, filled, sequence)

@@ -25,7 +25,7 @@ from .state.chunk import Chunk, offset_after
 from .state.engine_state import EngineState
 from .state.kv import KVState
 from .state.pool import Pool
-from .state.request import ALL, Request, Sequence, StepOutput, StopScan
+from .state.request import Request, Sequence, StepOutput, StopScan
 from .state.vector import IntVector
 from .tokenizer import Detokenizer
 
@@ -125,10 +125,10 @@ def begin_sequence(request: Request, tokens: IntVector, base: Chunk | None, stop
     """A sequence over the pages of its base chunk, whose owner it is not yet."""
     if base is None:
         return Sequence(request=request, tokens=tokens, pages=IntVector.of(), stops=stops)
-    exact_len = ALL if base.provenance.exact else base.num_exact
     return Sequence(
-        request=request, tokens=tokens, pages=base.pages, num_filled=len(base), stops=stops, exact_len=exact_len, gaps=base.gaps
-    )
+        request=request, tokens=tokens, pages=base.pages, num_filled=len(base), stops=stops, provenance=base.provenance,
+        exact_len=base.num_exact, gaps=base.gaps,
+    )  # fmt: skip
 
 
 def capacity(state: EngineState, base: Chunk | None = None) -> int:

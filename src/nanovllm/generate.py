@@ -13,10 +13,11 @@ from .fill import fill, reserve_all
 from .model import Model
 from .sampling_params import SamplingParams
 from .state import pool as pools
-from .state.chunk import Chunk, Provenance
+from .state.chunk import Chunk
 from .state.engine_state import EngineState
 from .state.kv import pages_for
 from .state.request import Queue, RequestOutput, Sequence, TokenLogprobs
+from .thinking import Retain, check_retain, without_thinking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,13 +32,13 @@ class Generation:
 
 
 def generate(
-    model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None
+    model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None, *, retain: Retain = "all"
 ) -> tuple[EngineState, Generation]:
-    """One reply to one context. It ends with `length` where the pages available now end.
+    """One reply to one context. It ends with `length` where the pages available now end. `retain`: see `generate_many`.
 
     Raises `InvalidRequestError` for what can never be served and `OutOfPagesError` for a context that does not fit now.
     """
-    state, (generation,) = generate_many(model, state, [context], sampling_params)
+    state, (generation,) = generate_many(model, state, [context], sampling_params, retain=retain)
     return state, generation
 
 
@@ -47,22 +48,27 @@ def generate_many(
     state: EngineState,
     contexts: Seq[Context],
     sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
+    *,
+    retain: Retain = "all",
 ) -> tuple[EngineState, list[Generation]]:
     """One reply to each context, decoded together; contexts may share chunks. `sampling_params` is one for all or one for each.
+
+    `retain` is what the replies' chunks keep: `"all"`, or all but think blocks, found by the model's think tokens, closed or not, and taken
+    out as by `drop` with this mode. `token_ids` and `text` have them either way.
 
     The pages of all replies at their longest are reserved before anything is written: `OutOfPagesError` where they do not fit now (`submit`
     and `step` serve such a load by waiting and preemption). Requests that were submitted stay as they are.
     """
     state = enter(state, model)
+    check_retain(model, retain)
     sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:
         return commit_state(state), []
     inner = replace(state, running=(), waiting=Queue())
-    sequences, provenances = [], {}
+    sequences = []
     for context, params in zip(contexts, sampling_params, strict=True):
-        inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
+        inner, sequence, _ = new_sequence(model, inner, context, params, keep=True)
         sequences.append(sequence)
-        provenances[sequence.request.request_id] = Provenance() if base is None else base.provenance
     for sequence in _bounded(state, sequences):
         inner = replace(inner, pool=pools.acquire(inner.pool, sequence.pages), waiting=inner.waiting.push(sequence))
     ended: dict[int, RequestOutput] = {}
@@ -76,7 +82,8 @@ def generate_many(
         generations = []
         for sequence in filled:
             rid = sequence.request.request_id
-            inner, chunk = chunk_of(model, inner, sequence, provenances[rid])
+            inner, chunk = chunk_of(model, inner, sequence)
+            inner, chunk = without_thinking(model, inner, chunk, sequence.request.num_prompt, retain, taken)
             inner = replace(inner, kept=inner.kept.delete(rid))
             out = ended[rid]
             generations.append(

@@ -11,7 +11,7 @@ from .model import Model
 from .sampling_params import SamplingParams
 from .schedule import give_up_pages
 from .state import pool as pools
-from .state.chunk import Chunk, Provenance
+from .state.chunk import Chunk
 from .state.engine_state import EngineState
 
 
@@ -36,13 +36,11 @@ def submit_many(
     return commit_state(state), ids
 
 
-def detach(
-    model: Model, state: EngineState, request_id: int, provenance: Provenance | None = None
-) -> tuple[EngineState, Chunk | None]:
+def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineState, Chunk | None]:
     """End a request of `submit_many(keep=True)`, wherever it stands, and hand its KV over as a chunk of the tokens filled so far.
 
-    The newest token is not among them: a continuation runs it. None where nothing is filled. `provenance` is that of the chunk which the
-    request began with. Raises `InvalidRequestError` for a request that this state does not hold.
+    The newest token is not among them: a continuation runs it. None where nothing is filled. Raises
+    `InvalidRequestError` for a request that this state does not hold.
     """
     state = enter(state, model)
     waiting, running, kept = state.waiting, state.running, state.kept
@@ -59,5 +57,5 @@ def detach(
     if not sequence.num_filled:
         return commit_state(state, pool=give_up_pages(state.pool, sequence)), None
     filled = replace(sequence, tokens=sequence.tokens.truncate(sequence.num_filled))
-    state, chunk = chunk_of(model, state, filled, provenance or Provenance())
+    state, chunk = chunk_of(model, state, filled)
     return commit_state(state), chunk

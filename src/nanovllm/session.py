@@ -17,7 +17,6 @@ from .model import Model
 from .sample import features
 from .sampling_params import SamplingParams
 from .settle import counted, finish_reason, reply_text, scan
-from .state.chunk import Provenance
 from .state.engine_state import EngineState, Session
 from .state.request import Sequence, TokenLogprobs
 
@@ -45,16 +44,16 @@ def begin(
         raise InvalidRequestError("begin needs at least one context")
     if len(contexts) > state.config.max_num_seqs:
         raise InvalidRequestError(f"{len(contexts)} contexts exceed max_num_seqs={state.config.max_num_seqs}")
-    inner, sequences, provenances = state, [], []
+    inner, sequences = state, []
     for context, params in zip(contexts, sampling_params, strict=True):
         inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
-        if len(sequence.tokens) + room > capacity(state, base):
+        limit = capacity(state, base)
+        if len(sequence.tokens) + room > limit:
             raise InvalidRequestError(
-                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds the {capacity(state, base)} tokens a request may have"
+                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's {limit} tokens a request"
             )
         request = replace(sequence.request, max_len=sequence.request.num_prompt + room)
         sequences.append(replace(sequence, request=request))
-        provenances.append(Provenance() if base is None else base.provenance)
     ticket = inner.next_id
     scored = features([s.request.sampling for s in sequences]).num_logprobs
     with guarded(state) as taken:
@@ -69,7 +68,7 @@ def begin(
             token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=model.device),
             logprobs=None if scored is None else torch.zeros(len(sequences), room, device=model.device),
         )
-        session = Session(sequences=tuple(sequences), provenances=tuple(provenances), room=room)
+        session = Session(sequences=tuple(sequences), room=room)
         state = commit_state(inner, next_id=ticket + 1, sessions=inner.sessions.set(ticket, session))
         return state, replace(carry, log=log)
 
@@ -108,8 +107,8 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
         # Each row's pages reach its newest token: `begin` reserved them.
         inner, filled = fill(model, replace(state, stats=stats), [sequence for sequence, _ in rows])
         generations = []
-        for row, (sequence, provenance, (_, reason)) in enumerate(zip(filled, session.provenances, rows, strict=True)):
-            inner, chunk = chunk_of(model, inner, sequence, provenance)
+        for row, (sequence, (_, reason)) in enumerate(zip(filled, rows, strict=True)):
+            inner, chunk = chunk_of(model, inner, sequence)
             token_ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
             logprobs = _logprobs(carry.log, row, token_ids) if sequence.request.sampling.logprobs is not None else None
             text = reply_text(model, sequence)

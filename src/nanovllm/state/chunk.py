@@ -30,6 +30,9 @@ class Provenance:
         return "exact" if self.exact else "approximate: " + ", ".join(self.operations)
 
 
+EXACT = Provenance()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
     """KV of `len(chunk)` tokens in `pages`, the last of which may be partly filled.

@@ -11,7 +11,7 @@ from immutables import Map
 from ..config import EngineConfig
 from ..errors import DonatedStateError
 from ..types import register_value
-from .chunk import Chunk, Provenance
+from .chunk import Chunk
 from .kv import KVState
 from .pages import PageState
 from .pool import Pool
@@ -74,7 +74,6 @@ class Session:
     """Sequences between `begin` and `commit`, with the pages reserved for `room` steps of each."""
 
     sequences: tuple[Sequence, ...]
-    provenances: tuple[Provenance, ...]
     room: int
 
 

@@ -9,10 +9,8 @@ from immutables import Map
 
 from ..sampling_params import SamplingParams
 from ..tokenizer import Detokenizer
-from .chunk import Gaps, offset_after
+from .chunk import EXACT, Gaps, Provenance, offset_after
 from .vector import IntVector
-
-ALL = 1 << 62  # more tokens than any sequence has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,8 +45,8 @@ class Sequence:
     """A request under way: its tokens, the pages that hold the KV of the first `num_filled` of them, and counters.
 
     Every token but the newest is filled once it decodes. `most_filled` is the highest `num_filled` ever reached: what is run again below
-    it was lost to preemption. `logprobs` is a linked list, newest first: (older, entry). KV of the first `exact_len` tokens is exact;
-    `gaps` are those of the chunk that it began with.
+    it was lost to preemption. `logprobs` is a linked list, newest first: (older, entry). `provenance` is that of the KV, of which at
+    least the first `exact_len` tokens are exact; `gaps` are those of the chunk that it began with.
     """
 
     request: Request
@@ -60,7 +58,8 @@ class Sequence:
     first_token: float = 0.0
     logprobs: tuple[Any, Any] | None = None
     stops: StopScan | None = None
-    exact_len: int = ALL
+    provenance: Provenance = EXACT
+    exact_len: int = 0
     gaps: Gaps = ()
 
     @property
@@ -71,7 +70,8 @@ class Sequence:
     @property
     def num_exact(self) -> int:
         """Leading tokens whose KV is filled and exact: what may enter the prefix index."""
-        return min(self.num_filled, self.exact_len, self.tokens.length)
+        filled = min(self.num_filled, self.tokens.length)
+        return filled if self.provenance.exact else min(filled, self.exact_len)
 
     @property
     def todo(self) -> int:
@@ -88,12 +88,12 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=self.tokens, pages=pages, num_filled=num_filled, most_filled=self.most_filled,
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            exact_len=self.exact_len, gaps=self.gaps,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps,
         )  # fmt: skip
 
     def restart(self, pages: IntVector, num_filled: int) -> "Sequence":
         """The sequence over pages of the prefix index, or none: what it was made of is forgotten, all its KV is exact."""
-        return replace(self, pages=pages, num_filled=num_filled, exact_len=ALL, gaps=())
+        return replace(self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=())
 
     def advance(self, count: int) -> "Sequence":
         """The sequence with `count` more tokens filled."""
@@ -101,7 +101,7 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=self.tokens, pages=self.pages, num_filled=filled, most_filled=max(self.most_filled, filled),
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            exact_len=self.exact_len, gaps=self.gaps,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps,
         )  # fmt: skip
 
 

@@ -1,0 +1,125 @@
+"""Think blocks: found by token id, dropped from what a reply's chunk keeps."""
+
+import numpy as np
+import pytest
+
+import nanovllm as nv
+from nanovllm import chat
+from nanovllm.model import TINY, Model, load_model
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
+from nanovllm.thinking import think_spans
+
+TOKENIZER = byte_tokenizer()
+assert TOKENIZER.think_token_ids is not None
+OPEN, CLOSE = TOKENIZER.think_token_ids
+(A, B, SPACE, LINE) = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("a", "b", " ", "\n"))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "start", "spans"),
+    [
+        ([A, B], 0, []),
+        ([A, OPEN, B, CLOSE, B], 0, [(1, 4)]),
+        ([A, OPEN, B, CLOSE, LINE, LINE, SPACE, B], 0, [(1, 7)]),
+        ([A, OPEN, B], 0, [(1, 3)]),
+        ([OPEN, CLOSE], 0, [(0, 2)]),
+        ([A, OPEN, B, CLOSE, A, OPEN, B], 0, [(1, 4), (5, 7)]),
+        ([A, OPEN, B, CLOSE, A, OPEN, B], 4, [(5, 7)]),
+        ([A, OPEN, LINE, B, CLOSE, A], 3, [(1, 5)]),  # opened by the prompt
+        ([A, CLOSE, B, CLOSE], 0, []),
+        ([OPEN, A, OPEN, B, CLOSE, A], 0, [(0, 5)]),
+        ([], 0, []),
+    ],
+)
+def test_spans(token_ids: list[int], start: int, spans: list[tuple[int, int]]) -> None:
+    assert think_spans(TOKENIZER, np.array(token_ids, np.int32), start) == spans
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(tiny_config())
+
+
+def closing(**options: object) -> nv.SamplingParams:
+    """A reply that is nothing but the end of a think block, again and again."""
+    return nv.SamplingParams(temperature=0, ignore_eos=True, logit_bias={CLOSE: 100}, **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
+def test_a_reply_is_kept_without_its_thinking(model: Model, retain: chat.Retain) -> None:
+    state = nv.init_state(model, num_pages=64, page_size=4)
+    prompt = [A, B, A, A, B, OPEN, A, A]
+    state, whole = nv.generate(model, state, prompt, closing(max_tokens=5))
+    before = state.stats
+    state, gen = nv.generate(model, state, prompt, closing(max_tokens=5), retain=retain)
+    nv.check(state)
+    assert gen.token_ids == whole.token_ids == [CLOSE] * 5
+    assert whole.chunk.token_ids.tolist() == prompt + [CLOSE] * 5
+    assert gen.chunk.token_ids.tolist() == prompt[:5] + [CLOSE] * 4
+    assert gen.chunk.provenance.exact == (retain == "recompute")
+    again = 4 if retain == "recompute" else 0
+    ran = state.stats.prefill_tokens + state.stats.decode_tokens - before.prefill_tokens - before.decode_tokens
+    assert ran <= len(prompt) + 5 + again
+    free = state.pool.num_available
+    state = nv.release(nv.release(state, gen.chunk), whole.chunk)
+    assert free < state.pool.num_available == 64
+    nv.check(state)
+
+
+def test_an_unclosed_block_goes_whole(model: Model) -> None:
+    state = nv.init_state(model, num_pages=64, page_size=4)
+    never = nv.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias={A: 100})
+    state, gen = nv.generate(model, state, [B, B, OPEN], never, retain="shift")
+    assert gen.token_ids == [A] * 6
+    assert gen.chunk.token_ids.tolist() == [B, B]
+    assert gen.chunk.provenance.exact
+    state, gen = nv.generate(model, state, [OPEN], never, retain="shift")  # a chunk cannot be empty: it stays whole
+    assert len(gen.chunk) == 7
+    nv.check(state)
+
+
+def test_a_full_pool_refuses_before_anything_is_lost(model: Model) -> None:
+    state = nv.init_state(model, num_pages=3, page_size=4)
+    state, _ = nv.prefill(model, state, [A, B])
+    with pytest.raises(nv.OutOfPagesError):
+        nv.generate(model, state, [A, OPEN], closing(max_tokens=5), retain="shift")
+    nv.check(state)
+    state, gen = nv.generate(model, state, [A, OPEN], closing(max_tokens=5))
+    assert len(gen.chunk) == 7
+
+
+def test_a_bad_retain_is_named(model: Model) -> None:
+    state = nv.init_state(model, num_pages=8)
+    with pytest.raises(nv.InvalidRequestError, match="retain='some'"):
+        nv.generate(model, state, [A], retain="some")  # pyright: ignore[reportArgumentType]
+    plain = random_model(tiny_config(vocab_size=20))
+    with pytest.raises(nv.InvalidRequestError, match="no think tokens"):
+        nv.generate(plain, nv.init_state(plain, num_pages=8), [1], retain="gap")
+
+
+@pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
+def test_a_chat_runs_only_what_is_new(retain: chat.Retain) -> None:
+    """Twenty turns with thinking: each turn's prompt runs its own words, and with `recompute` the last answer."""
+    model = load_model(TINY, "cpu")
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    state = nv.init_state(model, num_pages=256, max_num_seqs=2)
+    conversation, params = chat.Conversation(retain=retain), nv.SamplingParams(temperature=0, max_tokens=60)
+    prompt, answer = 0, 0
+    for turn in range(20):
+        text = f"What is {11 + turn} + {24 - turn}?"
+        asked = chat.replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
+        state, conversation, figures = chat.turn(model, state, asked, params, lambda _: None)
+        nv.check(state)
+        words = len(tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False))
+        bound = words + 4 + (answer if retain == "recompute" else 0)  # and the end of the last answer, which was drawn and not run
+        assert figures.run <= bound, (turn, figures)
+        assert figures.run + figures.reused == figures.prompt
+        answer = len(tokenizer.encode(conversation.messages[-1]["content"].split("</think>")[-1].strip(), add_special_tokens=False))
+        prompt = figures.prompt
+        if prompt > 1500:
+            break
+    assert turn == 19
+    assert "<think>" in conversation.messages[-1]["content"]
+    assert conversation.chunk is not None
+    assert conversation.chunk.provenance.exact == (retain == "recompute")
