@@ -22,7 +22,7 @@ from .schedule import Plan, give_up_pages, schedule
 from .settle import counted, draw_token, finish_reason, result
 from .state import pool as pools
 from .state.chunk import Chunk, offset_after
-from .state.engine_state import EngineState
+from .state.engine_state import EngineState, ModelKey
 from .state.kv import KVState
 from .state.pool import Pool
 from .state.request import Request, Sequence, StepOutput, StopScan
@@ -161,9 +161,9 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
     return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
 
 
-def model_key(model: Model) -> str:
-    """What a state and its model must agree in: the weights, and how they are held."""
-    return f"{model.fingerprint} {model.dtype} {model.device}"
+def model_key(model: Model) -> ModelKey:
+    """What a state and its model must agree in."""
+    return ModelKey(fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=model.config.rope)
 
 
 def commit_state(state: EngineState, **changes) -> EngineState:

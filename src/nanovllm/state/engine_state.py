@@ -6,9 +6,10 @@ from dataclasses import replace as _replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import torch
 from immutables import Map
 
-from ..config import EngineConfig
+from ..config import EngineConfig, RopeConfig
 from ..errors import DonatedStateError
 from ..types import register_value
 from .chunk import Chunk
@@ -38,6 +39,16 @@ class Stats:
         return _replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKey:
+    """What a state and its model must agree in: the weights, how they are held, and what turned the keys (which the weights' print covers)."""
+
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+    rope: RopeConfig
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """Who may use the KV memory: the state whose epoch is the lease's. Mutable on purpose, owned by the runtime.
@@ -45,7 +56,7 @@ class Lease:
     `lost` are pages that a failed call wrote although an older value still counts on what stood there; the next call forgets them.
     """
 
-    model: str  # what `model_key` made of the model that the KV belongs to
+    model: ModelKey  # the model that the KV belongs to
     engine: str = field(default_factory=lambda: uuid4().hex)
     epoch: int = 0
     lost: frozenset[int] = frozenset()
