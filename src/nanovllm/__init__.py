@@ -5,6 +5,7 @@ those who just want text.
 """
 
 from .batch import Batch
+from .chunk_file import load_chunk, save_chunk
 from .chunks import fork, prefill, release, truncate
 from .compose import compose, drop
 from .config import EngineConfig, ModelConfig, RopeConfig
@@ -80,9 +81,11 @@ __all__ = [
     "generate",
     "generate_many",
     "init_state",
+    "load_chunk",
     "load_model",
     "prefill",
     "release",
+    "save_chunk",
     "step",
     "submit",
     "truncate",

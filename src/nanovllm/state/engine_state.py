@@ -41,7 +41,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKey:
-    """What a state and its model must agree in: the weights, how they are held, and what turned the keys (which the weights' print covers)."""
+    """What a state and its model must agree in: the weights, how they are held, and what turns the keys."""
 
     fingerprint: str
     dtype: torch.dtype
