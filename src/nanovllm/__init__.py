@@ -36,6 +36,7 @@ from .state.kv import KVState
 from .state.pages import PageState
 from .state.prefix import PrefixIndex
 from .state.request import Metrics, RequestOutput, StepOutput, TokenLogprobs
+from .state.store import ChunkStore
 
 __all__ = [
     "LLM",
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "Chunk",
     "ChunkFileError",
+    "ChunkStore",
     "DecodeCarry",
     "DecodeOutput",
     "DonatedStateError",
