@@ -1,6 +1,7 @@
 """Chunks in files: `save_chunk` and `load_chunk`. `chunk_format.py` says what a file holds; here is the way between it and the pages.
 
-Neither holds more of a chunk in host memory than three windows of 32 MiB, pinned for CUDA, whatever its size, and on the device two more.
+Neither holds more of a chunk in host memory than three windows of 32 MiB, pinned for CUDA, whatever its size, and two more on the device (on a
+CPU in host memory, too).
 """
 
 import os
@@ -175,9 +176,11 @@ def open_file(path: Path) -> int:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what the system refuses into `ChunkFileError`."""
+    """Turns what the system refuses into `ChunkFileError`, and a device without memory for 64 MiB more into `OutOfPagesError`."""
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfPagesError(f"{path}: the device's memory ran out; no chunk was written") from error
     except OSError as error:
         raise ChunkFileError(f"{path}: could not be written: {error}") from error
 
