@@ -1,7 +1,7 @@
 """Chunks in files: `save_chunk` and `load_chunk`. `chunk_format.py` says what a file holds; here is the way between it and the pages.
 
-Neither holds more of a chunk in host memory than three windows of 32 MiB, pinned for CUDA, whatever its size, and two more on the device (on a
-CPU in host memory, too).
+Neither holds more of a chunk than three windows of 32 MiB in host memory, pinned for CUDA, whatever its size, and two more on the device
+(where that is a CPU, in host memory too).
 """
 
 import os
