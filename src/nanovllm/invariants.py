@@ -35,6 +35,7 @@ def check(state: EngineState) -> None:
             _check_exact(state, sequence.tokens, sequence.pages, sequence.exact_len)
     for chunk in state.chunks.values():
         _require(len(chunk) > 0 and len(chunk.pages) == pages_for(len(chunk), size), "chunk", f"{chunk!r} does not fit its pages")
+        _require(all(at < len(chunk) for at, _ in chunk.gaps), "chunk", f"{chunk!r} has gaps {chunk.gaps}")
         labelled = chunk.provenance.exact == (chunk.num_exact == len(chunk))
         _require(labelled, "provenance", f"{chunk!r} counts {chunk.num_exact} exact tokens")
         if not chunk.provenance.exact:
@@ -88,19 +89,13 @@ def _check_prefix(index: PrefixIndex) -> None:
     for page, since in index.idle_since.items():
         _require(index.oldest <= since < index.now, "eviction order", f"page {page} is idle since {since}, before {index.oldest}")
         _require(page in index.nodes, "eviction order", f"page {page} is idle and not indexed")
-    for page, node in index.nodes.items():
-        before = index.idle_since.get(node.parent)
-        if before is not None:
-            since = index.idle_since.get(page)
-            later = since is not None and since < before
-            _require(later, "eviction order", f"page {node.parent} could be evicted before page {page} behind it")
 
 
 def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:
     """Pages behind the first `num_exact` tokens are not found by these tokens; they may be by those that they were filled with."""
-    approximate = pages.array(num_exact // state.config.page_size).tolist()
-    found = set(approximate) & set(match(state.prefix, tokens.array())) if approximate else ()
-    _require(not found, "exact index", f"approximate pages {sorted(found)} are in the prefix index")
+    pairs = list(zip(pages, match(state.prefix, tokens.array()), strict=False))[num_exact // state.config.page_size :]
+    found = [page for page, indexed in pairs if page == indexed]
+    _require(not found, "exact index", f"approximate pages {found} are in the prefix index")
 
 
 def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:

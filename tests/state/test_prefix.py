@@ -92,10 +92,16 @@ def test_forgetting_a_page_forgets_all_behind_it():
     assert pools.forget(pool, frozenset([4])) is not None
 
 
-def test_evicting_before_those_behind_is_refused():
+def test_what_stands_behind_an_evicted_page_leaves_the_index_too():
     index = prefix_ops.init_prefix(1)
-    index, _ = prefix_ops.insert(index, ids(1, 2), ids(0, 1), 0)
-    with pytest.raises(BrokenInvariantError, match="page 0 was to be evicted before the 1 indexed pages"):
-        prefix_ops.evict(prefix_ops.set_idle(index, [0]), 1)
+    index, _ = prefix_ops.insert(index, ids(1, 2, 3), ids(0, 1, 2), 0)
+    index, _ = prefix_ops.insert(index, ids(1, 4), ids(0, 3), 1)
+    rest, evicted = prefix_ops.evict(prefix_ops.set_idle(index, [1, 3]), 1)  # page 2 is held by a chunk with a gap
+    assert evicted == [1, 2]
+    assert prefix_ops.match(rest, ids(1, 2, 3)) == [0]
+    assert prefix_ops.match(rest, ids(1, 4)) == [0, 3]
+    assert rest.num_idle == 1
+    rest, evicted = prefix_ops.evict(prefix_ops.set_idle(index, [1, 2]), 1)  # both idle: both are free now
+    assert (evicted, rest.num_idle) == ([1, 2], 0)
     with pytest.raises(BrokenInvariantError, match="page 1 is idle already"):
         prefix_ops.set_idle(prefix_ops.set_idle(index, [1]), [1])

@@ -2,8 +2,8 @@
 
 A trie whose nodes are pages. The key of a page is (page of the tokens before, its own tokens), so it commits to the whole prefix by
 exact comparison, not by a hash. The index owns one reference to each of its pages. A page that nobody else holds is `idle` and may be
-evicted, the one idle for longest first. Whoever holds a page holds all pages before it and gives them back deepest first: so an idle
-page never stands before a page in use, and the page idle for longest never has children.
+evicted, the one idle for longest first. Runs give their pages back deepest first, so leaves go first; only a chunk with a gap holds a
+page without those before it. A page leaves the index together with all behind it, because a look-up could not reach them.
 """
 
 from dataclasses import dataclass
@@ -119,21 +119,26 @@ def set_busy(index: PrefixIndex, pages: list[int]) -> PrefixIndex:
 
 
 def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, list[int]]:
-    """Forget the `count` pages (or as many as there are) that have been idle for longest; returns them for release."""
+    """Forget the `count` pages (or as many as there are) that have been idle for longest; returns what left the index, for release.
+
+    Pages behind them that somebody still holds leave it too: after their release they are not free.
+    """
     evicted: list[int] = []
     if count <= 0 or not index.idle:
         return index, evicted
-    time = index.oldest
+    time, wanted = index.oldest, max(0, len(index.idle) - count)
     children, nodes = index.children.mutate(), index.nodes.mutate()
     idle, since = index.idle.mutate(), index.idle_since.mutate()
-    while len(evicted) < count and len(idle):
-        page = idle.pop(time, None)
+    while len(idle) > wanted:
+        page = idle.get(time)
         time += 1
         if page is None:
             continue
-        del since[page]
-        _unlink(children, nodes, page)
-        evicted.append(page)
+        doomed = [page]
+        if nodes[page].num_children:
+            doomed = sorted(other for other in _with_those_behind(index.nodes, {page}) if other in nodes)
+        _unlink(children, nodes, idle, since, doomed)
+        evicted.extend(doomed)
     index = _replace(index, children=children.finish(), nodes=nodes.finish(), idle=idle.finish(), idle_since=since.finish(), oldest=time)
     return index, evicted
 
@@ -143,40 +148,40 @@ def forget(index: PrefixIndex, pages: frozenset[int]) -> tuple[PrefixIndex, list
 
     For pages whose KV was lost by a failed step: linear in the size of the index.
     """
-    doomed = {page for page in pages if page in index.nodes}
-    if not doomed:
+    lost = {page for page in pages if page in index.nodes}
+    if not lost:
         return index, []
-    behind: dict[int, list[int]] = {}
-    for page, node in index.nodes.items():
-        behind.setdefault(node.parent, []).append(page)
-    left = list(doomed)
-    while left:
-        new = [page for page in behind.get(left.pop(), ()) if page not in doomed]
-        doomed.update(new)
-        left.extend(new)
+    doomed = sorted(_with_those_behind(index.nodes, lost))
     children, nodes = index.children.mutate(), index.nodes.mutate()
     idle, since = index.idle.mutate(), index.idle_since.mutate()
-    for page in sorted(doomed):
+    _unlink(children, nodes, idle, since, doomed)
+    return _replace(index, children=children.finish(), nodes=nodes.finish(), idle=idle.finish(), idle_since=since.finish()), doomed
+
+
+def _with_those_behind(nodes, pages: set[int]) -> set[int]:
+    """The pages and all that stand behind them."""
+    behind: dict[int, list[int]] = {}
+    for page, node in nodes.items():
+        behind.setdefault(node.parent, []).append(page)
+    found, left = set(pages), list(pages)
+    while left:
+        new = [page for page in behind.get(left.pop(), ()) if page not in found]
+        found.update(new)
+        left.extend(new)
+    return found
+
+
+def _unlink(children, nodes, idle, since, pages: list[int]) -> None:
+    """Take pages out of the open maps; all that stands behind them is among them."""
+    for page in pages:
         node = nodes.pop(page)
         del children[node.parent, node.tokens]
-        if node.parent != ROOT and node.parent not in doomed:
-            above = nodes[node.parent]
+        above = nodes.get(node.parent)
+        if above is not None:
             nodes[node.parent] = above._replace(num_children=above.num_children - 1)
         time = since.pop(page, None)
         if time is not None:
             del idle[time]
-    index = _replace(index, children=children.finish(), nodes=nodes.finish(), idle=idle.finish(), idle_since=since.finish())
-    return index, sorted(doomed)
-
-
-def _unlink(children, nodes, page: int) -> None:
-    node = nodes.pop(page)
-    if node.num_children:
-        raise BrokenInvariantError(f"page {page} was to be evicted before the {node.num_children} indexed pages behind it")
-    del children[node.parent, node.tokens]
-    if node.parent != ROOT:
-        above = nodes[node.parent]
-        nodes[node.parent] = above._replace(num_children=above.num_children - 1)
 
 
 def _replace(index: PrefixIndex, **changes) -> PrefixIndex:

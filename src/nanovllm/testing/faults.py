@@ -11,18 +11,20 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from .. import chunks, compile, engine, fill, schedule, session
-from ..state import pages, pool, prefix
+from .. import chunks, compile, engine, fill, ops, schedule, session
+from ..state import pages, pool, prefix, request
 from ..state.engine_state import Lease
 from ..state.kv import pages_for
-from ..state.request import Queue
+from ..state.request import Queue, Sequence
 from ..state.vector import IntVector
+from .chunk_machine import ChunkMachine
 from .engine_machine import EngineMachine
 from .pages_machine import PageMachine
 from .prefix_machine import PrefixMachine
 from .schedule_machine import ScheduleMachine
 
-GENERATE = import_module("nanovllm.generate")  # in the package, the function of that name hides the module
+GENERATE = import_module("nanovllm.generate")  # in the package, the functions of these names hide the modules
+COMPOSE = import_module("nanovllm.compose")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +266,31 @@ def _goes_on_after_the_end(finish_reason):
     return lambda sequence, token: None if token in sequence.request.stop_ids else finish_reason(sequence, token)
 
 
+# Chunks
+
+
+def _moves_all_but_one(move_kv):
+    return lambda pages, src, dst, shift, inv_freq: move_kv(pages, src[1:], dst[1:], shift[1:], inv_freq)
+
+
+def _calls_all_exact(num_exact):
+    return property(lambda sequence: min(sequence.num_filled, sequence.tokens.length))
+
+
+def _forgets_gaps(offset_after):
+    return lambda gaps: 0
+
+
+def _keeps_gaps_behind_the_end(cut):
+    return lambda chunk, length, page_size: replace(cut(chunk, length, page_size), gaps=chunk.gaps)
+
+
+def _runs_the_wrong_heads_again(chosen):
+    return lambda model, state, sequence, chunks, recompute: np.minimum(
+        chosen(model, state, sequence, chunks, recompute) + 1, len(sequence.tokens) - 1
+    )
+
+
 FAULTS: tuple[Fault, ...] = (
     Fault(name="a double free", machine=PageMachine, targets=((pages, "release"),), faulty=_double_free),
     Fault(name="an old value changed", machine=PageMachine, targets=((pages, "allocate"),), faulty=_changes_the_old_value),
@@ -322,4 +349,11 @@ FAULTS: tuple[Fault, ...] = (
         targets=((session, "finish_reason"),),
         faulty=_goes_on_after_the_end,
     ),
+    Fault(name="a token left behind by a move", machine=ChunkMachine, targets=((ops, "move_kv"),), faulty=_moves_all_but_one),
+    Fault(name="approximate KV in the index", machine=ChunkMachine, targets=((Sequence, "num_exact"),), faulty=_calls_all_exact),
+    Fault(name="tokens behind a gap at wrong positions", machine=ChunkMachine, targets=((request, "offset_after"),), faulty=_forgets_gaps),
+    Fault(
+        name="gaps behind the end of a truncated chunk", machine=ChunkMachine, targets=((chunks, "cut"),), faulty=_keeps_gaps_behind_the_end
+    ),
+    Fault(name="the wrong tokens run again", machine=ChunkMachine, targets=((COMPOSE, "_chosen"),), faulty=_runs_the_wrong_heads_again),
 )

@@ -1,7 +1,8 @@
 """A symbolic model: the KV of a token is a number that commits to every token before it, so that wrong KV is seen at once and exactly.
 
 The engine, its pages and its page copies are the real ones; only the model and its attention are replaced. A token's number is made of
-its id and of the numbers that are read for all earlier tokens through the page table; logits are made of the newest number.
+its id, of its position where that differs from its index, and of the numbers that are read for all earlier tokens through the page
+table; logits are made of the newest number. Keys that move are not turned: the model's rotation speeds are 0.
 """
 
 from collections.abc import Sequence as Seq
@@ -29,9 +30,9 @@ def fold(before: int, number: int) -> int:
 
 
 @no_type_check
-def number_of(before: int, token: int) -> int:
-    """The number of a token after what its predecessors fold to."""
-    return ((before * 31 + token * 7919 + 12345) * 2654435761 >> 7) % MODULUS + 1
+def number_of(before: int, token: int, offset: int = 0) -> int:
+    """The number of a token after what its predecessors fold to; `offset` is its position less its index."""
+    return ((before * 31 + token * 7919 + offset * 104729 + 12345) * 2654435761 >> 7) % MODULUS + 1
 
 
 def numbers(tokens: Seq[int]) -> list[int]:
@@ -49,7 +50,7 @@ def logits_of(number: int, vocab_size: int) -> list[float]:
 
 
 def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
-    """Donates `kv`. The model's signature; host memory only. Raises `BrokenInvariantError` for positions that contradict `seq_lens`."""
+    """Donates `kv`. The model's signature; host memory only. Raises `BrokenInvariantError` for a position before its index."""
     (pool,) = kv.pools
     memory, size = pool.numpy(), pool.shape[4]
     starts = list(range(batch.seq_lens.shape[0] + 1)) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
@@ -62,9 +63,9 @@ def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelCon
             before = fold(before, read(memory, tables[row][at // size], at % size))
         for at in range(first, seq_len):
             token = starts[row] + at - first
-            if positions[token] != at:
+            if positions[token] < at:
                 raise BrokenInvariantError(f"the token at place {at} of row {row} runs at position {positions[token]}")
-            memory[:, slots[token] // size, :, :, slots[token] % size, :] = number_of(before, ids[token])
+            memory[:, slots[token] // size, :, :, slots[token] % size, :] = number_of(before, ids[token], positions[token] - at)
             seen = read(memory, tables[row][at // size], at % size)
             before = fold(before, seen)
             logits.append(logits_of(seen, config.vocab_size))

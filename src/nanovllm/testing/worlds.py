@@ -122,7 +122,8 @@ class SymbolicWorld:
         config = tiny_config(
             vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=2
         )
-        self.model = random_model(config)
+        model = random_model(config)
+        self.model = replace(model, params=replace(model.params, inv_freq=torch.zeros_like(model.params.inv_freq)))
 
     def init_state(self, limits: Limits) -> EngineState:
         """See `World`."""
