@@ -40,7 +40,8 @@ def test_the_structure_names_every_file():
 
 
 @pytest.mark.parametrize("code", PROGRAMS, ids=lambda code: code.split("\n")[2][:30])
-def test_programs_run_and_print_what_the_readme_says(code, capsys):
+def test_programs_run_and_print_what_the_readme_says(code, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # they may save files
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     out = capsys.readouterr().out
     at = README.index(code) + len(code)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops import copy_pages, kv_write, paged_decode, paged_prefill, reference
+from nanovllm.ops import copy_pages, kv_write, move_kv, paged_decode, paged_prefill, reference
 from nanovllm.ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan
 from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError
 
@@ -123,6 +123,31 @@ def test_copy_pages(page_shape):
     copy_pages(on_gpu, src.to(CUDA), dst.to(CUDA))
     copy_pages(pages, src, dst)
     assert torch.equal(on_gpu.cpu(), pages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "page_size", "head_dim"), [(8, 16, 128), (3, 1, 64), (1, 4, 24)])
+def test_move_kv(dtype, kv_heads, page_size, head_dim):
+    pages = torch.randn(3, 60, 2, kv_heads, page_size, head_dim, dtype=dtype)
+    order = torch.randperm(60 * page_size).int()
+    count = 25 if page_size > 1 else 20
+    src, dst = order[:count], order[count : 2 * count]
+    shift = torch.randint(-20000, 20000, (count,), dtype=torch.int32)
+    shift[:3] = 0
+    speed = 1.0 / 1e4 ** (torch.arange(0, head_dim, 2) / head_dim)
+    on_gpu = pages.to(CUDA)
+    move_kv(on_gpu, *(x.to(CUDA) for x in (src, dst, shift, speed)))
+    before = pages.clone()
+    move_kv(pages, src, dst, shift, speed)
+    found = on_gpu.cpu()
+    assert torch.equal(found[:, :, 1], pages[:, :, 1])
+    torch.testing.assert_close(found.float(), pages.float(), rtol=0, atol=0.04 if dtype == torch.bfloat16 else 0.01)
+    untouched = torch.ones(60 * page_size, dtype=torch.bool)
+    untouched[dst.long()] = False
+    flat = lambda x: x.permute(1, 4, 0, 2, 3, 5).flatten(0, 1)  # noqa: E731
+    assert torch.equal(flat(found)[untouched], flat(before)[untouched])
+    still = dst[:3].long()
+    assert torch.equal(flat(found)[still], flat(pages)[still])
 
 
 @pytest.mark.parametrize("shape", [(torch.float32, 48, 4, 2, 2), SHAPES[0]])
