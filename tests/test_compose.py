@@ -208,13 +208,13 @@ def test_a_full_pool_refuses_and_changes_nothing(model: Model) -> None:
 
 
 @pytest.mark.parametrize("recompute", [-1, True, 1.0, 0.0, float("nan"), "some", None, 2.5])
-def test_a_bad_recompute_is_named(model: Model, recompute: object) -> None:
+def test_a_bad_recompute_is_named(model: Model, recompute: object, untyped: None) -> None:
     state, chunks = filled(model, [[1, 2], [3]])
     with pytest.raises(nv.InvalidRequestError, match="recompute="):
         nv.compose(model, state, chunks, recompute)  # pyright: ignore[reportArgumentType]
 
 
-def test_bad_chunks_are_refused(model: Model) -> None:
+def test_bad_chunks_are_refused(model: Model, untyped: None) -> None:
     state, (a, b) = filled(model, [[1, 2], [3]])
     for wrong in ([], a, [a, "text"], None):
         with pytest.raises(nv.InvalidRequestError):
@@ -230,7 +230,7 @@ def test_bad_chunks_are_refused(model: Model) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, 3), (4, 2), (-1, 2), (1, 6), ("a", 2), (1.0, 2)])
-def test_a_bad_span_is_named(model: Model, start: object, stop: object) -> None:
+def test_a_bad_span_is_named(model: Model, start: object, stop: object, untyped: None) -> None:
     state, (chunk,) = filled(model, [[1, 2, 3, 4, 5]])
     with pytest.raises(nv.InvalidRequestError, match="start="):
         nv.drop(model, state, chunk, start, stop)  # pyright: ignore[reportArgumentType]

@@ -88,7 +88,7 @@ def test_a_full_pool_refuses_before_anything_is_lost(model: Model) -> None:
     assert len(gen.chunk) == 7
 
 
-def test_a_bad_retain_is_named(model: Model) -> None:
+def test_a_bad_retain_is_named(model: Model, untyped: None) -> None:
     state = nv.init_state(model, num_pages=8)
     with pytest.raises(nv.InvalidRequestError, match="retain='some'"):
         nv.generate(model, state, [A], retain="some")  # pyright: ignore[reportArgumentType]
