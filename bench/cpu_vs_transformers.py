@@ -48,7 +48,7 @@ def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats:
     model = load_model(name, "cpu", dtype) if name == "tiny" else random_weights(name, device="cpu", dtype=dtype)
     other = reference(model, name)
     other.generation_config.eos_token_id = None  # min_new_tokens would forbid the token instead of ignoring it
-    engine = Engine(model, num_pages=2048, max_model_len=1024, compile=compiled)
+    engine = Engine(model, num_pages=2048, max_model_len=1024, compile=compiled or None)
     random, figures = Random(0), {}
 
     def theirs(prompts: list[list[int]], count: int) -> list[list[int]]:
