@@ -47,7 +47,7 @@ def copy_rate(device: torch.device) -> float:
 def measure(model: nv.Model, length: int, repeats: int, folder: Path) -> dict[str, float]:
     """The figures for `PARTS` chunks of `length` tokens each."""
     device, total, size, random = model.device, PARTS * length, 16, Random(0)
-    state = nv.init_state(model, num_pages=4 * total // size + 64, page_size=size, max_model_len=total + 256, max_num_seqs=64)
+    state = nv.init_state(model, num_pages=6 * total // size + 64, page_size=size, max_model_len=total + 256, max_num_seqs=64)
     each = bytes_per_page(model.config, page_size=size, dtype=model.dtype) // size
     vocabulary, figures, times = model.config.vocab_size, {}, {}
 
