@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from .. import chunks, compile, engine, fill, ops, schedule, session
-from ..state import pages, pool, prefix, request
+from ..state import pages, pool, prefix
 from ..state.engine_state import Lease
 from ..state.kv import pages_for
 from ..state.request import Queue, Sequence
@@ -277,14 +277,6 @@ def _calls_all_exact(num_exact):
     return property(lambda sequence: min(sequence.num_filled, sequence.tokens.length))
 
 
-def _forgets_gaps(offset_after):
-    return lambda gaps: 0
-
-
-def _keeps_gaps_behind_the_end(cut):
-    return lambda chunk, length, page_size: replace(cut(chunk, length, page_size), gaps=chunk.gaps)
-
-
 def _runs_the_wrong_heads_again(chosen):
     return lambda model, state, sequence, chunks, recompute: np.minimum(
         chosen(model, state, sequence, chunks, recompute) + 1, len(sequence.tokens) - 1
@@ -351,9 +343,5 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(name="a token left behind by a move", machine=ChunkMachine, targets=((ops, "move_kv"),), faulty=_moves_all_but_one),
     Fault(name="approximate KV in the index", machine=ChunkMachine, targets=((Sequence, "num_exact"),), faulty=_calls_all_exact),
-    Fault(name="tokens behind a gap at wrong positions", machine=ChunkMachine, targets=((request, "offset_after"),), faulty=_forgets_gaps),
-    Fault(
-        name="gaps behind the end of a truncated chunk", machine=ChunkMachine, targets=((chunks, "cut"),), faulty=_keeps_gaps_behind_the_end
-    ),
     Fault(name="the wrong tokens run again", machine=ChunkMachine, targets=((COMPOSE, "_chosen"),), faulty=_runs_the_wrong_heads_again),
 )
