@@ -113,5 +113,3 @@ def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.n
         if sum(count for _, count in batch) + following > budget or len(batch) == state.config.max_num_seqs:
             state.runtime.executor.prefill(model, state.kv, batch, draw=False)
             batch = []
-    if batch:
-        state.runtime.executor.prefill(model, state.kv, batch, draw=False)

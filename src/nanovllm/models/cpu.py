@@ -4,6 +4,7 @@ They stand where a model's `layer` and `layers.head` stand and agree with them w
 """
 
 import ctypes
+import functools
 from pathlib import Path
 
 import torch
@@ -133,6 +134,7 @@ def _memory(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.contiguous()
 
 
+@functools.cache
 def _functions() -> ctypes.CDLL:
     found = library(SOURCE, SYMBOLS)
     assert found is not None, "serves() was not asked"

@@ -12,9 +12,9 @@ from ..batch import prefill_batch, to_device
 from ..compile import Drawn, EagerExecutor, Executor, Runtime
 from ..decode import DecodeCarry, DecodeOutput, decode_step
 from ..engine import step
+from ..fill import plain_request
 from ..init import init_state
 from ..model import Model
-from ..sampling_params import SamplingParams
 from ..state.engine_state import EngineState, Lease
 from ..state.kv import KVState, init_kv, pages_for
 from ..state.request import Request, RequestOutput, Sequence
@@ -199,11 +199,6 @@ class ModelWorld:
         row = Sequence(request=plain_request(count), tokens=IntVector.of(np.array(tokens, np.int32)), pages=IntVector.of([0]))
         batch = to_device(prefill_batch([(row, count)], page_size=count, dummy_page=1, draw=False), self.model.device)
         return self.model.spec.forward(self.model.params, kv, replace(batch, logit_indices=None), self.model.config)
-
-
-def plain_request(count: int) -> Request:
-    """A request of `count` tokens that draws nothing."""
-    return Request(request_id=0, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0)
 
 
 def drain(model: Model, state: EngineState, max_steps: int = 10000) -> tuple[EngineState, dict[int, RequestOutput]]:
