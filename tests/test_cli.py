@@ -126,7 +126,7 @@ def test_errors_are_one_line_and_exit_2(folder, capsys, arguments, match):
     assert re.search(match, captured.err)
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["bench"]])
 def test_help_and_version(command, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main([*command, "--help"])
@@ -265,12 +265,15 @@ def test_a_conversation_that_is_full_is_refused_and_stays(monkeypatch):
 
 
 def test_chat_reads_commands_from_a_pipe(greedy, capsys, monkeypatch):
-    lines = ["Hello", "/stats", "", "/what", "/no_think", "/think", "/help", "/reset", "/stats", "Hello", "/exit", "never read"]
+    lines = ["Hello", "/stats", "", "/what", "/no_think", "/think", "/help", "/memory", "/reset", "/memory", "/stats", "Hello", "/exit"]
+    lines.append("never read")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     assert cli.main(["chat", *greedy]) == 0
     captured = capsys.readouterr()
     half = captured.out[: len(captured.out) // 2]
     assert captured.out == half * 2  # after /reset the same question has the same answer
+    assert re.search(r"\] \d+ pages: conversation \(chunk \d+, \d+ tokens\)", captured.err)
+    assert "(0 held by chunks, 0 by requests, " in captured.err
     for part in ("24 run, 0 reused", "unknown command /what", "Thinking is off.", "Thinking is on.", "Ctrl-D leaves", "no turn yet"):
         assert part in captured.err
 

@@ -20,6 +20,14 @@ def test_what_public_calls_return_has_a_public_name() -> None:
         assert getattr(nv, type(value).__name__) is type(value) and type(value).__name__ in nv.__all__
 
 
+def test_what_a_report_holds_has_a_public_name() -> None:
+    model = nv.load_model("tiny", device="cpu")
+    state, _ = nv.prefill(model, nv.init_state(model, num_pages=4), "Once")
+    report = nv.memory(state)
+    for value in (report, report.owners[0], report.runs[0]):
+        assert getattr(nv, type(value).__name__) is type(value) and type(value).__name__ in nv.__all__
+
+
 def test_import_needs_no_test_tools() -> None:
     hide = "import sys; sys.modules.update(dict.fromkeys(['hypothesis', 'pytest', 'matplotlib']))"
     subprocess.run([sys.executable, "-c", f"{hide}; import nanovllm, nanovllm.cli, nanovllm.bench"], check=True)

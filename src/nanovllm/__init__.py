@@ -26,6 +26,7 @@ from .generate import Generation, generate, generate_many
 from .init import init_state
 from .invariants import check
 from .llm import LLM, Piece
+from .memory import MemoryReport, PageOwner, PageRun, memory
 from .model import Model, load_model
 from .models import Params, forward
 from .sampling_params import SamplingParams
@@ -55,11 +56,14 @@ __all__ = [
     "Generation",
     "InvalidRequestError",
     "KVState",
+    "MemoryReport",
     "Metrics",
     "Model",
     "ModelConfig",
     "NanoVLLMError",
     "OutOfPagesError",
+    "PageOwner",
+    "PageRun",
     "PageState",
     "Params",
     "Piece",
@@ -85,6 +89,7 @@ __all__ = [
     "init_state",
     "load_chunk",
     "load_model",
+    "memory",
     "prefill",
     "release",
     "save_chunk",

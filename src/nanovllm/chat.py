@@ -11,6 +11,7 @@ from .chunks import release, truncate
 from .engine import capacity, commit_state, enter, guarded, new_sequence, step
 from .errors import InvalidRequestError, NanoVLLMError
 from .interrupt import noted_interrupts
+from .memory import memory
 from .messages import render
 from .model import Model
 from .requests import detach, submit_many
@@ -28,6 +29,7 @@ Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
   /no_think   answer without thinking first; as the last word of a message, the model is asked so for that message
   /think      think first again
   /stats      how many prompt tokens ran, and how many were there already
+  /memory     who holds the pages of the KV memory
   /help       this text
   /exit       leave"""
 
@@ -196,6 +198,8 @@ def run(
             case ["/stats"]:
                 note(f"last turn: {figures}" if figures else "no turn yet")
                 note(f"since the start: {state.stats.prefill_tokens} prompt tokens run, {state.stats.reused_tokens} reused")
+            case ["/memory"]:
+                note(memory(state, names={"conversation": conversation.chunk} if conversation.chunk is not None else None).text())
             case [command, *_] if command.startswith("/") and command not in ("/think", "/no_think"):
                 note(f"unknown command {command}; /help shows the commands")
             case _:

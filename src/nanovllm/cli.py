@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `nanovllm chat`, `nanovllm bench`."""
+"""The command line: `nanovllm generate`, `nanovllm chat`, `nanovllm memory`, `nanovllm bench`."""
 
 import argparse
 import io
@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import chat
+from . import chat, memory_demo
 from .compose import MODES
 from .errors import InvalidRequestError, NanoVLLMError
 from .init import init_state
@@ -29,6 +29,7 @@ examples:
   nanovllm chat                                           a conversation
   nanovllm chat --model Qwen/Qwen3-0.6B                   with a model out of the Hugging Face cache
   nanovllm generate --prompts prompts.txt > replies.jsonl many prompts at once, one a line
+  nanovllm memory --out memory.svg                        who holds the pages of the KV memory, and what is shared
 """
 
 
@@ -65,7 +66,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,bench}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,bench}")
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
     generate.add_argument("prompt", nargs="*", help="the text to continue; several words are joined; without any, stdin is read")
@@ -90,6 +91,11 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     _add_model_options(talk)
     _add_sampling_options(talk, max_tokens=2048)
     talk.set_defaults(run=run_chat)
+
+    memory = commands.add_parser("memory", help="show who holds the pages of the KV memory", description=memory_demo.DESCRIPTION)
+    memory_demo.add_arguments(memory)
+    _add_model_options(memory)
+    memory.set_defaults(run=memory_demo.run)
 
     bench = commands.add_parser("bench", help="measure the speed of this machine")
     if with_bench:
