@@ -66,7 +66,7 @@ def compose(
     for place, chunk in enumerate(chunks):
         require_chunk(chunk, f"chunks[{place}]")
         require_live(state, chunk)
-    amount = _recompute(recompute)
+    amount = recompute_amount(recompute)
     num_tokens, first = sum(map(len, chunks)), chunks[0]
     if num_tokens > capacity(state):
         raise InvalidRequestError(f"the chunks have {num_tokens} tokens; this engine holds at most {capacity(state)}")
@@ -125,7 +125,8 @@ def require_rotary(model: Model, what: str) -> None:
         raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, which do not allow {what}")
 
 
-def _recompute(value: Any) -> int | float | str:
+def recompute_amount(value: Any) -> int | float | str:
+    """What `compose` may be asked to run again: a number of tokens, a fraction between 0 and 1, or "all"; raises for anything else."""
     if value == "all" and isinstance(value, str):
         return value
     if isinstance(value, float) and 0 < value < 1:

@@ -1,0 +1,133 @@
+"""Texts of facts about invented things, drawn from a seed: what is asked for cannot be known, only read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+HEAD = "Here are my notes."
+ASIDES = (
+    "Once upon a time, there was a brave boy called {name}. He lived with his brother in a small house with a pink door. One warm day, "
+    "{name} found a grey wolf behind the woodpile. It could not walk, because there was a thorn in its paw.",
+    "Long ago, in a small village by the sea, there lived a gentle girl called {name}. She loved stew and the sound of the wind. One warm "
+    "day, an empty boat drifted to the shore near the village. In the boat lay a red lantern.",
+    "{name} was a shy weaver who lived in a small village by the sea. One winter evening, there was a knock at the door. An old man stood "
+    "in the snow and asked for a cup of tea. In the morning he was gone, and on the table lay a silver coin.",
+)
+_ONSETS = ("b", "br", "c", "d", "dr", "f", "g", "gl", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v", "w", "z", "th")
+_VOWELS = ("a", "e", "i", "o", "u", "ia", "ea", "oo")
+_CODAS = ("", "", "l", "n", "r", "s", "m", "nd", "rn", "st")
+
+
+def _name(*endings: str) -> Callable[[Random], str]:
+    def draw(random: Random) -> str:
+        syllables = (random.choice(_ONSETS) + random.choice(_VOWELS) + random.choice(_CODAS) for _ in range(random.choice((1, 2))))
+        return ("".join(syllables) + random.choice(endings)).capitalize()
+
+    return draw
+
+
+def _one_of(words: str) -> Callable[[Random], str]:
+    return lambda random: random.choice(words.split())
+
+
+def _number(low: int, high: int) -> Callable[[Random], str]:
+    return lambda random: str(random.randint(low, high))
+
+
+_place, _thing = _name("burg", "ville", "ton", "haven", "port", "mora"), _name("ite", "um", "ex")
+draw_subject, draw_person = _name("ia", "land", "ova", "mark", "esia"), _name("a", "o", "en", "us", "wyn")
+RELATIONS: tuple[tuple[str, Callable[[Random], str]], ...] = (
+    ("capital", _place),
+    ("king", draw_person),
+    ("queen", draw_person),
+    ("currency", _thing),
+    ("longest river", _place),
+    ("highest mountain", _place),
+    ("language", _name("ese", "ish", "ian")),
+    ("national animal", _one_of("fox owl bear cat dog wolf goat horse duck frog swan eagle lion seal")),
+    ("national flower", _one_of("rose tulip lily daisy poppy violet orchid iris lotus jasmine")),
+    ("main export", _one_of("salt wool silk tea coffee sugar timber iron copper coal glass paper cotton wine")),
+    ("population", _number(1000, 99999)),
+    ("founding year", _number(1000, 2000)),
+)
+MAX_FACTS = len(RELATIONS) // 2  # of one passage: the next may lean on it with as many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """The noun of the subject is the value."""
+
+    noun: str
+    subject: str
+    value: str
+
+    @property
+    def sentence(self) -> str:
+        """The fact in full."""
+        return f"The {self.noun} of {self.subject} is {self.value}."
+
+    @property
+    def leaning(self) -> str:
+        """The fact for a reader who knows from before what it is about."""
+        return f"Its {self.noun} is {self.value}."
+
+    @property
+    def question(self) -> str:
+        """The fact asked for."""
+        return f"What is the {self.noun} of {self.subject}?"
+
+    @property
+    def beginning(self) -> str:
+        """A sentence that the value completes."""
+        return f"The {self.noun} of {self.subject} is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passages:
+    """Texts that follow one another, and the facts to ask for after them."""
+
+    texts: tuple[str, ...]
+    asked: tuple[Fact, ...]
+
+
+def draw_facts(random: Random, count: int, about: tuple[Fact, ...] = ()) -> tuple[Fact, ...]:
+    """`count` facts of one subject: a new one, or that of the facts `about`, of which none is told again."""
+    subject = about[0].subject if about else draw_subject(random)
+    told = {fact.noun for fact in about}
+    some = random.sample([relation for relation in RELATIONS if relation[0] not in told], count)
+    return tuple(Fact(noun=noun, subject=subject, value=draw(random)) for noun, draw in some)
+
+
+def tell(facts: tuple[Fact, ...]) -> str:
+    """Sentences that stand alone."""
+    return " ".join(fact.sentence for fact in facts)
+
+
+def lean(facts: tuple[Fact, ...]) -> str:
+    """Sentences whose subject stands before them."""
+    return " ".join(fact.leaning for fact in facts)
+
+
+def alone(random: Random, count: int, facts: int, questions: int) -> Passages:
+    """`count` passages, each about another subject; asked for are facts out of all of them."""
+    told = [draw_facts(random, facts) for _ in range(count)]
+    asked = random.sample([fact for some in told for fact in some], questions)
+    return Passages(texts=tuple("\n\n" + tell(some) for some in told), asked=tuple(asked))
+
+
+def leaning(random: Random, count: int, facts: int, questions: int) -> Passages:
+    """`count` passages in pairs: the second of a pair never names its subject; asked for are facts out of the second ones."""
+    texts, told = [], []
+    for _ in range(count // 2):
+        first = draw_facts(random, facts)
+        second = draw_facts(random, facts, about=first)
+        texts += ["\n\n" + tell(first), " " + lean(second)]
+        told += second
+    if count % 2:
+        texts.append("\n\n" + tell(draw_facts(random, facts)))
+    return Passages(texts=tuple(texts), asked=tuple(random.sample(told, questions)))
+
+
+def aside(random: Random) -> str:
+    """Some sentences that have nothing to do with any fact."""
+    return random.choice(ASIDES).format(name=draw_person(random))

@@ -1,0 +1,53 @@
+"""What is measured, checked before anything runs."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..compose import recompute_amount
+from ..errors import InvalidRequestError
+from .facts import MAX_FACTS
+
+Recompute = int | float | Literal["all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured.
+
+    `chunks`: how many are composed, one group of questions for each number. `facts` in a chunk. `questions` in a group.
+    `recompute`: values of `compose`'s argument. `turns` of the chats whose answers are kept. `reply_len` tokens at most in a reply.
+    Raises `InvalidRequestError` for what cannot be measured.
+    """
+
+    chunks: tuple[int, ...] = (2, 4, 8)
+    facts: int = 3
+    questions: int = 48
+    recompute: tuple[Recompute, ...] = (0, 8, 16, 0.1, "all")
+    turns: tuple[int, ...] = (1, 4)
+    reply_len: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("facts", 2, MAX_FACTS), ("questions", 1, 1 << 20), ("reply_len", 1, 1 << 20), ("seed", 0, (1 << 63) - 1)):
+            _require_in(name, getattr(self, name), low, high)
+        for name, low, high in (("chunks", 2, 1 << 10), ("turns", 1, 1 << 10)):
+            for value in _different(name, getattr(self, name)):
+                _require_in(name, value, low, high)
+        for value in _different("recompute", self.recompute):
+            recompute_amount(value)
+
+
+def _different(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, tuple) or not values or any(values.count(value) > 1 for value in values):
+        raise InvalidRequestError(f"{name}={values!r} must be a tuple of different values, at least one")
+    return values
+
+
+def _require_in(name: str, value: Any, low: int, high: int) -> None:
+    try:
+        number = low - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = low - 1
+    if not low <= number <= high:
+        raise InvalidRequestError(f"{name}={value!r} must be an integer in [{low}, {high}]")
