@@ -10,7 +10,7 @@ EXTRAS := dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(COMMA)cuda)
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-gpu lint bench clean
+.PHONY: setup demo test test-gpu lint bench eval-reuse clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,10 @@ test-gpu: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/nanovllm bench
+
+# What docs/reuse-quality.md shows; its table is the output.
+eval-reuse: $(STAMP)
+	$(BIN)/nanovllm eval-reuse --questions 96 --out docs/reuse-quality
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -210,7 +210,8 @@ def test_errors_are_one_line_and_exit_2(arguments: list[str], match: str, capsys
 
 
 def test_bad_inputs_are_named(untyped: None, tmp_path: Path, tiny: Report) -> None:
-    for wrong in ({"chunks": [2]}, {"chunks": ()}, {"turns": (0,)}, {"facts": 1.5}, {"questions": True}, {"recompute": "all"}, {"recompute": ([],)}):
+    listed = ({"chunks": [2]}, {"chunks": ()}, {"turns": (0,)}, {"recompute": "all"}, {"recompute": ([],)})
+    for wrong in (*listed, {"facts": 1.5}, {"questions": True}, {"thought_len": 0}):
         with pytest.raises(nv.InvalidRequestError, match=next(iter(wrong))):
             Settings(**wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(nv.InvalidRequestError, match="no tokenizer"):
@@ -225,3 +226,12 @@ def test_the_table_is_aligned(tiny: Report) -> None:
     assert len(set(heads)) == 1
     (end,) = {line.rindex("%") for line in lines if line.endswith("%")}
     assert end + 1 == len(heads[0])
+
+
+def test_the_published_table_is_of_the_published_report() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    written = json.loads((docs / "reuse-quality.json").read_text())
+    rows = tuple(Row(**row) for row in written["rows"])
+    report = Report(metadata=written, rows=rows, skipped=tuple(written["skipped"]))
+    assert f"```\n{table(report)}\n```" in (docs / "reuse-quality.md").read_text()
+    assert Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in written["settings"].items()})

@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help=f"{QUICK} questions of each kind: a rough picture")
     amounts = "numbers of first tokens of each chunk, fractions of all tokens by deviation, or all (default %(default)s)"
     group.add_argument("--recompute", default=_joined(default.recompute), metavar="X,X", help=amounts)
+    thought = "tokens of a chat's reply with its thinking, at most; models that think long need more (default %(default)s)"
+    group.add_argument("--thought-len", type=int, default=default.thought_len, metavar="N", help=thought)
     group.add_argument("--seed", type=int, default=default.seed, metavar="N", help="the same seed asks the same (default %(default)s)")
     group.add_argument("--out", type=Path, metavar="PREFIX", help="also write PREFIX.json and, with matplotlib, the picture PREFIX.svg")
 
@@ -43,6 +45,7 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
         facts=options.facts,
         questions=QUICK if options.quick else Settings().questions if options.questions is None else options.questions,
         recompute=_values("--recompute", options.recompute, _amount),
+        thought_len=options.thought_len,
         seed=options.seed,
     )
     if options.out is not None:

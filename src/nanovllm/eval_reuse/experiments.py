@@ -25,7 +25,6 @@ DROPPED = "an aside dropped, facts behind it kept"
 KEPT = "answers of a chat kept without their thinking"
 MAX_TOKENS = 1024  # of a context and its reply, unless told otherwise
 QUESTIONS = 8  # after one context, at most
-MAX_THOUGHT = 192  # tokens of a reply with its thinking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,7 +141,7 @@ def _chatted(bench: Bench, subjects: list[tuple[Fact, ...]], wanted: list[tuple[
     for turn, (facts, place) in enumerate(wanted, 1):
         told = "" if segments else " ".join(map(tell, subjects)) + " "
         messages.append({"role": "user", "content": told + facts[place].question})
-        held = _turn(bench.model, engine, chunk, messages)
+        held = _turn(bench.model, engine, chunk, messages, bench.settings.thought_len)
         if held is None:
             break
         engine.release(*([] if chunk is None else [chunk]))
@@ -157,7 +156,9 @@ def _chatted(bench: Bench, subjects: list[tuple[Fact, ...]], wanted: list[tuple[
     return readings
 
 
-def _turn(model: Model, engine: Engine, chunk: Chunk | None, messages: list[dict[str, str]]) -> tuple[Segment, str, Chunk] | None:
+def _turn(
+    model: Model, engine: Engine, chunk: Chunk | None, messages: list[dict[str, str]], thought_len: int
+) -> tuple[Segment, str, Chunk] | None:
     """A turn after the chunk of those before: what it adds, the answer, and a chunk of all without the thinking.
 
     None where the model does not think and then answer, or where its template writes the turns before in another way.
@@ -167,7 +168,7 @@ def _turn(model: Model, engine: Engine, chunk: Chunk | None, messages: list[dict
     if chunk is not None and tokens[:held] != chunk.token_ids.tolist():
         return None
     context = [tokens] if chunk is None else [chunk, tokens[held:]]
-    (reply,) = engine.generate([context], SamplingParams(temperature=0, max_tokens=MAX_THOUGHT))
+    (reply,) = engine.generate([context], SamplingParams(temperature=0, max_tokens=thought_len))
     whole, without, span = reply.chunk.token_ids.tolist(), None, (0, 0)
     spans = [found for found in think_spans(model.tokenizer, reply.chunk.token_ids) if found[0] >= held]
     if reply.finish_reason == "stop" and len(spans) == 1 and spans[0][1] < len(whole):

@@ -110,7 +110,7 @@ def table(report: Report) -> str:
         else:
             left = [row[i].ljust(widths[i]) for i in range(2)]
             lines.append("  ".join([*left, *(row[i].rjust(widths[i]) for i in range(2, len(row)))]).rstrip())
-    lines += [f"\nskipped: {name} (this model did not think and answer in a chat)" for name in report.skipped]
+    lines += [f"\nskipped: {name} (no chat in which the model thought and then answered)" for name in report.skipped]
     return "\n".join(lines)
 
 

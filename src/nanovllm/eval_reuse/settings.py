@@ -16,7 +16,8 @@ class Settings:
     """What is measured.
 
     `chunks`: how many are composed, one group of questions for each number. `facts` in a chunk. `questions` in a group.
-    `recompute`: values of `compose`'s argument. `turns` of the chats whose answers are kept. `reply_len` tokens at most in a reply.
+    `recompute`: values of `compose`'s argument. `turns` of the chats whose answers are kept. `reply_len` tokens at most in a reply,
+    `thought_len` in one with its thinking.
     Raises `InvalidRequestError` for what cannot be measured.
     """
 
@@ -26,11 +27,14 @@ class Settings:
     recompute: tuple[Recompute, ...] = (0, 8, 16, 0.1, "all")
     turns: tuple[int, ...] = (1, 4)
     reply_len: int = 32
+    thought_len: int = 192
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("facts", 2, MAX_FACTS), ("questions", 1, 1 << 20), ("reply_len", 1, 1 << 20), ("seed", 0, (1 << 63) - 1)):
-            _require_in(name, getattr(self, name), low, high)
+        _require_in("facts", self.facts, 2, MAX_FACTS)
+        _require_in("seed", self.seed, 0, (1 << 63) - 1)
+        for name in ("questions", "reply_len", "thought_len"):
+            _require_in(name, getattr(self, name), 1, 1 << 20)
         for name, low, high in (("chunks", 2, 1 << 10), ("turns", 1, 1 << 10)):
             for value in _different(name, getattr(self, name)):
                 _require_in(name, value, low, high)
