@@ -41,7 +41,7 @@ bench: $(STAMP)
 
 # What docs/reuse-quality.md shows; its table is the output.
 eval-reuse: $(STAMP)
-	$(BIN)/nanovllm eval-reuse --questions 96 --out docs/reuse-quality
+	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/reuse-quality
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
