@@ -230,13 +230,17 @@ def _decode(fd: int) -> Head:
             positions=arrays[shape[1] :],
             kv_sha256=metadata["kv_sha256"],
         )
-        canonical = encode(head) == raw  # so offsets, dtypes, key form and names are what they must be
+        _require_written_so(head, raw)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _RefusedError(f"its metadata is not a chunk's: {error!r}") from error
-    if not canonical:
-        raise _RefusedError("its header is not what this version of the format writes")
     _check(head)
     return head
+
+
+def _require_written_so(head: Head, raw: bytes) -> None:
+    """Offsets, dtypes, key form and names are what they must be."""
+    if encode(head) != raw:
+        raise _RefusedError("its header is not what this version of the format writes")
 
 
 def _kv_layout(entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
