@@ -41,7 +41,8 @@ def freeze(value: Any) -> Any:
         case Pool():
             return freeze(value.pages), freeze(value.prefix)
         case Chunk():
-            return freeze(value.tokens), freeze(value.pages), value.provenance, value.liveness
+            parts = (freeze(value.tokens), freeze(value.pages), value.provenance, value.num_exact, value.gaps)
+            return (*parts, value.fingerprint, value.engine, value.liveness)
         case Running():
             return freeze(value.tokens), freeze(value.pages), value.num_filled, value.most_filled
         case Queue():

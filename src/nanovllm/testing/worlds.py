@@ -1,8 +1,9 @@
-"""What `EngineMachine` runs against: an engine, and an oracle that knows what its replies and its KV memory ought to be."""
+"""What the engine's machines run against: an engine, and an oracle that knows what its replies and its KV memory ought to be."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -19,10 +20,12 @@ from ..state.engine_state import EngineState, Lease
 from ..state.kv import KVState, init_kv, pages_for
 from ..state.request import Request, RequestOutput, Sequence
 from ..state.vector import IntVector
+from .chunk_shadow import Cells, Oracle
 from .models import random_model, tiny_config
+from .reference import KeysValues, Reference
 from .shadow import expect
 from .strategies import Limits
-from .symbolic import next_token, numbers, read, symbolic_forward
+from .symbolic import START, fold, logits_of, next_token, number_of, numbers, read, symbolic_forward
 
 T = TypeVar("T")
 
@@ -113,6 +116,10 @@ class World(Protocol):
         ...
 
 
+class ChunkWorld(World, Oracle, Protocol):
+    """An engine and an oracle that knows approximate KV too."""
+
+
 class SymbolicWorld:
     """The symbolic model (see `symbolic`): every wrong slot is seen, exactly, and steps take a millisecond."""
 
@@ -148,6 +155,34 @@ class SymbolicWorld:
         for at, number in enumerate(numbers(tokens)):
             held = read(memory, pages[at // size], at % size)
             expect(held == number, f"invariant 4: slot {at} of {list(tokens)} in page {pages[at // size]} holds {held}, not {number}")
+
+    def kv_of(self, before: Cells, token: int, position: int) -> int:
+        """See `Oracle`."""
+        folded = START
+        for cell in before:
+            folded = fold(folded, cell.kv)
+        return number_of(folded, token, position - len(before))
+
+    def logits_after(self, cells: Cells) -> list[float]:
+        """See `Oracle`."""
+        return logits_of(cells[-1].kv, self.model.config.vocab_size)
+
+    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells) -> None:
+        """See `Oracle`."""
+        held, wanted = _slots(kv, pages, len(cells)), np.array([cell.kv for cell in cells])
+        wrong = (held.reshape(len(cells), -1) != wanted[:, None]).any(1)
+        if wrong.any():
+            at = int(wrong.argmax())
+            expect(False, f"slot {at} of pages {list(pages)} holds {np.unique(held[at])}, not {wanted[at]}")
+
+    def require_logits(self, found: Seq[float], cells: Cells, *, exact: bool) -> None:
+        """See `Oracle`. Numbers of exact cells are those of a full prefill."""
+        wanted = self.logits_after(cells)
+        expect(list(found) == wanted, f"the logits after {[cell.token for cell in cells]} are {found}, not {wanted}")
+
+    def likeliest(self, token: int, logits: Seq[float]) -> bool:
+        """See `Oracle`."""
+        return logits[token] == max(logits)
 
 
 class ModelWorld:
@@ -192,6 +227,41 @@ class ModelWorld:
             error = (found - wanted).abs().amax().item()
             expect(error <= self.tolerance, f"invariant 4: the KV of {list(tokens)} in pages {list(pages)} is off by {error}")
 
+    @cached_property
+    def reference(self) -> Reference:
+        """The same weights in numpy."""
+        return Reference(self.model)
+
+    def kv_of(self, before: Cells, token: int, position: int) -> KeysValues:
+        """See `Oracle`."""
+        return self.reference.run([(cell.position, cell.kv) for cell in before], token, position)[0]
+
+    def logits_after(self, cells: Cells) -> list[float]:
+        """See `Oracle`."""
+        *before, last = cells
+        found = self.reference.run([(cell.position, cell.kv) for cell in before], last.token, last.position, held=last.kv)
+        return found[1].tolist()
+
+    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells) -> None:
+        """See `Oracle`."""
+        wanted = np.stack([cell.kv for cell in cells])  # n L 2 K D
+        wanted[:, :, 0] = self.reference.rotate(wanted[:, :, 0], np.array([cell.position for cell in cells]))
+        error = np.abs(_slots(kv, pages, len(cells)) - wanted).max((1, 2, 3, 4))
+        if error.max() > self.tolerance:
+            expect(False, f"slots of {[cell.token for cell in cells]} in pages {list(pages)} are off by {error.tolist()}")
+
+    def require_logits(self, found: Seq[float], cells: Cells, *, exact: bool) -> None:
+        """See `Oracle`."""
+        tokens, wanted = [cell.token for cell in cells], [self.logits_after(cells)]
+        if exact:
+            wanted.append(self.uncached(tokens)[0][-1].tolist())
+        error = np.abs(np.array(wanted) - np.array(found)).max()
+        expect(bool(error <= self.tolerance), f"the logits after {tokens} are off by {error}")
+
+    def likeliest(self, token: int, logits: Seq[float]) -> bool:
+        """See `Oracle`."""
+        return logits[token] >= max(logits) - self.tolerance
+
     def uncached(self, tokens: Seq[int]) -> tuple[torch.Tensor, KVState]:
         """Logits `[T, V]` and KV of one whole prefill into memory of its own, one page for all tokens."""
         count = len(tokens)
@@ -199,6 +269,13 @@ class ModelWorld:
         row = Sequence(request=plain_request(count), tokens=IntVector.of(np.array(tokens, np.int32)), pages=IntVector.of([0]))
         batch = to_device(prefill_batch([(row, count)], page_size=count, dummy_page=1, draw=False), self.model.device)
         return self.model.spec.forward(self.model.params, kv, replace(batch, logit_indices=None), self.model.config)
+
+
+def _slots(kv: KVState, pages: Seq[int], count: int) -> np.ndarray:
+    """The KV of the first `count` slots of these pages, `[count, L, 2, K, D]`."""
+    memory, at = kv.pools[0].numpy(), np.arange(count)
+    size = memory.shape[4]
+    return memory[:, np.array(pages)[at // size], :, :, at % size]
 
 
 def drain(model: Model, state: EngineState, max_steps: int = 10000) -> tuple[EngineState, dict[int, RequestOutput]]:
