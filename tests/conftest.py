@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
 
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, **COMMON)
+settings.register_profile("nightly", **COMMON)  # other examples every time; the machines run many more of them
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -7,7 +7,16 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from nanovllm.testing import ChunkMachine, EngineMachine, ModelWorld, PageMachine, PrefixMachine, ScheduleMachine, SymbolicWorld
+from nanovllm.testing import (
+    ChunkMachine,
+    EngineMachine,
+    ModelChunkMachine,
+    ModelWorld,
+    PageMachine,
+    PrefixMachine,
+    ScheduleMachine,
+    SymbolicWorld,
+)
 from nanovllm.testing.models import random_model, tiny_config
 
 # How many examples of how many rules. The `nightly` profile runs fifty times as many, drawn anew each time.
@@ -45,6 +54,7 @@ class RealLlama(EngineMachine):
         (PrefixMachine, 60, 40),
         (ScheduleMachine, 60, 50),
         (ChunkMachine, 60, 30),
+        (ModelChunkMachine, 20, 30),
         (EngineMachine, 25, 50),
         (WideVocabulary, 8, 50),
         (RealModel, 5, 40),

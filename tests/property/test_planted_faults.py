@@ -3,11 +3,25 @@
 import pytest
 from hypothesis.errors import Flaky
 
+from nanovllm.testing.chunk_faults import CHUNK_FAULTS
 from nanovllm.testing.faults import FAULTS, Fault, find, planted
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def named(fault: Fault) -> str:
+    return fault.name.replace(" ", "-")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
 def test_machine_finds(fault: Fault):
+    require_found(fault)
+
+
+@pytest.mark.parametrize("fault", CHUNK_FAULTS, ids=named)
+def test_chunk_machine_finds(fault: Fault, untyped: None):
+    require_found(fault)
+
+
+def require_found(fault: Fault) -> None:
     with planted(fault):
         failure = find(fault.machine, max_examples=200)
     assert failure is not None, f"{fault.machine.__name__} did not find {fault.name}"

@@ -4,11 +4,21 @@ The machines are Hypothesis state machines; run one with `hypothesis.stateful.ru
 puts another engine, model or scheduler in its place.
 """
 
-from .chunk_machine import ChunkMachine
+from .chunk_machine import ChunkMachine, ModelChunkMachine
 from .engine_machine import EngineMachine
 from .pages_machine import PageMachine
 from .prefix_machine import PrefixMachine
 from .schedule_machine import ScheduleMachine
 from .worlds import ModelWorld, SymbolicWorld, World
 
-__all__ = ["ChunkMachine", "EngineMachine", "ModelWorld", "PageMachine", "PrefixMachine", "ScheduleMachine", "SymbolicWorld", "World"]
+__all__ = [
+    "ChunkMachine",
+    "EngineMachine",
+    "ModelChunkMachine",
+    "ModelWorld",
+    "PageMachine",
+    "PrefixMachine",
+    "ScheduleMachine",
+    "SymbolicWorld",
+    "World",
+]

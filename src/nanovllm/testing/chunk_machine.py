@@ -1,293 +1,307 @@
 """`ChunkMachine`: the algebra of chunks. Anything may be made of anything, and every slot holds what its making says."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
+import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import initialize, invariant, rule
 
+from ..chunk_file import load_chunk, save_chunk
 from ..chunks import fork, prefill, release, truncate
 from ..compose import MODES, compose, drop
-from ..engine import capacity, enter
-from ..errors import DonatedStateError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
-from ..generate import generate
+from ..engine import capacity, enter, submit
+from ..errors import ChunkFileError, DonatedStateError, ForeignChunkError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
+from ..generate import generate, generate_many
 from ..invariants import check
 from ..sampling_params import SamplingParams
+from ..session import begin, commit
 from ..state.chunk import Chunk
 from ..state.engine_state import EngineState
-from .engine_driver import SMALLEST
-from .shadow import KeptValues, expect, freeze, indexed_runs
+from .chunk_driver import Asked, ChunkDriver, Held, offset_of
+from .chunk_files import damaged
+from .shadow import expect, freeze
 from .strategies import limits, token_ids
-from .symbolic import START, fold, logits_of, number_of, numbers, read
-from .worlds import FlakyExecutor, PlantedError, SymbolicWorld
+from .worlds import ModelWorld
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+RECOMPUTE = st.sampled_from([0, 0, 1, 2, 9, 0.5, "all"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A token of a chunk as the shadow sees it: its position, and the number that its slot must hold."""
+class ChunkMachine(ChunkDriver):
+    """Chunks made by every call that makes them, over one engine of a few pages and the files of another, with planted failures.
 
-    token: int
-    position: int
-    number: int
-
-
-Cells: TypeAlias = tuple[Cell, ...]
-
-
-def exact(tokens: Sequence[int]) -> Cells:
-    """What a full prefill gives."""
-    return tuple(Cell(token=t, position=i, number=n) for i, (t, n) in enumerate(zip(tokens, numbers(tokens), strict=True)))
-
-
-def grown(cells: Cells, tokens: Sequence[int]) -> Cells:
-    """More tokens, run behind what there is."""
-    made = list(cells)
-    for token in tokens:
-        position = made[-1].position + 1 if made else 0
-        made.append(Cell(token=token, position=position, number=_number(made, token, position)))
-    return tuple(made)
-
-
-def rerun(cells: Cells, places: Sequence[int]) -> Cells:
-    """Tokens run again in place, in order."""
-    made = list(cells)
-    for at in places:
-        made[at] = Cell(token=made[at].token, position=made[at].position, number=_number(made[:at], made[at].token, made[at].position))
-    return tuple(made)
-
-
-def placed(cells: Cells, start: int) -> Cells:
-    """The same numbers at positions `start ...`."""
-    return tuple(Cell(token=cell.token, position=start + i, number=cell.number) for i, cell in enumerate(cells))
-
-
-def _number(before: Sequence[Cell], token: int, position: int) -> int:
-    folded = START
-    for cell in before:
-        folded = fold(folded, cell.number)
-    return number_of(folded, token, position - len(before))
-
-
-class ChunkMachine(RuleBasedStateMachine):
-    """Chunks made by every call that makes them, over one engine of a few pages, with planted failures.
-
-    A chunk that calls itself exact must hold what a full prefill holds; any other, what follows from the chunks it was made of.
+    A chunk that calls itself exact must hold what a full prefill holds, and give its logits; any other, what follows from the chunks
+    that it was made of. What a live chunk holds never changes. `world` is what runs: a subclass puts another in its place.
     """
 
-    max_tokens: ClassVar[int] = 40  # that the pool holds
-    chunks = Bundle("chunks")
+    max_tokens: ClassVar[int] = 48  # that a pool holds
 
-    world: ClassVar[SymbolicWorld] = SymbolicWorld()
+    @initialize(data=st.data(), hoards=st.integers(0, 3))
+    def start(self, data: st.DataObject, hoards: int) -> None:
+        """Two fresh engines. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
+        self.state = self.world.init_state(data.draw(limits(self.max_tokens, min_tokens=8, min_model_len=12)))
+        self.other = self.world.init_state(data.draw(limits(self.max_tokens, max_page_size=4, min_tokens=8, min_model_len=12)))
+        num_pages = self.state.config.num_pages
+        self.most_pinned = num_pages if hoards == 3 else max(2, num_pages * 2 // 3)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: EngineState = self.world.init_state(SMALLEST)
-        self.refusal: Exception | None = None
-        self.cells: dict[int, Cells] = {}
-        self.needed = 0
-        self.stale: list[EngineState] = []
-        self.dead: list[Chunk] = []
-        self.kept = KeptValues()
+    # Chunks made of tokens, and of other chunks
 
-    @initialize(data=st.data())
-    def start(self, data: st.DataObject) -> None:
-        """A fresh engine."""
-        self.state = self.world.init_state(data.draw(limits(self.max_tokens)))
-
-    @rule(target=chunks, ids=token_ids(max_size=6))
-    def prefill(self, ids: list[int]):
+    @rule(ids=token_ids(max_size=10))
+    def prefill(self, ids: list[int]) -> None:
         """A chunk of token ids."""
-        return self._made(lambda: prefill(self.world.model, self.state, ids), grown((), ids), needed=len(ids))
+        self._make(lambda: prefill(self.world.model, self.state, ids), self.shadow.exact(ids), needed=len(ids))
 
-    @rule(target=chunks, chunk=chunks, ids=token_ids(min_size=0, max_size=4))
-    def extend(self, chunk: Chunk, ids: list[int]):
+    @rule(data=st.data(), ids=token_ids(min_size=0, max_size=4))
+    def extend(self, data: st.DataObject, ids: list[int]) -> None:
         """A chunk that continues another."""
-        cells = grown(self.cells[chunk.liveness], ids)
-        return self._made(lambda: prefill(self.world.model, self.state, ids, after=chunk), cells, needed=len(cells))
+        self._extend(self._pick(data), ids)
 
-    @rule(target=chunks, chunk=chunks, cut=st.integers(0, 5))
-    def shorten(self, chunk: Chunk, cut: int):
-        """A second handle, perhaps a shorter one."""
-        length = max(1, len(chunk) - cut)
-        call = (lambda: truncate(self.state, chunk, length)) if cut else (lambda: fork(self.state, chunk))
-        return self._made(call, self.cells[chunk.liveness][:length], needed=0)
+    def _extend(self, base: Held, ids: list[int]) -> None:
+        told = self.shadow.extended(base.told, ids)
+        self._make(lambda: prefill(self.world.model, self.state, ids, after=base.chunk), told, needed=len(told.cells), served=True)
 
-    @rule(given=st.lists(consumes(chunks), min_size=1, max_size=4))
-    def release(self, given: list[Chunk]) -> None:
-        """Handles end."""
-        for chunk in given:
-            self._release(chunk)
+    @rule(data=st.data(), ids=token_ids(min_size=0, max_size=4), follows=st.booleans())
+    def truncate(self, data: st.DataObject, ids: list[int], follows: bool) -> None:
+        """A second handle, on the beginning: cut before, in and behind gaps, within a page and at its end; then it may go on otherwise."""
+        base = self._pick(data)
+        length = data.draw(st.integers(1, len(base.chunk)))
+        call = (lambda: truncate(self.state, base.chunk, length)) if length < len(base.chunk) else (lambda: fork(self.state, base.chunk))
+        head = self._make(call, self.shadow.cut(base.told, length), needed=0)
+        if head is not None and ids:
+            more = base.told.token_ids[length : length + 1]
+            self._extend(head, [(token + 1) % self.world.model.config.vocab_size for token in more] + ids)
+        if head is not None and follows:
+            self._compose([head, self._pick(data)], 0)
 
-    @rule(target=chunks, given=st.lists(chunks, min_size=1, max_size=4), recompute=st.sampled_from([0, 0, 1, 2, 9, "all"]))
-    def compose(self, given: list[Chunk], recompute: Any):
+    @rule(data=st.data(), count=st.integers(1, 4), recompute=RECOMPUTE)
+    def compose(self, data: st.DataObject, count: int, recompute: Any) -> None:
         """Chunks one after another, some of their tokens run again."""
-        cells, heads = (), []
-        for chunk in given:
-            heads.append(len(cells))
-            cells += self.cells[chunk.liveness]
-        alone = len(given) == 1 and not given[0].gaps
-        if recompute == "all" and not alone:
-            cells = exact([cell.token for cell in cells])
-        elif not alone:
-            places = [at for head, chunk in zip(heads[1:], given[1:], strict=True) for at in range(head, head + min(recompute, len(chunk)))]
-            cells = rerun(placed(cells, 0), places)
-        call = lambda: compose(self.world.model, self.state, given, recompute)  # noqa: E731
-        return self._made(call, cells, needed=0 if alone else len(cells))
+        self._compose([self._pick(data) for _ in range(count)], recompute)
 
-    @rule(target=chunks, chunk=chunks, mode=st.sampled_from(MODES), data=st.data())
-    def drop(self, chunk: Chunk, mode: Any, data: st.DataObject):
-        """A span taken out."""
-        if len(chunk) < 2:
-            return multiple()
-        start = data.draw(st.integers(0, len(chunk) - 1))
-        stop = data.draw(st.integers(start + 1, len(chunk) if start else len(chunk) - 1))
-        old = self.cells[chunk.liveness]
-        head, tail = old[:start], old[stop:]
-        match mode:
-            case "recompute":
-                cells = grown(head, [cell.token for cell in tail])
-            case "shift":
-                cells = head + placed(tail, head[-1].position + 1 if head else 0)
-            case _:
-                cells = head + tail
-        call = lambda: drop(self.world.model, self.state, chunk, start, stop, mode)  # noqa: E731
-        return self._made(call, cells, needed=len(cells) if tail else 0)
+    def _compose(self, bases: list[Held], recompute: Any) -> None:
+        bases = [base for base in bases if base.chunk.liveness in self.held]  # the others were released to make the last ones
+        told = self.shadow.composed([base.told for base in bases], recompute)
+        needed = 0 if len(bases) == 1 and not bases[0].chunk.gaps else len(told.cells)
+        chunks = [base.chunk for base in bases]
+        self._make(lambda: compose(self.world.model, self.state, chunks, recompute), told, needed)
 
-    @rule(target=chunks, chunk=chunks, ids=token_ids(min_size=0, max_size=3), max_tokens=st.integers(1, 6))
-    def generate(self, chunk: Chunk, ids: list[int], max_tokens: int):
-        """A greedy reply to a chunk and some tokens."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        context = [chunk, ids] if ids else chunk
-        done = self._attempt(lambda: generate(self.world.model, self.state, context, params))
+    @rule(data=st.data(), mode=st.sampled_from(MODES))
+    def drop(self, data: st.DataObject, mode: Any) -> None:
+        """A span taken out, anywhere."""
+        base = self._pick(data)
+        length = len(base.chunk)
+        if length < 2:
+            return
+        start = data.draw(st.integers(0, length - 1))
+        stop = data.draw(st.integers(start + 1, length if start else length - 1))
+        self._drop(base, start, stop, mode)
+
+    @rule(data=st.data(), times=st.integers(1, 3))
+    def leave_out(self, data: st.DataObject, times: int) -> None:
+        """Spans dropped by `gap`, one after another."""
+        base: Held | None = self._pick(data)
+        while times and base is not None:
+            base, times = self._leave_out(data, base), times - 1
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def release(self, data: st.DataObject, count: int) -> None:
+        """Handles end."""
+        for _ in range(count):
+            self._release(self._pick(data).chunk)
+
+    # Replies
+
+    @rule(data=st.data(), ids=token_ids(min_size=0, max_size=3), max_tokens=st.integers(1, 6))
+    def generate(self, data: st.DataObject, ids: list[int], max_tokens: int) -> None:
+        """A reply to a chunk and some tokens, its log-probabilities looked at."""
+        base, vocab_size = self._pick(data), self.world.model.config.vocab_size
+        params = replace(GREEDY, max_tokens=max_tokens, logprobs=vocab_size)
+        told = self.shadow.extended(base.told, ids)
+        call = lambda: generate(self.world.model, self.state, _context(base.chunk, ids), params)  # noqa: E731
+        done = self._attempt(call, len(told.cells) + 1, offset_of(told))
         if done is None:
-            return multiple()
+            return
         self.state, reply = done
-        cells = grown(self.cells[chunk.liveness], ids)
         if reply.chunk.provenance.exact:  # pages of the index served better
-            cells = exact([cell.token for cell in cells])
-        drawn = []
-        for token in reply.token_ids:
-            drawn.append(token)
-            logits = logits_of(cells[-1].number, self.world.model.config.vocab_size)
-            expect(logits[token] == max(logits), f"{reply.chunk!r} drew {drawn} where the logits were {logits}")
-            cells = grown(cells, [token])
-        self.needed += len(cells)
-        return self._adopted(reply.chunk, cells)
+            told = self.shadow.exact(told.token_ids)
+        for token, entry in zip(reply.token_ids, reply.logprobs, strict=True):
+            wanted, found = self.world.logits_after(told.cells), dict(entry.top)
+            error = np.abs(np.array([found[v] for v in range(vocab_size)]) - _log_softmax(wanted)).max()
+            expect(error < 1e-3 and self.world.likeliest(token, wanted), f"{token} was drawn by {found} where the logits are {wanted}")
+            told = self.shadow.extended(told, [token])
+        self.needed += len(told.cells)
+        self._adopt(reply.chunk, told)
+
+    @rule(data=st.data(), ids=token_ids(min_size=0, max_size=3), room=st.integers(1, 3))
+    def decode(self, data: st.DataObject, ids: list[int], room: int) -> None:
+        """Decode steps by hand, their logits looked at: those of exact chunks are those of a full prefill."""
+        base = self._pick(data)
+        told = self.shadow.extended(base.told, ids)
+        call = lambda: begin(self.world.model, self.state, [_context(base.chunk, ids)], GREEDY, room=room)  # noqa: E731
+        done = self._attempt(call, len(told.cells) + room, offset_of(told))
+        if done is None:
+            return
+        self.state, carry = done
+        (session,) = self.state.sessions.values()
+        if session.sequences[0].provenance.exact:
+            told = self.shadow.exact(told.token_ids)
+        for _ in range(room):
+            carry, out = self.world.decode(carry)
+            told = self._drawn(told, int(out.token_ids[0]), out.logits[0].tolist())
+        while (done := self._attempt(lambda: commit(self.world.model, self.state, carry))) is None:
+            pass
+        self.state, (reply,) = done
+        self.needed += len(told.cells)
+        self._adopt(reply.chunk, told)
+
+    @rule(data=st.data(), count=st.integers(1, 4), max_tokens=st.integers(1, 4))
+    def serve(self, data: st.DataObject, count: int, max_tokens: int) -> None:
+        """Requests that press on the pool beside what is alive, to the end of all of them."""
+        asked: dict[int, Asked] = {}
+        for _ in range(count):
+            base = self._pick(data) if data.draw(st.booleans()) else None
+            ids = data.draw(token_ids(min_size=base is None, max_size=8))
+            told = self.shadow.exact(ids) if base is None else self.shadow.extended(base.told, ids)
+            context = ids if base is None else _context(base.chunk, ids)
+            params = replace(GREEDY, max_tokens=max_tokens)
+            call = partial(submit, self.world.model, self.state, context, params)
+            done = self._attempt(call, len(told.cells) + 1, offset_of(told))
+            if done is not None:
+                self.state, rid = done
+                asked[rid] = Asked(tellings=[told, *([self.shadow.exact(told.token_ids)] if told.operations else [])])
+        self._run(asked)
+
+    @rule(data=st.data(), ids=token_ids(max_size=6), alone=st.booleans())
+    def evict(self, data: st.DataObject, ids: list[int], alone: bool) -> None:
+        """A run as long as there is room, and its end, beside all chunks or one `alone`: what only the index holds leaves it."""
+        if alone:
+            base = self._pick(data)
+            for held in [held for held in self.held.values() if held is not base]:
+                self._release(held.chunk)
+        count = min(capacity(self.state), enter(self.state).pool.num_available * self.state.config.page_size)
+        if count:
+            run = (ids * count)[:count]
+            made = self._make(lambda: prefill(self.world.model, self.state, run), self.shadow.exact(run), needed=count)
+            if made is not None:
+                self._release(made.chunk)
+
+    # Files
+
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        """A file to a chunk of the engine that saved it, or of the one with other pages."""
+        file = self._pick_file(data)
+        self._make(lambda: load_chunk(self.world.model, self.state, file.path), file.told, needed=len(file.told.cells))
+
+    @rule(data=st.data())
+    def pass_on(self, data: st.DataObject) -> None:
+        """A file to a chunk of an engine with other pages, and from there to a file again."""
+        file, path = self._pick_file(data), self._new_path()
+        try:
+            self.other, chunk = load_chunk(self.world.model, self.other, file.path)
+        except (InvalidRequestError, OutOfPagesError) as error:
+            return self._require_reason(error, self.other, len(file.told.cells), offset_of(file.told))
+        check(self.other)
+        self._require_told(self.other, chunk, file.told)
+        self._require_index(self.other)
+        save_chunk(self.other, chunk, path)
+        self._keep_file(path, file.told)
+        self.other, self.foreign = release(self.other, chunk), chunk
+
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        """A file that was changed in any way is refused, and nothing else happens."""
+        file, path = self._pick_file(data), self._new_path()
+        raw, other = file.path.read_bytes(), self._pick_file(data).path.read_bytes()
+        before = freeze(enter(self.state).pool)
+        for name, changed in damaged(raw, other, data).items():
+            if changed in (raw, other):
+                continue
+            path.write_bytes(changed)
+            try:
+                self.state, _ = load_chunk(self.world.model, self.state, path)
+            except ChunkFileError:
+                continue
+            except (InvalidRequestError, OutOfPagesError) as error:
+                self._require_reason(error, self.state, len(file.told.cells), offset_of(file.told))
+            else:
+                expect(False, f"a file is loaded after this: {name}")
+        expect(freeze(enter(self.state).pool) == before, "a refused file changed the pool")
+        path.unlink(missing_ok=True)
+
+    # Misuse and failure
 
     @rule(countdown=st.integers(0, 2), late=st.booleans())
     def plant_failure(self, countdown: int, late: bool) -> None:
         """A device call of the near future raises."""
         self._executor.arm(countdown, late)
 
-    @rule(data=st.data())
-    def misuse(self, data: st.DataObject) -> None:
-        """Donated states and released chunks are refused, and change nothing."""
-        calls: list[Callable[[EngineState, Chunk], Any]] = [
-            lambda state, chunk: compose(self.world.model, state, [chunk, chunk]),
-            lambda state, chunk: drop(self.world.model, state, chunk, 0, 1, "gap"),
-            lambda state, chunk: prefill(self.world.model, state, [0], after=chunk),
-            fork,
-        ]
-        call, before = data.draw(st.sampled_from(calls)), freeze(self.state.pool)
-        live = next(iter(self.state.chunks.values()), None)
+    @rule()
+    def misuse(self) -> None:
+        """Donated states, released chunks and those of another engine are refused by every call, and change nothing."""
+        live = next((held.chunk for held in self.held.values()), None)
+        before = freeze(enter(self.state).pool)
         for error, state, chunk in (
             (DonatedStateError, self.stale[-1] if self.stale else None, live),
             (ReleasedChunkError, self.state, self.dead[-1] if self.dead else None),
+            (ForeignChunkError, self.state, self.foreign),
         ):
             if state is None or chunk is None:
                 continue
-            try:
-                call(state, chunk)
-            except error:
-                continue
-            expect(False, f"{error.__name__} was to be raised")
-        expect(freeze(self.state.pool) == before, "a refused call changed the pool")
+            for name, call in self._calls().items():
+                try:
+                    call(state, chunk)
+                except error:
+                    continue
+                expect(False, f"{name} was to raise {error.__name__}")
+        expect(freeze(enter(self.state).pool) == before, "a refused call changed the pool")
 
-    @property
-    def _executor(self) -> FlakyExecutor:
-        executor = self.state.runtime.executor
-        assert isinstance(executor, FlakyExecutor)
-        return executor
-
-    def _attempt(self, call: Callable[[], Any]) -> Any:
-        """What a call returns; None where a planted failure or a legitimate refusal came in between: the old state then stands."""
-        before, frozen = self.state, freeze(self.state.pool)
-        self.kept.keep(before.pool)
-        try:
-            done = call()
-        except (PlantedError, OutOfPagesError, InvalidRequestError) as error:
-            expect(freeze(before.pool) == frozen, "a failed call changed the pool")
-            self._executor.disarm()
-            self.refusal = error
-            return None
-        self._executor.disarm()
-        self.stale = [*self.stale[-3:], before]
-        return done
-
-    def _made(self, call: Callable[[], tuple[EngineState, Chunk]], cells: Cells, needed: int):
-        offset = max((cell.position - i for i, cell in enumerate(cells)), default=0)
-        done = self._attempt(call)
-        if done is None:
-            self._require_reason(cells, offset)
-            return multiple()
-        self.state, chunk = done
-        self.needed += needed
-        if chunk.provenance.exact:  # pages of the index may have served better than those of an approximate chunk
-            cells = exact([cell.token for cell in cells])
-        return self._adopted(chunk, cells)
-
-    def _require_reason(self, cells: Cells, offset: int) -> None:
-        if isinstance(self.refusal, InvalidRequestError):
-            expect(len(cells) + offset > capacity(self.state), f"{len(cells)} tokens were refused: {self.refusal}")
-        elif isinstance(self.refusal, OutOfPagesError):
-            size = self.state.config.page_size
-            room = enter(self.state).pool.num_available
-            expect(-(-len(cells) // size) + 1 > room, f"{len(cells)} tokens were refused, {room} pages are there: {self.refusal}")
-
-    def _adopted(self, chunk: Chunk, cells: Cells):
-        expect(chunk.token_ids.tolist() == [cell.token for cell in cells], f"{chunk!r} holds {chunk.token_ids.tolist()}")
-        expect(chunk.positions.tolist() == [cell.position for cell in cells], f"{chunk!r} stands at {chunk.positions.tolist()}")
-        true = exact([cell.token for cell in cells])
-        expect(cells[: chunk.num_exact] == true[: chunk.num_exact], f"{chunk!r} calls {chunk.num_exact} tokens exact")
-        expect(chunk.provenance.exact or cells != true or chunk.num_exact < len(chunk), f"{chunk!r} is exact and does not say so")
-        self.cells[chunk.liveness] = cells
-        self.kept.keep(chunk)
-        if len({page for live in self.state.chunks.values() for page in live.pages}) * 3 <= self.state.config.num_pages * 2:
-            return multiple(chunk)
-        self.agrees()  # where too much is pinned the new chunk is released at once, or little else could be made
-        self._release(chunk)
-        return multiple()
-
-    def _release(self, chunk: Chunk) -> None:
-        before = self.state
-        self.state = release(self.state, chunk)
-        self.stale, self.dead = [*self.stale[-3:], before], [*self.dead[-3:], chunk]
+    def _calls(self) -> dict[str, Callable[[EngineState, Chunk], Any]]:
+        """Every call that takes a chunk."""
+        model, path = self.world.model, self._new_path()
+        return {
+            "fork": fork,
+            "truncate": partial(truncate, length=1),
+            "release": release,
+            "prefill": lambda state, chunk: prefill(model, state, [0], after=chunk),
+            "compose": lambda state, chunk: compose(model, state, [chunk, chunk]),
+            "compose of one": lambda state, chunk: compose(model, state, [chunk]),
+            "drop": lambda state, chunk: drop(model, state, chunk, 0, 1, "gap"),
+            "save_chunk": lambda state, chunk: save_chunk(state, chunk, path),
+            "generate": lambda state, chunk: generate(model, state, chunk, GREEDY),
+            "generate_many": lambda state, chunk: generate_many(model, state, [[0], [chunk, [0]]], GREEDY),
+            "submit": lambda state, chunk: submit(model, state, chunk, GREEDY),
+            "begin": lambda state, chunk: begin(model, state, [chunk], GREEDY, room=1),
+        }
 
     @invariant()
     def agrees(self) -> None:
-        """The engine's own check, counted tokens, old values, and every slot that a chunk or the index refers to."""
-        state = enter(self.state)
-        check(state)
-        self.kept.require_unchanged()
-        stats = state.stats
-        run = stats.prefill_tokens + stats.decode_tokens + stats.reused_tokens - stats.rerun_tokens - stats.discarded_tokens
-        expect(run == self.needed, f"invariant 9: {run} tokens run or reused, {self.needed} needed: {stats}")
-        memory, size = state.kv.pools[0].numpy(), state.config.page_size
-        for chunk in state.chunks.values():
-            pages = chunk.pages.array().tolist()
-            for at, cell in enumerate(self.cells[chunk.liveness]):
-                held = read(memory, pages[at // size], at % size)
-                expect(held == cell.number, f"slot {at} of {chunk!r}, in page {pages[at // size]}, holds {held}, not {cell.number}")
-        for run_of, page in indexed_runs(state.prefix):
-            wanted = numbers(run_of)[-size:]
-            held = [read(memory, page, at) for at in range(size)]
-            expect(held == wanted, f"invariant 10: page {page} is found by {run_of} and holds {held}, not {wanted}")
+        """All that must hold."""
+        self._require_all()
 
     def teardown(self) -> None:
         """With all handles released all pages come back."""
+        self.folder.cleanup()
         for chunk in list(self.state.chunks.values()):
             self.state = release(self.state, chunk)
         check(self.state)
         available = self.state.pool.num_available
         expect(available == self.state.config.num_pages, f"invariant 6: {available} of {self.state.config.num_pages} pages came back")
+
+
+class ModelChunkMachine(ChunkMachine):
+    """The same over a real model, whose keys turn, against a decoder in numpy."""
+
+    world = ModelWorld()
+
+
+def _context(chunk: Chunk, ids: list[int]) -> Any:
+    return [chunk, ids] if ids else chunk
+
+
+def _log_softmax(logits: list[float]) -> np.ndarray:
+    values = np.array(logits)
+    return values - values.max() - np.log(np.exp(values - values.max()).sum())

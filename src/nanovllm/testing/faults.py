@@ -1,4 +1,7 @@
-"""Planted faults: bugs that engines of this kind really had, each with the machine that must find it."""
+"""Planted faults: bugs that engines of this kind really had, each with the machine that must find it.
+
+Those in the algebra of chunks are in `chunk_faults.py`.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,23 +11,21 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from .. import chunks, compile, engine, fill, ops, schedule, session
+from .. import chunks, compile, engine, fill, schedule, session
 from ..state import pages, pool, prefix
 from ..state.engine_state import Lease
 from ..state.kv import pages_for
-from ..state.request import Queue, Sequence
+from ..state.request import Queue
 from ..state.vector import IntVector
-from .chunk_machine import ChunkMachine
 from .engine_machine import EngineMachine
 from .pages_machine import PageMachine
 from .prefix_machine import PrefixMachine
 from .schedule_machine import ScheduleMachine
 
-GENERATE = import_module("nanovllm.generate")  # in the package, the functions of these names hide the modules
-COMPOSE = import_module("nanovllm.compose")
+GENERATE = import_module("nanovllm.generate")  # in the package, the function of this name hides the module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,13 @@ def planted(*faults: Fault) -> Iterator[None]:
         yield
 
 
-def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int = 50) -> Exception | None:
-    """Run a machine, always over the same examples and without shrinking: the failure it ends with, or None."""
+def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int = 50, draw: int | None = None) -> Exception | None:
+    """Run a machine, always over the same examples and without shrinking: the failure it ends with, or None.
+
+    Which examples these are follows from the machine's source, or from `draw`.
+    """
+    if draw is not None:
+        machine = seed(draw)(type(machine.__name__, (machine,), {}))
     chosen = settings(
         max_examples=max_examples,
         stateful_step_count=rules,
@@ -170,7 +176,7 @@ def _leaks_on_preemption(preempt):
     return faulty
 
 
-def _writes_without_copy(reserve):
+def writes_without_copy(reserve):
     def faulty(state, sequence, length, page_size):
         missing = max(0, pages_for(length, page_size) - len(sequence.pages))
         taken = pool.allocate(state, missing)
@@ -266,23 +272,6 @@ def _goes_on_after_the_end(finish_reason):
     return lambda sequence, token: None if token in sequence.request.stop_ids else finish_reason(sequence, token)
 
 
-# Chunks
-
-
-def _moves_all_but_one(move_kv):
-    return lambda pages, src, dst, shift, inv_freq: move_kv(pages, src[1:], dst[1:], shift[1:], inv_freq)
-
-
-def _calls_all_exact(num_exact):
-    return property(lambda sequence: min(sequence.num_filled, sequence.tokens.length))
-
-
-def _runs_the_wrong_heads_again(chosen):
-    return lambda model, state, sequence, chunks, recompute: np.minimum(
-        chosen(model, state, sequence, chunks, recompute) + 1, len(sequence.tokens) - 1
-    )
-
-
 FAULTS: tuple[Fault, ...] = (
     Fault(name="a double free", machine=PageMachine, targets=((pages, "release"),), faulty=_double_free),
     Fault(name="an old value changed", machine=PageMachine, targets=((pages, "allocate"),), faulty=_changes_the_old_value),
@@ -304,7 +293,7 @@ FAULTS: tuple[Fault, ...] = (
         faulty=_forgets_only_itself,
     ),
     Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((schedule._Draft, "preempt"),), faulty=_leaks_on_preemption),
-    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((schedule, "reserve"),), faulty=_writes_without_copy),
+    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((schedule, "reserve"),), faulty=writes_without_copy),
     Fault(name="one token too few reserved", machine=ScheduleMachine, targets=((schedule, "reserve"),), faulty=_reserves_one_less),
     Fault(
         name="preempted and still called filled", machine=ScheduleMachine, targets=((schedule, "_without_pages"),), faulty=_forgets_to_empty
@@ -341,7 +330,4 @@ FAULTS: tuple[Fault, ...] = (
         targets=((session, "finish_reason"),),
         faulty=_goes_on_after_the_end,
     ),
-    Fault(name="a token left behind by a move", machine=ChunkMachine, targets=((ops, "move_kv"),), faulty=_moves_all_but_one),
-    Fault(name="approximate KV in the index", machine=ChunkMachine, targets=((Sequence, "num_exact"),), faulty=_calls_all_exact),
-    Fault(name="the wrong tokens run again", machine=ChunkMachine, targets=((COMPOSE, "_chosen"),), faulty=_runs_the_wrong_heads_again),
 )

@@ -28,7 +28,9 @@ class Limits:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def limits(max_tokens: int = 18, max_page_size: int = 3, max_model_len: int = 64) -> st.SearchStrategy[Limits]:
+def limits(
+    max_tokens: int = 18, max_page_size: int = 3, max_model_len: int = 64, *, min_tokens: int = 1, min_model_len: int = 2
+) -> st.SearchStrategy[Limits]:
     """Pools of up to `max_tokens` tokens in pages of up to `max_page_size`, with every kind of bottleneck; most hold a few requests."""
 
     def build(page_size: int, num_tokens: int, **others: int) -> Limits:
@@ -37,8 +39,8 @@ def limits(max_tokens: int = 18, max_page_size: int = 3, max_model_len: int = 64
     return st.builds(
         build,
         page_size=st.integers(1, max_page_size),
-        num_tokens=st.one_of(st.integers(max(1, max_tokens // 3), max_tokens), st.integers(1, max_tokens)),
-        max_model_len=st.one_of(st.just(max_model_len), st.just(max_model_len), st.integers(2, max_model_len)),
+        num_tokens=st.one_of(st.integers(max(min_tokens, max_tokens // 3), max_tokens), st.integers(min_tokens, max_tokens)),
+        max_model_len=st.one_of(st.just(max_model_len), st.just(max_model_len), st.integers(min_model_len, max_model_len)),
         max_num_seqs=st.one_of(st.integers(2, 5), st.integers(1, 5)),
         max_num_batched_tokens=st.one_of(st.integers(5, 16), st.integers(1, 4)),
         seed=st.integers(0, 3),
