@@ -56,11 +56,10 @@ class EngineMachine(EngineDriver):
         call = (lambda: truncate(self.state, chunk, length)) if cut else (lambda: fork(self.state, chunk))
         return self._new_chunk(self._attempt(call), chunk.token_ids.tolist()[:length])
 
-    @rule(given=st.lists(consumes(chunks), min_size=1, max_size=3))
-    def release(self, given: list[Chunk]) -> None:
-        """Handles end."""
-        for chunk in given:
-            self._release(chunk)
+    @rule(chunk=consumes(chunks))
+    def release(self, chunk: Chunk) -> None:
+        """A handle ends."""
+        self._release(chunk)
 
     # Requests, a step at a time
 
