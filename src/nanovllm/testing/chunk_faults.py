@@ -188,6 +188,7 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("a page of a truncated chunk written", _shares_a_page_that_is_written, (fill, "reserve"), (fill, "require_writable")),
     _fault("a partly filled page shared by what is composed", _shares_the_page_where_they_meet, (COMPOSE, "_joined")),
     _fault("the last token of a chunk written again", _writes_the_last_token_again, (compile, "decode_batch")),
+    _fault("a chunk released twice", _accepts_released, (chunks, "require_live")),
     _fault("a released chunk composed", _accepts_released, (COMPOSE, "require_live")),
     _fault("a released chunk saved", _accepts_released, (chunk_file, "require_live")),
     _fault("approximate KV in the index", _calls_all_exact, (Sequence, "num_exact")),

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from .. import chunks, compile, engine, fill, schedule, session
+from .. import compile, engine, fill, schedule, session
 from ..state import pages, pool, prefix
 from ..state.engine_state import Lease
 from ..state.kv import pages_for
@@ -238,10 +238,6 @@ def _accepts_donated(check):
     return lambda lease, epoch: None
 
 
-def _accepts_released(require_live):
-    return lambda state, chunk: None
-
-
 def _draws_by_row(sampling_of):
     return lambda rows, model: sampling_of(
         [replace(s, request=replace(s.request, seed=s.request.seed + row)) for row, s in enumerate(rows)], model
@@ -319,7 +315,6 @@ FAULTS: tuple[Fault, ...] = (
         name="page copies left out", machine=EngineMachine, targets=((engine, "copy_pages"), (fill, "copy_pages")), faulty=_copies_nothing
     ),
     Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated),
-    Fault(name="a released chunk accepted", machine=EngineMachine, targets=((chunks, "require_live"),), faulty=_accepts_released),
     Fault(name="randomness that depends on the batch", machine=EngineMachine, targets=((compile, "sampling_of"),), faulty=_draws_by_row),
     Fault(name="tokens of a sibling overwritten", machine=EngineMachine, targets=((IntVector, "extend"),), faulty=_overwrites_siblings),
     Fault(name="reruns not counted", machine=EngineMachine, targets=((engine, "counted"),), faulty=_counts_no_reruns),
