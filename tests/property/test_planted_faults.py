@@ -7,21 +7,8 @@ from nanovllm.testing.chunk_faults import CHUNK_FAULTS
 from nanovllm.testing.faults import FAULTS, Fault, find, planted
 
 
-def named(fault: Fault) -> str:
-    return fault.name.replace(" ", "-")
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=named)
-def test_machine_finds(fault: Fault):
-    require_found(fault)
-
-
-@pytest.mark.parametrize("fault", CHUNK_FAULTS, ids=named)
-def test_chunk_machine_finds(fault: Fault, untyped: None):
-    require_found(fault)
-
-
-def require_found(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [*FAULTS, *CHUNK_FAULTS], ids=lambda fault: fault.name.replace(" ", "-"))
+def test_machine_finds(fault: Fault, untyped: None):
     with planted(fault):
         failure = find(fault.machine, max_examples=200)
     assert failure is not None, f"{fault.machine.__name__} did not find {fault.name}"
