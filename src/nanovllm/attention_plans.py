@@ -1,24 +1,69 @@
-"""The attention plans of one engine: which kernels serve its model, and the workspace that all its plans share."""
+"""The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all its plans share."""
 
 from .batch import HostBatch
 from .config import EngineConfig
 from .errors import NanoVLLMError
 from .model import Model
-from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attention_backend
-from .state.kv import pages_for
+from .ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
+from .ops.flashinfer import AttentionWorkspace, DecodePlan, FlashInferCascade, PrefillPlan, attention_backend
+from .sharing import CascadePolicy, Run
+from .state.kv import bytes_per_page, pages_for
+
+EXTENSION = 128  # tokens of prompts that run as the rows of a captured decode step, at most
 
 
 class AttentionUnavailableError(NanoVLLMError):
     """FlashInfer cannot serve a model on this machine; plain torch attention can, slowly."""
 
 
+def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> CascadePolicy:
+    """How an engine decides what is read once."""
+    c, size = model.config, limits.page_size
+    return CascadePolicy(
+        always=always,
+        page_size=size,
+        page_bytes=bytes_per_page(c, page_size=size, dtype=model.dtype) // c.num_layers,
+        group=c.num_heads // c.num_kv_heads,
+    )
+
+
+class Cascades:
+    """The cascade plans of one engine: captured steps follow those of `plan`, prompts on the reference the one of `prompts`."""
+
+    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy):
+        c = model.config
+        self.policy, self._device = policy, model.device
+        self._workspace = CascadeWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.head_dim, model.device)
+        self._shape = (c.num_heads, c.num_kv_heads, limits.page_size, model.device)
+        self._prompts = PromptCascade()
+
+    def plan(self, size: int) -> CascadePlan:
+        """A plan of its own for decode batches of `size` rows."""
+        return CascadePlan(self._workspace, size, *self._shape)
+
+    def decode(self, host: HostBatch) -> CascadePlan | None:
+        """A plan of its own that follows what the rows of this batch share; None where nothing is worth sharing."""
+        runs = self.policy.decode(host)
+        plan = None if runs is None else self.plan(len(host.seq_lens))
+        return plan if plan is not None and plan.update(runs or []) else None
+
+    def prompts(self, host: HostBatch) -> int:
+        """The handle for a batch of prompts, followed by plain torch; 0 where nothing is worth sharing."""
+        runs = self.policy.prompts(host)
+        if runs is None or host.cu_seqlens is None:
+            return 0
+        self._prompts.update(host.cu_seqlens, host.seq_lens, runs, self._device)
+        return self._prompts.handle
+
+
 class Attention:
     """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine."""
 
-    def __init__(self, model: Model, limits: EngineConfig):
+    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy | None):
         c = model.config
         if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
             raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} here")
+        self.policy = policy
         self._shape = (
             pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
             model.device,
@@ -26,14 +71,15 @@ class Attention:
         self._workspace = AttentionWorkspace(limits.max_num_seqs, c.num_heads, c.num_kv_heads, c.head_dim, model.device)
         try:
             self._prompt = self._prompt_plan(limits.max_num_seqs)
+            self._cascade = FlashInferCascade(self._prompt, self._prompt_plan(limits.max_num_seqs, causal=False))
         except (ImportError, OSError, RuntimeError) as error:  # what building or loading kernels ends in without a compiler
             raise AttentionUnavailableError(f"FlashInfer's kernels could not be built or loaded: {error}") from error
 
-    def _prompt_plan(self, max_rows: int) -> PrefillPlan:
+    def _prompt_plan(self, max_rows: int, *, causal: bool = True) -> PrefillPlan:
         try:
-            return PrefillPlan(self._workspace, max_rows, *self._shape)
+            return PrefillPlan(self._workspace, max_rows, *self._shape, causal=causal)
         except (ImportError, OSError, RuntimeError):
-            return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2")
+            return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2", causal=causal)
 
     def decode_plan(self, size: int) -> DecodePlan:
         """A plan of its own for decode batches of `size` rows."""
@@ -42,5 +88,9 @@ class Attention:
     def plan_prompt(self, host: HostBatch) -> int:
         """The handle for a batch of prompts."""
         assert host.cu_seqlens is not None
+        runs: list[Run] | None = None if self.policy is None else self.policy.prompts(host)
+        if runs is not None:
+            self._cascade.update(host.cu_seqlens, host.seq_lens, host.page_tables, runs)
+            return self._cascade.handle
         self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables)
         return self._prompt.handle

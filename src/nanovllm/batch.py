@@ -87,6 +87,40 @@ def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int) -> Hos
     )
 
 
+def token_rows(host: HostBatch, page_size: int) -> HostBatch:
+    """The tokens of prompts as the rows of a decode batch: a token attends to its sequence up to itself, all KV being written before."""
+    assert host.cu_seqlens is not None
+    counts = np.diff(host.cu_seqlens)
+    row_of = np.repeat(np.arange(len(counts)), counts)
+    seq_lens = np.arange(len(row_of)) + np.repeat(host.seq_lens - host.cu_seqlens[1:], counts) + 1
+    return HostBatch(
+        input_ids=host.input_ids,
+        positions=host.positions,
+        slots=host.slots,
+        page_tables=host.page_tables[row_of],
+        seq_lens=seq_lens.astype(np.int32),
+        page_counts=-(-seq_lens // page_size).astype(np.int32),
+    )
+
+
+def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int) -> HostBatch:
+    """A decode batch with padding rows up to `size`."""
+    extra = size - len(host.input_ids)
+
+    def pad(array: np.ndarray, value: int) -> np.ndarray:
+        widths = [(0, extra)] + [(0, 0)] * (array.ndim - 1)
+        return np.pad(array, widths, constant_values=value)
+
+    return HostBatch(
+        input_ids=pad(host.input_ids, 0),
+        positions=pad(host.positions, 0),
+        slots=pad(host.slots, dummy_page * page_size),
+        page_tables=pad(host.page_tables, dummy_page),
+        seq_lens=pad(host.seq_lens, 1),
+        page_counts=pad(host.page_counts, 1),
+    )
+
+
 def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
     """The pages of each row, padded with the dummy page to the longest."""
     tables = np.full((len(rows), max([1, *(s.pages.length for s in rows)])), dummy_page, np.int32)

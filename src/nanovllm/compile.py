@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from . import models, sample
+from .attention_plans import Cascades
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
 from .config import ModelConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
+from .ops.cascade import CascadePlan
 from .state.engine_state import Lease
 from .state.kv import KVState
 from .state.request import Sequence
@@ -79,27 +81,31 @@ class Runtime:
 class EagerExecutor:
     """Steps as plain function calls, as on a CPU."""
 
-    def __init__(self, page_size: int, num_pages: int, forward: Forward = models.forward):
-        """`forward` may be what `compiled_forward` returns."""
+    def __init__(self, page_size: int, num_pages: int, forward: Forward = models.forward, cascades: Cascades | None = None):
+        """`forward` may be what `compiled_forward` returns; `cascades` read shared pages once."""
         self._layout = {"page_size": page_size, "dummy_page": num_pages}
-        self._forward = forward
+        self._forward, self._cascades = forward, cascades
+        self._plan: CascadePlan | None = None  # of the last carry; a session's lives until its end
+        self._sessions: dict[int, CascadePlan | None] = {}
 
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
     ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
-        batch = to_device(prefill_batch(rows, draw=draw, **self._layout), model.device)
+        host = prefill_batch(rows, draw=draw, **self._layout)
+        batch = to_device(host, model.device, 0 if self._cascades is None else self._cascades.prompts(host))
         logits, kv = self._forward(model.params, kv, batch, model.config)
         return draw_first(logits, rows, model) if draw else None, kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        return decode_carry(model, kv, rows, decode_batch(rows, **self._layout))
+        host = decode_batch(rows, **self._layout)
+        return decode_carry(model, kv, rows, host, self._follow(host))
 
     def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        batch = to_device(decode_batch(rows, **self._layout), carry.active.device)
-        return replace(carry, batch=batch)
+        host = decode_batch(rows, **self._layout)
+        return replace(carry, batch=to_device(host, carry.active.device, self._follow(host)))
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
@@ -108,10 +114,18 @@ class EagerExecutor:
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`."""
-        return self.load(model, kv, rows)
+        loaded, carry = self._plan, self.load(model, kv, rows)
+        self._sessions[ticket], self._plan = self._plan, loaded
+        return carry
 
     def end(self, ticket: int) -> None:
         """See `Executor`."""
+        self._sessions.pop(ticket, None)
+
+    def _follow(self, host: HostBatch) -> int:
+        """The handle of a plan for what the rows share; 0 where they read their pages by themselves."""
+        self._plan = None if self._cascades is None else self._cascades.decode(host)
+        return 0 if self._plan is None else self._plan.handle
 
 
 def compiled_forward(model: Model) -> Forward:

@@ -4,6 +4,7 @@ import warnings
 
 import torch
 
+from .attention_plans import AttentionUnavailableError, Cascades, cascade_policy
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
 from .config import EngineConfig
 from .engine import model_key
@@ -27,20 +28,24 @@ def init_state(
     memory_fraction: float = 0.9,
     seed: int = 0,
     compile: bool | None = None,
+    cascade: bool | None = None,
     progress: bool | None = None,
 ) -> EngineState:
     """An empty engine for `model`.
 
     `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
     what `memory_fraction` of a GPU's memory leaves. `compile`: None is on for CUDA and off for a CPU, where decode
-    steps run in C if there is a compiler; False is the plain reference on any device. `progress`: None draws bars on a
-    terminal.
+    steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
+    requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
+    `progress`: None draws bars on a terminal.
     Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory.
     """
     if not isinstance(model, Model):
         raise InvalidRequestError(f"model must be what load_model returns, not {type(model).__name__}")
     if compile is not None and not isinstance(compile, bool):
         raise InvalidRequestError(f"compile={compile!r} must be True, False or None")
+    if cascade is not None and not isinstance(cascade, bool):
+        raise InvalidRequestError(f"cascade={cascade!r} must be True, False or None")
     config = model.config
     max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
@@ -63,27 +68,30 @@ def init_state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
-    runtime = Runtime(Lease(model_key(model)), _executor(model, limits, kv, compile, progress))
+    runtime = Runtime(Lease(model_key(model)), _executor(model, limits, kv, compile, cascade, progress))
     return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
 
 
-def _executor(model: Model, limits: EngineConfig, kv: KVState, compile: bool | None, progress: bool | None) -> Executor:
-    cuda = model.device.type == "cuda"
+def _executor(
+    model: Model, limits: EngineConfig, kv: KVState, compile: bool | None, cascade: bool | None, progress: bool | None
+) -> Executor:
+    cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
+    # Plain torch gains nothing by reading once: it is for those who ask.
+    cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
     if compile is False:
-        return EagerExecutor(limits.page_size, limits.num_pages, model.spec.forward)
+        return EagerExecutor(*pages, model.spec.forward, cascades)
     if not (cuda or compile):
-        return EagerExecutor(limits.page_size, limits.num_pages)
+        return EagerExecutor(*pages, cascades=cascades)
     if not cuda:
-        return EagerExecutor(limits.page_size, limits.num_pages, compiled_forward(model))
-    from .attention_plans import AttentionUnavailableError
+        return EagerExecutor(*pages, compiled_forward(model), cascades)
     from .cuda_graphs import GraphExecutor
 
     try:
         with torch.cuda.device(model.device):
-            return GraphExecutor(model, limits, kv, progress=progress)
+            return GraphExecutor(model, limits, kv, cascade=cascade, progress=progress)
     except AttentionUnavailableError as error:
         warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=3)
-        return EagerExecutor(limits.page_size, limits.num_pages, compiled_forward(model))
+        return EagerExecutor(*pages, compiled_forward(model), cascades)
 
 
 def _default_pages(model: Model, limits: EngineConfig, memory_fraction: float) -> int:

@@ -87,6 +87,7 @@ class LLM:
         max_num_batched_tokens: int = 8192,
         seed: int = 0,
         compile: bool | None = None,
+        cascade: bool | None = None,
     ) -> None:
         """Load a model and set its engine up. `model` is what `load_model` takes, or a `Model`, whose device and dtype then stand.
 
@@ -106,6 +107,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             seed=seed,
             compile=compile,
+            cascade=cascade,
         )
         self.inbox: Map[int, RequestOutput | None] = Map()
 

@@ -43,6 +43,7 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch) -> bool:
     embed, pages = params.embed, kv.pools[0]
     return (
         batch.cu_seqlens is None
+        and batch.plan == 0
         and embed.device.type == pages.device.type == batch.input_ids.device.type == "cpu"
         and embed.dtype in DTYPES
         and pages.dtype == embed.dtype

@@ -12,16 +12,18 @@ starts at or after the row's length covers nothing and weighs nothing in the mer
 each plan alternates between two sets of it, and waits only when the host is two updates ahead of the device.
 """
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..types import Float, Int32, Tensor
+from ..types import Float, Float32, Int32, Tensor
 from .backends import attention_backend
+from .cascade import RunLike, merge_parts, run_tokens
 from .plans import PlanMismatchError, register
 
-__all__ = ["AttentionWorkspace", "DecodePlan", "PrefillPlan", "attention_backend"]
+__all__ = ["AttentionWorkspace", "DecodePlan", "FlashInferCascade", "PrefillPlan", "attention_backend"]
 
 NON_CAUSAL, CAUSAL = 0, 1  # flashinfer.utils.MaskMode
 HND = 1  # flashinfer.utils.TensorLayout
@@ -127,7 +129,7 @@ class _Plan:
         staging.copied.record()
         return info
 
-    def launch(self, backend, info, q, pages, layer, indptrs_indices_lens, out, mask, scale, pdl) -> None:
+    def launch(self, backend, info, q, pages, layer, indptrs_indices_lens, out, mask, scale, pdl, lse=None) -> None:
         kv = pages[layer]
         self.modules[backend].paged_run(
             self.workspace.buffer,
@@ -138,7 +140,7 @@ class _Plan:
             kv[:, 1],
             *indptrs_indices_lens,
             out,
-            None,  # log-sum-exp
+            lse,  # in base 2
             mask,
             HND,
             -1,  # window_left
@@ -229,7 +231,7 @@ class PrefillPlan(_Plan):
 
     At most `max_rows` rows of `max_pages` pages. `backend` is `fa2`, `fa3` (Hopper only) or `auto`: `prefill_kernel` chooses for each
     step on Hopper with head_dim 128, elsewhere it is fa2. With `max_tokens` (at most about 2,000) the plan is for capture: fa2, q always
-    of `max_tokens` tokens, the unused ones giving 0. `handle` is what `paged_prefill` takes; it lives as long as this object.
+    of `max_tokens` tokens, the unused ones giving 0. Without `causal` every query sees all of its row. `handle` is what `paged_prefill` takes; it lives as long as this object.
     """
 
     def __init__(
@@ -245,13 +247,14 @@ class PrefillPlan(_Plan):
         device: torch.device,
         backend: str = "auto",
         max_tokens: int | None = None,
+        causal: bool = True,
     ) -> None:
         if backend not in ("auto", "fa2", "fa3"):
             raise PlanMismatchError(f"attention backend {backend!r} is not one of auto, fa2, fa3")
         num_ints = 3 * max_rows + 2 + max_rows * max_pages
         schedule_bytes = 1 << 20 if max_tokens else 1 << 23
         super().__init__(workspace, num_ints, schedule_bytes, num_heads, num_kv_heads, head_dim, page_size, dtype, device)
-        self.max_rows, self.max_pages, self.max_tokens = max_rows, max_pages, max_tokens
+        self.max_rows, self.max_pages, self.max_tokens, self.causal = max_rows, max_pages, max_tokens, causal
         hopper = torch.cuda.get_device_capability(device)[0] == 9
         self.backend = "fa2" if max_tokens or not hopper or (backend == "auto" and head_dim != 128) else backend
         if self.backend != "fa2":
@@ -284,15 +287,79 @@ class PrefillPlan(_Plan):
         host[3 * rows + 2 : used] = page_tables[np.arange(width, dtype=np.int32) < counts[:, None]]
         self.chosen = prefill_kernel(num_tokens, given, self.num_heads) if self.backend == "auto" else self.backend
         bound = self.max_tokens or num_tokens
-        self.info = self.commit(staging, self.chosen, used, qo, kv, lens, bound, self.max_tokens is not None, True)
+        self.info = self.commit(staging, self.chosen, used, qo, kv, lens, bound, self.max_tokens is not None, self.causal)
         indptrs, rest = self.ints[: 2 * rows + 2].view(2, rows + 1), self.ints[2 * rows + 2 :]
         self.arrays, self.num_tokens = (*indptrs, rest[rows:], rest[:rows]), bound
 
-    def run(self, q: Float[Tensor, "T H D"], pages: Float[Tensor, "L N 2 K S D"], layer: int, scale: float) -> Float[Tensor, "T H D"]:
-        """`paged_prefill` of one layer, for the batch of the last update."""
+    def run(
+        self,
+        q: Float[Tensor, "T H D"],
+        pages: Float[Tensor, "L N 2 K S D"],
+        layer: int,
+        scale: float,
+        out: Float[Tensor, "T H D"] | None = None,
+        lse: Float32[Tensor, "T H"] | None = None,
+    ) -> Float[Tensor, "T H D"]:
+        """`paged_prefill` of one layer, for the batch of the last update; into `out` and, in base 2, `lse` where they are given."""
         if q.shape[0] != self.num_tokens or self.info is None:
             raise PlanMismatchError(f"{q.shape[0]} tokens were given to a plan last updated for {self.num_tokens}")
-        make = torch.zeros if self.max_tokens else torch.empty  # padding must not put NaN into the dummy page
-        out = make(q.shape, dtype=q.dtype, device=q.device)
-        self.launch(self.chosen, self.info, q, pages, layer, self.arrays, out, CAUSAL, scale, self.pdl)
+        if out is None:
+            make = torch.zeros if self.max_tokens else torch.empty  # padding must not put NaN into the dummy page
+            out = make(q.shape, dtype=q.dtype, device=q.device)
+        self.launch(self.chosen, self.info, q, pages, layer, self.arrays, out, CAUSAL if self.causal else NON_CAUSAL, scale, self.pdl, lse)
         return out
+
+
+class FlashInferCascade:
+    """Cascade attention of prompts: one launch over all shared runs, whose queries are gathered, one over what is each row's own, merged.
+
+    `handle` is what `paged_prefill` takes.
+    """
+
+    def __init__(self, own: PrefillPlan, shared: PrefillPlan) -> None:
+        """`own` may serve plain prompts as well, one batch at a time; `shared` is not causal."""
+        self.own, self.shared = own, shared
+        self.num_tokens = 0
+        self.gathered = self.starts = self.places = torch.empty(0, dtype=torch.int32)
+        self.handle = register(self)
+
+    def update(
+        self,
+        cu_seqlens: Int32[np.ndarray, "B+1"],
+        seq_lens: Int32[np.ndarray, "B"],
+        page_tables: Int32[np.ndarray, "B P"],
+        runs: Seq[RunLike],
+    ) -> None:
+        """Plan for one step: the host's copies of what `paged_prefill` is given, and the runs of its rows."""
+        size, levels = self.own.page_size, [run for run in runs if len(run.rows) > 1]
+        begin = np.zeros(len(seq_lens), np.int32)
+        for run in levels:
+            begin[run.rows] = np.maximum(begin[run.rows], run.stop)
+        columns = begin[:, None] + np.arange(page_tables.shape[1], dtype=np.int32)
+        tables = np.take_along_axis(page_tables, np.minimum(columns, page_tables.shape[1] - 1), 1)
+        self.own.update(cu_seqlens, seq_lens - begin * size, tables)
+        tokens = run_tokens(levels, cu_seqlens)
+        cu_shared = np.zeros(len(levels) + 1, np.int32)
+        np.cumsum([len(of_run) for of_run in tokens], out=cu_shared[1:])
+        pages = np.array([run.stop - run.start for run in levels], np.int32)
+        tables = np.zeros((len(levels), pages.max()), np.int32)
+        for table, run in zip(tables, levels, strict=True):
+            table[: run.stop - run.start] = page_tables[run.rows[0], run.start : run.stop]
+        self.shared.update(cu_shared, pages * size, tables)
+        self.num_tokens, gathered = int(cu_seqlens[-1]), np.concatenate(tokens)
+        parts = np.concatenate((np.arange(self.num_tokens, dtype=np.int32), gathered))
+        starts = np.zeros(self.num_tokens + 1, np.int32)
+        np.cumsum(np.bincount(parts), out=starts[1:])
+        flat = torch.from_numpy(np.concatenate((gathered, starts, np.argsort(parts, kind="stable").astype(np.int32)))).pin_memory()
+        flat = flat.to(self.own.ints.device, non_blocking=True)
+        self.gathered, self.starts, self.places = flat.split((len(gathered), len(starts), len(parts)))
+
+    def run(self, q: Float[Tensor, "T H D"], pages: Float[Tensor, "L N 2 K S D"], layer: int, scale: float) -> Float[Tensor, "T H D"]:
+        """`paged_prefill` of one layer, for the batch of the last update."""
+        num_parts = self.num_tokens + len(self.gathered)
+        outs = torch.empty(num_parts, *q.shape[1:], dtype=q.dtype, device=q.device)
+        lses = torch.empty(num_parts, q.shape[1], dtype=torch.float32, device=q.device)
+        here = slice(0, self.num_tokens), slice(self.num_tokens, None)
+        self.own.run(q, pages, layer, scale, outs[here[0]], lses[here[0]])
+        self.shared.run(q[self.gathered], pages, layer, scale, outs[here[1]], lses[here[1]])
+        return merge_parts(outs, lses, self.starts, self.places)

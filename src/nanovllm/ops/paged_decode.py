@@ -3,6 +3,7 @@
 import torch
 
 from ..types import Float, Int32, Tensor
+from .cascade import CascadePlan
 from .flashinfer import DecodePlan
 from .plans import lookup
 from .reference import attend_one, decode_rows, row_kv
@@ -26,7 +27,7 @@ def paged_decode(
     """Attention of row b's newest token, at position `seq_lens[b] - 1`, to all KV of the row, its own included.
 
     H is a multiple of K; every `seq_lens[b]` is at least 1 (padding rows: 1, on the dummy page). `plan` is the handle of a
-    `DecodePlan` whose pages cover `seq_lens`, or 0 for the reference.
+    `DecodePlan` whose pages cover `seq_lens`, of a `CascadePlan` whose runs do, or 0 for the reference.
     """
     return torch.ops.nanovllm.paged_decode.default(q, pages, layer, page_tables, seq_lens, scale, plan)
 
@@ -37,6 +38,8 @@ def _fake(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: T
 
 
 def _reference(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, scale: float, plan: int) -> Tensor:
+    if plan:
+        return lookup(plan, CascadePlan).run(q, pages, layer, page_tables, seq_lens, scale)
     kv = pages[layer]
     return torch.stack([attend_one(q[b], row_kv(kv, page_tables[b], seq_len), scale) for b, seq_len in enumerate(seq_lens.tolist())])
 
@@ -44,6 +47,9 @@ def _reference(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_le
 def _cuda(q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, scale: float, plan: int) -> Tensor:
     if plan == 0:
         return decode_rows(q, pages[layer], page_tables, seq_lens, scale)
+    found = lookup(plan)
+    if isinstance(found, CascadePlan):
+        return found.run(q, pages, layer, page_tables, seq_lens, scale)
     return lookup(plan, DecodePlan).run(q, pages, layer, seq_lens, scale)
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from ..types import Float, Int32, Tensor
-from .flashinfer import PrefillPlan
+from .cascade import PromptCascade
+from .flashinfer import FlashInferCascade, PrefillPlan
 from .plans import lookup
 from .reference import prefill_rows
 
@@ -28,7 +29,8 @@ def paged_prefill(
     """Attention of row b's queries, tokens `cu_seqlens[b]` to `cu_seqlens[b+1]`, to all KV of the row up to themselves.
 
     `seq_lens[b]` counts the row's KV, its queries' own included, which must have been written: the queries stand at the last positions.
-    H is a multiple of K. `plan` is the handle of a `PrefillPlan` updated for this step, or 0 for the reference.
+    H is a multiple of K. `plan` is the handle of a `PrefillPlan` or of a cascade updated for this step, or 0 for the
+    reference.
     """
     return torch.ops.nanovllm.paged_prefill.default(q, pages, layer, page_tables, seq_lens, cu_seqlens, scale, plan)
 
@@ -43,6 +45,8 @@ def _fake(
 def _reference(
     q: Tensor, pages: Tensor, layer: int, page_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, scale: float, plan: int
 ) -> Tensor:
+    if plan:
+        return lookup(plan, PromptCascade).run(q, pages, layer, page_tables, scale)
     return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale)
 
 
@@ -51,7 +55,10 @@ def _cuda(
 ) -> Tensor:
     if plan == 0:
         return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale)
-    return lookup(plan, PrefillPlan).run(q, pages, layer, scale)
+    found = lookup(plan)
+    if isinstance(found, PromptCascade):
+        return found.run(q, pages, layer, page_tables, scale)
+    return (found if isinstance(found, FlashInferCascade) else lookup(plan, PrefillPlan)).run(q, pages, layer, scale)
 
 
 _LIBRARY.impl("paged_prefill", _reference, "CPU")
