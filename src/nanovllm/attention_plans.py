@@ -1,12 +1,14 @@
 """The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all its plans share."""
 
+from copy import copy
+
 from .batch import HostBatch
 from .config import EngineConfig
 from .errors import NanoVLLMError
 from .model import Model
-from .ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
+from .ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade, Run
 from .ops.flashinfer import AttentionWorkspace, DecodePlan, FlashInferCascade, PrefillPlan, attention_backend
-from .sharing import CascadePolicy, Run
+from .sharing import CascadePolicy
 from .state.kv import bytes_per_page, pages_for
 
 EXTENSION = 128  # tokens of prompts that run as the rows of a captured decode step, at most
@@ -37,6 +39,12 @@ class Cascades:
         self._shape = (c.num_heads, c.num_kv_heads, limits.page_size, model.device)
         self._prompts = PromptCascade()
 
+    def within(self, policy: CascadePolicy) -> "Cascades":
+        """Another that decides otherwise, over the same memory."""
+        twin = copy(self)
+        twin.policy = policy
+        return twin
+
     def plan(self, size: int) -> CascadePlan:
         """A plan of its own for decode batches of `size` rows."""
         return CascadePlan(self._workspace, size, *self._shape)
@@ -52,7 +60,7 @@ class Cascades:
         runs = self.policy.prompts(host)
         if runs is None or host.cu_seqlens is None:
             return 0
-        self._prompts.update(host.cu_seqlens, host.seq_lens, runs, self._device)
+        self._prompts.update(host.seq_lens, host.cu_seqlens, runs, self._device)
         return self._prompts.handle
 
 
@@ -68,7 +76,7 @@ class Attention:
             pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
             model.device,
         )  # fmt: skip
-        self._workspace = AttentionWorkspace(limits.max_num_seqs, c.num_heads, c.num_kv_heads, c.head_dim, model.device)
+        self._workspace = AttentionWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.num_kv_heads, c.head_dim, model.device)
         try:
             self._prompt = self._prompt_plan(limits.max_num_seqs)
             self._cascade = FlashInferCascade(self._prompt, self._prompt_plan(limits.max_num_seqs, causal=False))
@@ -90,7 +98,7 @@ class Attention:
         assert host.cu_seqlens is not None
         runs: list[Run] | None = None if self.policy is None else self.policy.prompts(host)
         if runs is not None:
-            self._cascade.update(host.cu_seqlens, host.seq_lens, host.page_tables, runs)
+            self._cascade.update(host.seq_lens, host.cu_seqlens, host.page_tables, runs)
             return self._cascade.handle
         self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables)
         return self._prompt.handle

@@ -38,6 +38,19 @@ class Drawn:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
 
+    def at(self, rows: np.ndarray) -> "Drawn":
+        """What some of the rows drew, in this order."""
+
+        def chosen(array: np.ndarray | None) -> np.ndarray | None:
+            return None if array is None else array[rows]
+
+        return Drawn(
+            token_ids=self.token_ids[rows],
+            logprobs=chosen(self.logprobs),
+            top_ids=chosen(self.top_ids),
+            top_logprobs=chosen(self.top_logprobs),
+        )
+
 
 @runtime_checkable
 class Executor(Protocol):

@@ -1,14 +1,13 @@
-"""`GraphExecutor`: decode steps as CUDA graphs, one for each batch size of a set and each set of sampling features.
+"""`GraphExecutor`: decode steps, and short prompts, as replays of CUDA graphs.
 
-The static buffers of all graphs are views of one set, sized for the largest batch. A step is: host arrays into the buffers (only where
-the rows or their pages changed), replay, tokens fetched. The graph itself moves positions, lengths and slots on and feeds the drawn
-tokens back, so steps over the same rows need nothing from the host.
+A step is: host arrays into the static buffers (only where the rows or their pages changed), replay, tokens fetched. Steps over the same
+rows need nothing from the host. The few last tokens of a prompt, all others being filled, run as the rows of such a graph too.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -17,39 +16,35 @@ import torch
 from tqdm import tqdm
 
 from . import sample
-from .attention_plans import Attention
-from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
+from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
+from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
 from .compile import Drawn, compiled_forward, decode_carry, draw_first, sampling_rows, to_host
 from .config import EngineConfig
-from .decode import DecodeCarry, DecodeOutput, decode_step
+from .decode import DecodeCarry
 from .errors import InvalidRequestError
 from .model import Model
+from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .sampling_params import from_generation_config
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
-from .types import Tensor
+from .step_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
 
 P = ParamSpec("P")
 R = TypeVar("R")
-GREEDY = sample.Features()
-RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CapturedStep:
-    """A graph, the carry whose memory it reads and writes, and the memory of its results."""
-
-    graph: torch.cuda.CUDAGraph
-    carry: DecodeCarry
-    out: DecodeOutput
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
     """The batch sizes that get a graph: 1, 2, 4, 8, then every eighth to 64, every sixteenth to 256, every 32nd beyond."""
     sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def extension_sizes(most: int) -> list[int]:
+    """The numbers of prompt tokens that get a graph."""
+    sizes = [1, *(1 << power for power in range(3, EXTENSION.bit_length()))]
+    return [size for size in sizes if size < most] + [most] * (most <= EXTENSION)
 
 
 def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable[Concatenate["GraphExecutor", P], R]:
@@ -66,63 +61,65 @@ def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable
 class GraphExecutor:
     """See `compile.Executor`. Holds what cannot be a value: compiled functions, graphs, static buffers, attention plans."""
 
-    def __init__(self, model: Model, limits: EngineConfig, kv: KVState, *, progress: bool | None = None):
+    def __init__(
+        self, model: Model, limits: EngineConfig, kv: KVState, *, cascade: bool | None = None, progress: bool | None = None
+    ):
         """Compile, and capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
-        model's own `generation_config`; others are captured when they are first asked for.
+        model's own `generation_config`; others, and those that read shared pages once, are captured when they are first asked for.
 
-        `kv` is the memory that the graphs will read and write; of its contents only the dummy page changes.
+        `kv` is the memory that the graphs will read and write; of its contents only the dummy page changes. `cascade`: see `init_state`.
         """
-        self._limits, self._device = limits, model.device
+        self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
-        self._width = pages_for(limits.max_model_len, limits.page_size)
-        self._sizes = batch_sizes(limits.max_num_seqs)
         self._forward = compiled_forward(model)
-        self._static, self._active = self._buffers()
-        self._attention = Attention(model, limits)
-        self._plans: dict[int, DecodePlan] = {}
-        self._sessions: dict[int, DecodePlan] = {}
+        policy = cascade_policy(model, limits, always=bool(cascade))
+        self._attention = Attention(model, limits, None if cascade is False else policy)
+        self._cascades = Cascades(model, limits, policy)
+        usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
+        sharing = None if cascade is False else self._cascades
+        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, sharing)
+        # The tokens of a prompt share nearly all that they see, whatever sequences do.
+        within = None if cascade is False else self._cascades.within(replace(policy, always=True))
+        sizes = extension_sizes(limits.max_num_batched_tokens)
+        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, self._attention if within is None else None, within)
+        self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
-        self._model = model  # the graphs read its weights where they lie
-        self._steps: dict[tuple[int, sample.Features], CapturedStep] = {}
-        self._usual, self._recent = _usual_features(model), []
-        self._graph_pool = torch.cuda.graph_pool_handle()
-        self._loaded: tuple[CapturedStep, int, int] | None = None  # step, its batch size, rows in use
-        self._warm_up(model, kv, progress)
+        self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
+        self._warm_up(model, kv, limits, cascade, progress)
 
     @_on_device
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
     ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
+        features = sample.features([s.request.sampling for s, count in rows if draw and count == s.todo])
+        if sum(count for _, count in rows) <= self._extend.sizes[-1] and features in self._extend.usual:
+            return self._extension(kv, rows, features, draw), kv
         host = prefill_batch(rows, draw=draw, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
         return draw_first(logits, rows, model) if draw else None, kv
 
     @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
-        """See `Executor`. The carry is the static memory of the graph for these rows' number and sampling features."""
-        size = next(size for size in self._sizes if size >= len(rows))
+        """See `Executor`. The carry is the static memory of the graph for these rows."""
         features = sample.features([s.request.sampling for s in rows])
-        step = self._steps.get((size, features)) or self._capture(model, kv, size, features)
-        self._note_use(features)
-        self._fill(rows, size)
-        if features != GREEDY:
-            drawing = sample.build(sampling_rows(rows), model.config.vocab_size, self._device, pad_to=size, on=features)
-            sample.copy_into(step.carry.sampling, drawing)
-        self._loaded = (step, size, len(rows))
+        self._loaded = None
+        step = self._decode.load(kv, decode_batch(rows, **self._layout), sampling_rows(rows), features)
+        self._loaded = step, len(rows)
         return step.carry
 
     @_on_device
     def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        step, size, _ = self._current(carry)
-        self._fill(rows, size)
-        return step.carry
+        step, _ = self._current(carry)
+        if self._decode.refresh(step, decode_batch(rows, **self._layout)):
+            return step.carry
+        return self.load(self._model, carry.kv, rows)
 
     @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`. One replay; waits for the tokens."""
-        step, _, rows = self._current(carry)
+        step, rows = self._current(carry)
         step.graph.replay()
         return step.carry, to_host(step.out, rows)
 
@@ -130,6 +127,11 @@ class GraphExecutor:
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`. The plan covers every page that the rows hold, so that it stays valid for all steps there is room for."""
         host = decode_batch(rows, **self._layout)
+        shared = None if self._attention.policy is None else self._cascades.decode(host)
+        if shared is not None:
+            carry = decode_carry(model, kv, rows, host, shared.handle)
+            self._sessions[ticket] = shared
+            return carry
         plan = next((p for p in self._spare if p.batch_size == len(rows)), None)
         if plan is None:
             plan = self._attention.decode_plan(len(rows))
@@ -142,95 +144,29 @@ class GraphExecutor:
     def end(self, ticket: int) -> None:
         """See `Executor`."""
         plan = self._sessions.pop(ticket, None)
-        if plan is not None:
+        if isinstance(plan, DecodePlan):
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
 
-    def _note_use(self, features: sample.Features) -> None:
-        """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
-        self._recent = [f for f in self._recent if f != features] + ([] if features in self._usual else [features])
-        for old in self._recent[:-RARE_FEATURES]:
-            self._steps = {key: step for key, step in self._steps.items() if key[1] != old}
-        self._recent = self._recent[-RARE_FEATURES:]
+    def _extension(self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sample.Features, draw: bool) -> Drawn | None:
+        """Few tokens of prompts as the rows of one captured step; what all but the last of each sequence draw is not looked at."""
+        host = prefill_batch(rows, draw=draw, **self._layout)
+        drawing = sampling_rows([sequence for sequence, count in rows for _ in range(count)]) if features != GREEDY else []
+        step = self._extend.load(kv, token_rows(host, self._layout["page_size"]), drawing, features)
+        step.graph.replay()
+        assert host.logit_indices is not None
+        return to_host(step.out).at(host.logit_indices) if len(host.logit_indices) else None
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host))
 
-    def _current(self, carry: DecodeCarry) -> tuple[CapturedStep, int, int]:
+    def _current(self, carry: DecodeCarry) -> tuple[CapturedStep, int]:
         assert self._loaded is not None and self._loaded[0].carry is carry
         return self._loaded
 
-    def _buffers(self) -> tuple[Batch, Tensor]:
-        size, dummy = self._limits.max_num_seqs, self._limits.num_pages
-
-        def ints(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=self._device)
-
-        batch = Batch(
-            input_ids=ints(size),
-            positions=ints(size),
-            slots=ints(size, value=dummy * self._limits.page_size),
-            page_tables=ints(size, self._width, value=dummy),
-            seq_lens=ints(size, value=1),
-        )
-        return batch, ints(size)
-
-    def _fill(self, rows: Seq[Sequence], size: int) -> None:
-        """The host's view of the rows into the static buffers and the attention plan; padding rows stand on the dummy page."""
-        host = _padded(decode_batch(rows, **self._layout), size, self._limits.num_pages, self._limits.page_size)
-        fresh, static, width = to_device(host, self._device), self._static, host.page_tables.shape[1]
-        for name in ("input_ids", "positions", "slots", "seq_lens"):
-            getattr(static, name)[:size].copy_(getattr(fresh, name))
-        static.page_tables[:size, :width].copy_(fresh.page_tables)
-        static.page_tables[:size, width:].fill_(self._limits.num_pages)
-        self._active[: len(rows)].fill_(1)
-        self._active[len(rows) : size].fill_(0)
-        self._plans[size].update(host.page_counts, host.page_tables)
-
-    def _carry(self, model: Model, kv: KVState, size: int, features: sample.Features) -> DecodeCarry:
-        batch = self._static
-        return DecodeCarry(
-            kv=kv,
-            batch=Batch(
-                input_ids=batch.input_ids[:size],
-                positions=batch.positions[:size],
-                slots=batch.slots[:size],
-                page_tables=batch.page_tables[:size],
-                seq_lens=batch.seq_lens[:size],
-                plan=self._plans[size].handle,
-            ),
-            sampling=sample.build([], model.config.vocab_size, self._device, pad_to=size, on=features),
-            active=self._active[:size],
-        )
-
-    def _step(self, model: Model, carry: DecodeCarry) -> DecodeOutput:
-        """One decode step that writes what changed back into the carry's own memory."""
-        after, out = decode_step(model.params, carry, model.config, forward=self._forward)
-        for name in ("input_ids", "positions", "slots", "seq_lens"):
-            getattr(carry.batch, name).copy_(getattr(after.batch, name))
-        return replace(out, logits=out.logits[:0])
-
-    def _capture(self, model: Model, kv: KVState, size: int, features: sample.Features) -> CapturedStep:
-        """Warm the step up on a side stream, then record it. The rows in use are padding, so only the dummy page is written."""
-        if size not in self._plans:
-            self._plans[size] = self._attention.decode_plan(size)
-        self._fill([], size)
-        carry = self._carry(model, kv, size, features)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._step(model, carry)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
-            out = self._step(model, carry)
-        self._steps[size, features] = CapturedStep(graph=graph, carry=carry, out=out)
-        self._loaded = None
-        return self._steps[size, features]
-
     @torch.no_grad()
-    def _warm_up(self, model: Model, kv: KVState, progress: bool | None) -> None:
-        dummy, size = self._limits.num_pages, self._limits.page_size
-        count = min(16, self._limits.max_num_batched_tokens, self._limits.max_model_len)
+    def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, cascade: bool | None, progress: bool | None) -> None:
+        dummy, size = limits.num_pages, limits.page_size
+        count = min(16, limits.max_num_batched_tokens, limits.max_model_len)
         host = HostBatch(
             input_ids=np.zeros(count, np.int32),
             positions=np.arange(count, dtype=np.int32),
@@ -241,15 +177,18 @@ class GraphExecutor:
             cu_seqlens=np.array([0, count], np.int32),
             logit_indices=np.array([count - 1], np.int32),
         )
+        # The largest first: the others find its memory in the pool.
+        kinds = [(self._decode, False, size) for size in reversed(self._decode.sizes)]
+        kinds += [(self._extend, cascade is not False, size) for size in reversed(self._extend.sizes)]
         # None: tqdm stays quiet where stderr is not a terminal.
-        bar = tqdm(total=1 + len(self._sizes), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
+        bar = tqdm(total=1 + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
         with bar:
             self._forward(model.params, kv, self._prompt(host), model.config)
             bar.update()
-            for batch_size in reversed(self._sizes):  # the largest first: the others find its memory in the pool
-                bar.set_postfix_str(f"batch {batch_size}")
-                for features in self._usual:
-                    self._capture(model, kv, batch_size, features)
+            for graphs, shared, rows in kinds:
+                bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
+                for features in graphs.usual:
+                    graphs.capture(kv, StepKind(size=rows, features=features, cascade=shared))
                 bar.update()
         torch.cuda.synchronize(self._device)
 
@@ -259,20 +198,3 @@ def _usual_features(model: Model) -> dict[sample.Features, None]:
     with suppress(InvalidRequestError):  # a generation_config that SamplingParams refuse concerns those who ask for it
         usual[sample.features([from_generation_config(model.generation_config)])] = None
     return usual
-
-
-def _padded(host: HostBatch, size: int, dummy_page: int, page_size: int) -> HostBatch:
-    extra = size - len(host.input_ids)
-
-    def pad(array: np.ndarray, value: int) -> np.ndarray:
-        widths = [(0, extra)] + [(0, 0)] * (array.ndim - 1)
-        return np.pad(array, widths, constant_values=value)
-
-    return HostBatch(
-        input_ids=pad(host.input_ids, 0),
-        positions=pad(host.positions, 0),
-        slots=pad(host.slots, dummy_page * page_size),
-        page_tables=pad(host.page_tables, dummy_page),
-        seq_lens=pad(host.seq_lens, 1),
-        page_counts=pad(host.page_counts, 1),
-    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .batch import HostBatch
+from .ops.cascade import Run
 from .types import Int32
 
 DECODE_BYTES = 24 << 20  # of one layer: what sharing has to spare a decode step
@@ -18,17 +19,11 @@ RUN_TOKENS = 256  # and a single run, in tokens
 FULL_TILE = 64  # queries of a key/value head
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
-    """Pages `start ... stop - 1` of the page tables of `rows` (ascending), which are the same in all of them."""
-
-    rows: Int32[np.ndarray, "n"]
-    start: int
-    stop: int
-
-
 def shared_runs(
-    page_tables: Int32[np.ndarray, "B P"], whole: Int32[np.ndarray, "B"], page_counts: Int32[np.ndarray, "B"], worth: Callable[[int, int], bool]
+    page_tables: Int32[np.ndarray, "B P"],
+    whole: Int32[np.ndarray, "B"],
+    page_counts: Int32[np.ndarray, "B"],
+    worth: Callable[[int, int], bool],
 ) -> list[Run]:
     """Split every row's pages `0 ... page_counts[b] - 1` into runs, each given once with all rows that share it, shared ones first.
 
@@ -51,6 +46,11 @@ def shared_runs(
                 todo.append((group, start, stop))
     tails = [Run(rows=np.array([b], np.int32), start=int(own[b]), stop=int(n)) for b, n in enumerate(page_counts) if n > own[b]]
     return shared + tails
+
+
+def own_runs(page_counts: Int32[np.ndarray, "B"]) -> list[Run]:
+    """The runs where nothing is shared: each row's pages."""
+    return [Run(rows=np.array([b], np.int32), start=0, stop=int(count)) for b, count in enumerate(page_counts)]
 
 
 def num_saved(runs: Seq[Run]) -> int:

@@ -8,7 +8,7 @@ that is plain attention; in floating point it differs in the last bits.
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,15 +26,13 @@ FIELDS = 5  # of an item: the row whose table names the pages, first page, end p
 WIDE = 64  # queries that one program takes of a shared run: rows times query heads of one key/value head
 
 
-class RunLike(Protocol):
-    """Pages `start ... stop - 1` of the tables of `rows`."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """Pages `start ... stop - 1` of the page tables of `rows` (ascending), which are the same in all of them."""
 
-    @property
-    def rows(self) -> np.ndarray: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
+    rows: Int32[np.ndarray, "n"]
+    start: int
+    stop: int
 
 
 class CascadeWorkspace:
@@ -64,7 +62,7 @@ class CascadePlan:
         self.max_items = self.target + 4 * batch_size + 64
         max_parts = self.workspace.num_parts
         self.ints = torch.zeros(1 + self.max_items * FIELDS + batch_size + 1 + 2 * max_parts, dtype=torch.int32, device=device)
-        self.runs: tuple[RunLike, ...] = ()
+        self.runs: tuple[Run, ...] = ()
         self.ready = False
         self.handle = register(self)
 
@@ -74,7 +72,7 @@ class CascadePlan:
         count, table, starts, members, places = self.ints.split((1, items, self.batch_size + 1, parts, parts))
         return count, table.view(-1, FIELDS), starts, members, places
 
-    def update(self, runs: Seq[RunLike]) -> bool:
+    def update(self, runs: Seq[Run]) -> bool:
         """Follow these runs, which cover every row's pages in use, planned ones too; False, and nothing changed, where they do not fit.
 
         A run of one row may reach beyond the row's length, as far as it will grow until the next update. Asynchronous on the current
@@ -116,28 +114,21 @@ class CascadePlan:
         return cascade_rows(q, pages[layer], page_tables, seq_lens, scale, self.runs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenRun:
-    """A run whose rows are tokens of a step."""
-
-    rows: np.ndarray
-    start: int
-    stop: int
-
-
 class PromptCascade:
     """How the prompts of one step read their pages, followed by plain torch; `handle` is what `paged_prefill` takes."""
 
     def __init__(self) -> None:
-        self.runs: tuple[TokenRun, ...] = ()
+        self.runs: tuple[Run, ...] = ()
         self.row_of = self.visible = torch.empty(0, dtype=torch.int32)
         self.handle = register(self)
 
-    def update(self, cu_seqlens: Int32[np.ndarray, "B+1"], seq_lens: Int32[np.ndarray, "B"], runs: Seq[RunLike], device: torch.device) -> None:
+    def update(
+        self, seq_lens: Int32[np.ndarray, "B"], cu_seqlens: Int32[np.ndarray, "B+1"], runs: Seq[Run], device: torch.device
+    ) -> None:
         """Plan for one step: the host's copies of what `paged_prefill` is given, and runs that cover every row's pages in use."""
         counts, tokens = np.diff(cu_seqlens), run_tokens(runs, cu_seqlens)
         self.runs = tuple(
-            TokenRun(rows=rows, start=run.start, stop=run.stop) for rows, run in zip(tokens, runs, strict=True) if len(rows)
+            Run(rows=rows, start=run.start, stop=run.stop) for rows, run in zip(tokens, runs, strict=True) if len(rows)
         )
         row_of = np.repeat(np.arange(len(counts)), counts)
         visible = np.arange(cu_seqlens[-1]) + np.repeat(seq_lens - cu_seqlens[1:], counts) + 1
@@ -157,15 +148,16 @@ class PromptCascade:
         return cascade_rows(q, pages[layer], page_tables[self.row_of], self.visible, scale, self.runs)
 
 
-def run_tokens(runs: Seq[RunLike], cu_seqlens: Int32[np.ndarray, "B+1"]) -> list[Int32[np.ndarray, "n"]]:
+def run_tokens(runs: Seq[Run], cu_seqlens: Int32[np.ndarray, "bounds"]) -> list[Int32[np.ndarray, "n"]]:
     """The tokens of each run's rows, in the order of the rows."""
+    bounds = cu_seqlens.tolist()
     return [
-        np.concatenate([np.arange(cu_seqlens[row], cu_seqlens[row + 1], dtype=np.int32) for row in run.rows.tolist()]) for run in runs
+        np.concatenate([np.arange(bounds[row], bounds[row + 1], dtype=np.int32) for row in run.rows.tolist()]) for run in runs
     ]
 
 
 def split_runs(
-    runs: Seq[RunLike], num_rows: int, rows_per_item: int, target: int, min_pages: int, max_parts: int
+    runs: Seq[Run], num_rows: int, rows_per_item: int, target: int, min_pages: int, max_parts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """Cut runs into about `target` items of equal length, none of more than `rows_per_item` rows: items `[I, 5]`, rows' first parts
     `[B+1]`, and the items' members and their places among the parts, `[parts]`; None where there are more than `max_parts`.
@@ -204,7 +196,7 @@ def cascade_rows(
     page_tables: Int32[Tensor, "T P"],
     seq_lens: Int32[Tensor, "T"],
     scale: float,
-    runs: Seq[RunLike],
+    runs: Seq[Run],
 ) -> Float[Tensor, "T H D"]:
     """The reference: query t attends to its row's first `seq_lens[t]` tokens, run by run, and the parts are merged."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -243,7 +235,7 @@ def merge(outs: Float[Tensor, "parts H D"], lses: Float[Tensor, "parts H"]) -> F
 
 
 def merge_parts(
-    outs: Float[Tensor, "parts H D"], lses: Float32[Tensor, "parts H"], starts: Int32[Tensor, "T+1"], places: Int32[Tensor, "parts"]
+    outs: Float[Tensor, "parts H D"], lses: Float32[Tensor, "parts H"], starts: Int32[Tensor, "bounds"], places: Int32[Tensor, "listed"]
 ) -> Float[Tensor, "T H D"]:
     """Token t's result from its parts, `places[starts[t] : starts[t + 1]]`, in the dtype of `outs`."""
     if outs.device.type == "cuda" and installed("triton"):
@@ -253,5 +245,5 @@ def merge_parts(
         kernel(outs, lses, starts, places, out)
         return out
     bounds = starts.tolist()
-    rows = [places[lo:hi] for lo, hi in zip(bounds, bounds[1:], strict=False)]
+    rows = [places[lo:hi] for lo, hi in pairwise(bounds)]
     return torch.stack([merge(outs[row].to(lses.dtype), lses[row]) for row in rows]).to(outs.dtype)

@@ -20,7 +20,7 @@ import torch
 
 from ..types import Float, Float32, Int32, Tensor
 from .backends import attention_backend
-from .cascade import RunLike, merge_parts, run_tokens
+from .cascade import Run, merge_parts, run_tokens
 from .plans import PlanMismatchError, register
 
 __all__ = ["AttentionWorkspace", "DecodePlan", "FlashInferCascade", "PrefillPlan", "attention_backend"]
@@ -231,7 +231,8 @@ class PrefillPlan(_Plan):
 
     At most `max_rows` rows of `max_pages` pages. `backend` is `fa2`, `fa3` (Hopper only) or `auto`: `prefill_kernel` chooses for each
     step on Hopper with head_dim 128, elsewhere it is fa2. With `max_tokens` (at most about 2,000) the plan is for capture: fa2, q always
-    of `max_tokens` tokens, the unused ones giving 0. Without `causal` every query sees all of its row. `handle` is what `paged_prefill` takes; it lives as long as this object.
+    of `max_tokens` tokens, the unused ones giving 0. Without `causal` every query sees all of its row.
+    `handle` is what `paged_prefill` takes; it lives as long as this object.
     """
 
     def __init__(
@@ -325,10 +326,10 @@ class FlashInferCascade:
 
     def update(
         self,
-        cu_seqlens: Int32[np.ndarray, "B+1"],
         seq_lens: Int32[np.ndarray, "B"],
+        cu_seqlens: Int32[np.ndarray, "B+1"],
         page_tables: Int32[np.ndarray, "B P"],
-        runs: Seq[RunLike],
+        runs: Seq[Run],
     ) -> None:
         """Plan for one step: the host's copies of what `paged_prefill` is given, and the runs of its rows."""
         size, levels = self.own.page_size, [run for run in runs if len(run.rows) > 1]

@@ -1,0 +1,210 @@
+"""Captured decode steps: static buffers, attention plans, and a CUDA graph for each batch size, set of sampling features and way to attend.
+
+The buffers of all graphs are views of one set, sized for the largest batch. A graph moves positions, lengths and slots on by itself and
+feeds the drawn tokens back.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from . import sample
+from .attention_plans import Attention, Cascades
+from .batch import Batch, HostBatch, padded, to_device
+from .compile import Forward
+from .config import EngineConfig
+from .decode import DecodeCarry, DecodeOutput, decode_step
+from .model import Model
+from .ops.cascade import CascadePlan
+from .ops.flashinfer import DecodePlan
+from .sharing import own_runs
+from .state.kv import KVState, pages_for
+from .types import Tensor
+
+GREEDY = sample.Features()
+RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKind:
+    """What a graph is for: rows, what its sampling does, and whether pages that rows share are read once."""
+
+    size: int
+    features: sample.Features
+    cascade: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CapturedStep:
+    """A graph, the carry whose memory it reads and writes, and the memory of its results."""
+
+    kind: StepKind
+    graph: torch.cuda.CUDAGraph
+    carry: DecodeCarry
+    out: DecodeOutput
+
+
+class StepGraphs:
+    """The captured steps over one set of static buffers; a step is filled in, then replayed."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: EngineConfig,
+        sizes: Seq[int],
+        forward: Forward,
+        usual: Seq[sample.Features],
+        attention: Attention | None,
+        cascades: Cascades | None,
+    ):
+        """Steps attend by FlashInfer's plans of `attention`, or by `cascades` where a batch shares enough; one of the two may be None.
+        Graphs of `usual` features are kept for good."""
+        self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
+        self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
+        self._width = pages_for(limits.max_model_len, limits.page_size)
+        self._device, self._attention, self._cascades = model.device, attention, cascades
+        self._static, self._active = self._buffers(max(sizes))
+        self._decode_plans: dict[int, DecodePlan] = {}
+        self._cascade_plans: dict[int, CascadePlan] = {}
+        self._steps: dict[StepKind, CapturedStep] = {}
+        self.usual, self._recent = tuple(usual), []
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def load(self, kv: KVState, host: HostBatch, drawing: Seq[sample.Row], features: sample.Features) -> CapturedStep:
+        """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes."""
+        rows = len(host.input_ids)
+        size = next(size for size in self.sizes if size >= rows)
+        host = padded(host, size, **self._layout)
+        kind = StepKind(size=size, features=features, cascade=self._follow(host))
+        if kind not in self._steps:
+            self.capture(kv, kind)
+            self._follow(host)
+        step = self._steps[kind]
+        self._note_use(features)
+        self._fill(host, rows)
+        if features != GREEDY:
+            tensors = sample.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
+            sample.copy_into(step.carry.sampling, tensors)
+        return step
+
+    def refresh(self, step: CapturedStep, host: HostBatch) -> bool:
+        """Fill the rows of a loaded step in anew, which may hold other pages; False where they have to be loaded again."""
+        rows, kind = len(host.input_ids), step.kind
+        host = padded(host, kind.size, **self._layout)
+        if self._follow(host) != kind.cascade:
+            return False
+        self._fill(host, rows)
+        return True
+
+    def capture(self, kv: KVState, kind: StepKind) -> None:
+        """Warm a step up on a side stream, then record it. The rows in use are padding, so only the dummy page is written.
+
+        Overwrites the buffers and the plans of its size.
+        """
+        size, dummy, page_size = kind.size, self._layout["dummy_page"], self._layout["page_size"]
+        nothing = HostBatch(
+            input_ids=np.zeros(size, np.int32),
+            positions=np.zeros(size, np.int32),
+            slots=np.full(size, dummy * page_size, np.int32),
+            page_tables=np.full((size, 1), dummy, np.int32),
+            seq_lens=np.ones(size, np.int32),
+            page_counts=np.ones(size, np.int32),
+        )
+        if kind.cascade:
+            self._cascade_plan(size).update(own_runs(nothing.page_counts))
+        else:
+            self._decode_plan(size).update(nothing.page_counts, nothing.page_tables)
+        self._fill(nothing, 0)
+        carry = self._carry(kv, kind)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._run(carry)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            out = self._run(carry)
+        self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out)
+
+    def _follow(self, host: HostBatch) -> bool:
+        """Make the plan for a padded batch; tells whether it is one that reads shared pages once."""
+        size = len(host.input_ids)
+        runs = None if self._cascades is None else self._cascades.policy.decode(host)
+        if runs is not None and self._cascade_plan(size).update(runs):
+            return True
+        if self._attention is None:
+            self._cascade_plan(size).update(own_runs(host.page_counts))
+            return True
+        self._decode_plan(size).update(host.page_counts, host.page_tables)
+        return False
+
+    def _note_use(self, features: sample.Features) -> None:
+        """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
+        self._recent = [f for f in self._recent if f != features] + ([] if features in self.usual else [features])
+        for old in self._recent[:-RARE_FEATURES]:
+            self._steps = {kind: step for kind, step in self._steps.items() if kind.features != old}
+        self._recent = self._recent[-RARE_FEATURES:]
+
+    def _decode_plan(self, size: int) -> DecodePlan:
+        assert self._attention is not None
+        if size not in self._decode_plans:
+            self._decode_plans[size] = self._attention.decode_plan(size)
+        return self._decode_plans[size]
+
+    def _cascade_plan(self, size: int) -> CascadePlan:
+        assert self._cascades is not None
+        if size not in self._cascade_plans:
+            self._cascade_plans[size] = self._cascades.plan(size)
+        return self._cascade_plans[size]
+
+    def _buffers(self, size: int) -> tuple[Batch, Tensor]:
+        dummy = self._layout["dummy_page"]
+
+        def ints(*shape: int, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=self._device)
+
+        batch = Batch(
+            input_ids=ints(size),
+            positions=ints(size),
+            slots=ints(size, value=dummy * self._layout["page_size"]),
+            page_tables=ints(size, self._width, value=dummy),
+            seq_lens=ints(size, value=1),
+        )
+        return batch, ints(size)
+
+    def _fill(self, host: HostBatch, rows: int) -> None:
+        """A padded batch, of which the first `rows` are in use, into the static buffers."""
+        fresh, static = to_device(host, self._device), self._static
+        size, width = host.page_tables.shape
+        for name in ("input_ids", "positions", "slots", "seq_lens"):
+            getattr(static, name)[:size].copy_(getattr(fresh, name))
+        static.page_tables[:size, :width].copy_(fresh.page_tables)
+        static.page_tables[:size, width:].fill_(self._layout["dummy_page"])
+        self._active[:rows].fill_(1)
+        self._active[rows:size].fill_(0)
+
+    def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
+        batch, size = self._static, kind.size
+        plan = self._cascade_plan(size) if kind.cascade else self._decode_plan(size)
+        return DecodeCarry(
+            kv=kv,
+            batch=Batch(
+                input_ids=batch.input_ids[:size],
+                positions=batch.positions[:size],
+                slots=batch.slots[:size],
+                page_tables=batch.page_tables[:size],
+                seq_lens=batch.seq_lens[:size],
+                plan=plan.handle,
+            ),
+            sampling=sample.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
+            active=self._active[:size],
+        )
+
+    def _run(self, carry: DecodeCarry) -> DecodeOutput:
+        """One decode step that writes what changed back into the carry's own memory."""
+        after, out = decode_step(self._model.params, carry, self._model.config, forward=self._forward)
+        for name in ("input_ids", "positions", "slots", "seq_lens"):
+            getattr(carry.batch, name).copy_(getattr(after.batch, name))
+        return replace(out, logits=out.logits[:0])
