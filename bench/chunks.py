@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import nanovllm as nv
+from nanovllm import ops
 from nanovllm.bench import SHAPES, random_tokens, random_weights, record
 from nanovllm.state.kv import bytes_per_page
 
@@ -61,7 +62,7 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path) -> dict[st
     tail = random_tokens(random, 16, vocabulary)
     for repeat in range(repeats + 1):
         composed, (state, whole) = timed(lambda state=state: nv.compose(model, state, chunks), device)
-        first, (state, reply) = timed(lambda state=state, whole=whole: nv.generate(model, state, [whole, tail], ONE), device)
+        first, state = timed(lambda state=state, whole=whole: first_token(model, state, [whole, tail]), device)
         again, (state, eight) = timed(lambda state=state: nv.compose(model, state, chunks, recompute=8), device)
         saved, _ = timed(lambda state=state, whole=whole: nv.save_chunk(state, whole, path), device)
         loaded, (state, copy) = timed(lambda state=state: nv.load_chunk(model, state, path), device)
@@ -72,7 +73,7 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path) -> dict[st
                 ("load", loaded), ("prefill", cold),
             ):  # fmt: skip
                 note(name, seconds)
-        for chunk in (whole, reply.chunk, eight, copy, fresh):
+        for chunk in (whole, eight, copy, fresh):
             state = nv.release(state, chunk)
     figures.update({f"{name}_ms": round(1e3 * float(np.median(values)), 2) for name, values in times.items()})
     moved = 2 * each * (total - length)  # the first chunk's pages are shared
@@ -80,8 +81,29 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path) -> dict[st
     figures["compose_gb_s"] = round(moved / 1e6 / figures["compose_ms"], 1)
     figures["copy_gb_s"] = round(copy_rate(device) / 1e9, 1)
     figures["compose_of_copy"] = round(figures["compose_gb_s"] / figures["copy_gb_s"], 3)
+    figures["move_kv_of_copy"] = round(move_rate(model, state, total) / 1e9 / figures["copy_gb_s"], 3)
     figures["file_mb"] = round(path.stat().st_size / 1e6, 1)
     return figures | sharing(model, random)
+
+
+def first_token(model: nv.Model, state: nv.EngineState, context: list[Any]) -> nv.EngineState:
+    """Submit a request and step until its only token is there."""
+    state, _ = nv.submit(model, state, context, ONE)
+    while state.waiting or state.running:
+        state, _ = nv.step(model, state)
+    return state
+
+
+def move_rate(model: nv.Model, state: nv.EngineState, num_tokens: int) -> float:
+    """Bytes read and written a second by `move_kv` alone, which writes over the pool: page by page in a random order."""
+    (pages,) = state.kv.pools
+    size = pages.shape[4]
+    order = np.random.default_rng(0).permutation(2 * (num_tokens // size)).astype(np.int32)
+    slots = torch.from_numpy((order[:, None] * size + np.arange(size, dtype=np.int32)).ravel()).to(model.device)
+    source, target = slots.view(2, -1)
+    shift = torch.full_like(source, 1000)
+    seconds = [timed(lambda: ops.move_kv(pages, source, target, shift, model.params.inv_freq), model.device)[0] for _ in range(6)]
+    return 2 * pages[:, 0].numel() // size * len(source) * pages.element_size() / float(np.median(seconds[1:]))
 
 
 def sharing(model: nv.Model, random: Random) -> dict[str, float]:

@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -151,8 +152,12 @@ def _span(chunk: Chunk, start: Any, stop: Any) -> tuple[int, int]:
 
 
 def _slots(chunk: Chunk, page_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-    at = np.arange(start, len(chunk) if stop is None else stop)
-    return chunk.pages.array()[at // page_size] * page_size + at % page_size
+    return slots_of(chunk.pages.array(), page_size)[start : len(chunk) if stop is None else stop]
+
+
+def slots_of(pages: np.ndarray, page_size: int) -> np.ndarray:
+    """The slots of whole pages, in order."""
+    return (pages[:, None] * np.int32(page_size) + np.arange(page_size, dtype=np.int32)).ravel()
 
 
 def _joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
@@ -160,7 +165,12 @@ def _joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
     shared = (first.gaps[0][0] if first.gaps else len(first)) // page_size  # whole pages that stay where they are
     start = shared * page_size
     source = np.concatenate([_slots(chunk, page_size) for chunk in chunks])[start:]
-    positions = np.concatenate([chunk.positions for chunk in chunks])[start:]
+    pieces, place = [], 0  # (tokens, by how much their keys turn): the same for all between two gaps
+    for chunk in chunks:
+        for (at, offset), (stop, _) in pairwise(((0, 0), *chunk.gaps, (len(chunk), 0))):
+            pieces.append((stop - at, place - offset))
+        place += len(chunk)
+    counts, shifts = np.array(pieces, np.int32).T
     return Layout(
         tokens=tokens,
         head=first.pages.array(0, shared),
@@ -168,7 +178,7 @@ def _joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
         tail=np.empty(0, np.int32),
         start=start,
         source=source,
-        shift=np.arange(start, total) - positions,
+        shift=np.repeat(shifts, counts)[start:],
         num_exact=first.num_exact,
     )
 
@@ -239,12 +249,13 @@ def _placed(
     pool, fresh = found
     taken.extend(fresh)
     pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
-    at = np.arange(layout.start, layout.start + len(layout.source))
-    moves = np.stack((layout.source, pages.array()[at // size] * size + at % size, layout.shift)).astype(np.int32)
-    if len(at):
+    count, target = len(layout.source), slots_of(pages.array(layout.start // size), size)  # `start` is the start of a page
+    if count:
+        moves = torch.empty(3, count, dtype=torch.int32, pin_memory=model.device.type == "cuda")
+        moves.numpy()[:] = layout.source, target[:count], layout.shift
+        on_device = moves.to(model.device, non_blocking=True)
         for kv in state.kv.pools:
-            source, target, shift = torch.from_numpy(moves).to(kv.device).unbind(0)
-            ops.move_kv(kv, source, target, shift, model.params.inv_freq)
+            ops.move_kv(kv, *on_device.unbind(0), model.params.inv_freq)
     operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
     sequence = Sequence(
         request=plain_request(total), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,

@@ -13,8 +13,8 @@ from .batch import HostBatch
 from .ops.cascade import Run
 from .types import Int32
 
-DECODE_BYTES = 24 << 20  # of one layer: what sharing has to spare a decode step
-PROMPT_BYTES = 64 << 20  # and a step of prompts
+DECODE_BYTES = 1 << 20  # of one layer: what sharing has to spare a decode step
+PROMPT_BYTES = 1 << 30  # and a step of prompts
 RUN_TOKENS = 256  # and a single run, in tokens
 FULL_TILE = 64  # queries of a key/value head
 

@@ -1,5 +1,9 @@
 """`move_kv` copies the bits of values, turns keys as a rotary embedding would, and touches nothing else."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,3 +74,30 @@ def test_a_slot_outside_the_pool_is_refused() -> None:
     pages, one = torch.zeros(1, 3, 2, 1, 4, 8), torch.tensor([0], dtype=torch.int32)
     with pytest.raises(IndexError):
         move_kv(pages, one, one + 12, one, SPEED)
+
+
+INTERPRETED = """
+import torch
+from nanovllm.ops import move_kv, triton_kv
+
+torch.manual_seed(0)
+for kv_heads, page_size, head_dim, count in ((2, 4, 8, 37), (3, 1, 12, 5), (1, 16, 32, 16)):
+    pages = torch.randn(2, 40, 2, kv_heads, page_size, head_dim)
+    order = torch.randperm(40 * page_size).int()
+    count = min(count, 20 * page_size)
+    src, dst, shift = order[:count], order[count : 2 * count], torch.randint(-50, 50, (count,), dtype=torch.int32)
+    shift[0] = 0
+    speed = 1.0 / 1e4 ** (torch.arange(0, head_dim, 2) / head_dim)
+    want = pages.clone()
+    move_kv(want, src, dst, shift, speed)
+    triton_kv.move_kv(pages, src, dst, shift, speed)
+    torch.testing.assert_close(pages, want, rtol=0, atol=1e-5)
+"""
+
+
+def test_the_triton_kernel_under_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr

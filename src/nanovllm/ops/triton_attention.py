@@ -128,11 +128,12 @@ def cascade_decode(
     group = num_heads // num_kv_heads
     wide = max(NARROW, WIDE, triton.next_power_of_2(group))
     launch: Any = _cascade_decode
-    launch[(programs,)](
-        q, kv, page_tables, seq_lens, num_items, items, members, places, workspace.out, workspace.lse, q.stride(0), page_tables.stride(0),
-        kv.stride(0), scale * LOG2E, programs, wide, NARROW, TOKENS, group, num_kv_heads, page_size, head_dim, padded,
-        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        launch[(programs,)](
+            q, kv, page_tables, seq_lens, num_items, items, members, places, workspace.out, workspace.lse, q.stride(0),
+            page_tables.stride(0), kv.stride(0), scale * LOG2E, programs, wide, NARROW, TOKENS, group, num_kv_heads, page_size, head_dim,
+            padded, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        )  # fmt: skip
     merge_parts(workspace.out, workspace.lse, starts, None, out)
     return out
 
@@ -149,4 +150,5 @@ def merge_parts(
     launch: Any = _merge
     padded = max(16, triton.next_power_of_2(head_dim))
     listed = places is not None
-    launch[(num_tokens, num_heads)](parts, lses, starts, places if listed else starts, out, num_heads, head_dim, padded, PARTS, listed)
+    with torch.cuda.device_of(parts):
+        launch[(num_tokens, num_heads)](parts, lses, starts, places if listed else starts, out, num_heads, head_dim, padded, PARTS, listed)

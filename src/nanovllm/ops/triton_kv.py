@@ -8,6 +8,8 @@ import triton.language as tl
 
 from ..types import Float, Float32, Int32, Tensor
 
+MOVED = 16  # tokens that one program moves
+
 
 @triton.jit
 def _kv_write(pages, k, v, slots, page_stride, k_stride, v_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
@@ -34,30 +36,30 @@ def _copy_pages(pages, src, dst, layer_stride, page_size_in_elements, BLOCK: tl.
 
 @triton.jit
 def _move_kv(
-    pages, src, dst, shift, inv_freq, layer_stride, page_stride, S: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    KB: tl.constexpr, HB: tl.constexpr,
+    pages, src, dst, shift, inv_freq, num_tokens, layer_stride, page_stride, S: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    HB: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, layer): all its key and value heads."""
-    t, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    source, target = tl.load(src + t).to(tl.int64), tl.load(dst + t).to(tl.int64)
-    head, i = tl.arange(0, KB)[:, None], tl.arange(0, HB)[None, :]
-    ok = (head < K) & (i < HALF)
-    inside = head * (S * 2 * HALF) + i
-    base = pages + layer * layer_stride
-    read = base + source // S * page_stride + source % S * (2 * HALF) + inside
-    write = base + target // S * page_stride + target % S * (2 * HALF) + inside
-    values = K * S * 2 * HALF
-    low, high = tl.load(read, mask=ok), tl.load(read + HALF, mask=ok)
-    v_low, v_high = tl.load(read + values, mask=ok), tl.load(read + values + HALF, mask=ok)
-    positions = tl.load(shift + t)
+    """Program (T tokens, layer): all key and value heads, whose angles are computed once."""
+    t, layer = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1).to(tl.int64)
+    on, i = t < num_tokens, tl.arange(0, HB)[None, :]
+    source, target = tl.load(src + t, mask=on, other=0).to(tl.int64), tl.load(dst + t, mask=on, other=0).to(tl.int64)
+    positions = tl.load(shift + t, mask=on, other=0)[:, None]
     angle = positions.to(tl.float32) * tl.load(inv_freq + i, mask=i < HALF, other=0.0)
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    a, b = low.to(tl.float32), high.to(tl.float32)
-    moved = positions != 0
-    tl.store(write, tl.where(moved, (a * cos - b * sin).to(low.dtype), low), mask=ok)
-    tl.store(write + HALF, tl.where(moved, (b * cos + a * sin).to(low.dtype), high), mask=ok)
-    tl.store(write + values, v_low, mask=ok)
-    tl.store(write + values + HALF, v_high, mask=ok)
+    cos, sin, moved = tl.cos(angle), tl.sin(angle), positions != 0
+    ok = on[:, None] & (i < HALF)
+    base = pages + layer * layer_stride
+    read = base + (source // S * page_stride + source % S * (2 * HALF))[:, None] + i
+    write = base + (target // S * page_stride + target % S * (2 * HALF))[:, None] + i
+    values = K * S * 2 * HALF
+    for head in range(K):
+        here = head * (S * 2 * HALF)
+        low, high = tl.load(read + here, mask=ok), tl.load(read + here + HALF, mask=ok)
+        v_low, v_high = tl.load(read + values + here, mask=ok), tl.load(read + values + here + HALF, mask=ok)
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        tl.store(write + here, tl.where(moved, (a * cos - b * sin).to(low.dtype), low), mask=ok)
+        tl.store(write + here + HALF, tl.where(moved, (b * cos + a * sin).to(low.dtype), high), mask=ok)
+        tl.store(write + values + here, v_low, mask=ok)
+        tl.store(write + values + here + HALF, v_high, mask=ok)
 
 
 @triton.jit
@@ -80,7 +82,7 @@ def kv_write(pages: Float[Tensor, "N 2 K S D"], k: Float[Tensor, "T K D"], v: Fl
     block = triton.next_power_of_2(num_kv_heads * head_dim)
     sizes = (num_kv_heads, page_size, head_dim, block)
     launch: Any = _kv_write
-    with torch.cuda.device(pages.device):
+    with torch.cuda.device_of(pages):
         launch[(k.shape[0],)](pages, k, v, slots, pages.stride(0), k.stride(0), v.stride(0), *sizes)
 
 
@@ -91,7 +93,7 @@ def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst
     elements = pages.stride(1)
     block = min(4096, triton.next_power_of_2(elements))
     launch: Any = _copy_pages
-    with torch.cuda.device(pages.device):
+    with torch.cuda.device_of(pages):
         launch[(src.shape[0], pages.shape[0], triton.cdiv(elements, block))](pages, src, dst, pages.stride(0), elements, block)
 
 
@@ -107,11 +109,11 @@ def move_kv(
     if num_tokens == 0:
         return
     half = inv_freq.shape[0]
-    blocks = (triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(half))
+    block = triton.next_power_of_2(half)
     launch: Any = _move_kv
-    with torch.cuda.device(pages.device):
-        launch[(num_tokens, num_layers)](
-            pages, src, dst, shift, inv_freq, pages.stride(0), pages.stride(1), page_size, num_kv_heads, half, *blocks
+    with torch.cuda.device_of(pages):
+        launch[(triton.cdiv(num_tokens, MOVED), num_layers)](
+            pages, src, dst, shift, inv_freq, num_tokens, pages.stride(0), pages.stride(1), page_size, num_kv_heads, half, block, MOVED
         )
 
 
@@ -119,5 +121,5 @@ def last_page_lens(out: Int32[Tensor, "B"], seq_lens: Int32[Tensor, "B"], kv_ind
     """`out = seq_lens - (pages of the row - 1) * page_size`: not positive for a row that has yet to reach its last planned page."""
     num_rows = out.shape[0]
     launch: Any = _last_page_lens
-    with torch.cuda.device(out.device):
+    with torch.cuda.device_of(out):
         launch[(triton.cdiv(num_rows, 1024),)](out, seq_lens, kv_indptr, page_size, num_rows, 1024, num_warps=8)

@@ -50,10 +50,7 @@ def allocate(pages: PageState, count: int) -> tuple[PageState, tuple[int, ...]] 
         else:
             page, unused = unused, unused + 1
         taken.append(page)
-    counts = pages.refcounts.mutate()
-    for page in taken:
-        counts[page] = 1
-    refcounts = counts.finish()
+    refcounts = pages.refcounts.update(dict.fromkeys(taken, 1))
     return PageState(num_pages=pages.num_pages, refcounts=refcounts, returned=returned, unused=unused), tuple(taken)
 
 
