@@ -253,9 +253,9 @@ def _placed(
     if count:
         moves = torch.empty(3, count, dtype=torch.int32, pin_memory=model.device.type == "cuda")
         moves.numpy()[:] = layout.source, target[:count], layout.shift
-        on_device = moves.to(model.device, non_blocking=True)
+        source, target, shift = moves.to(model.device, non_blocking=True).unbind(0)
         for kv in state.kv.pools:
-            ops.move_kv(kv, *on_device.unbind(0), model.params.inv_freq)
+            ops.move_kv(kv, source, target, shift, model.params.inv_freq)
     operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
     sequence = Sequence(
         request=plain_request(total), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
