@@ -17,6 +17,7 @@ from .engine import capacity, commit_state, enter, guarded
 from .errors import InvalidRequestError, OutOfPagesError
 from .fill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
 from .model import Model
+from .state import pages as page_ops
 from .state import pool as pools
 from .state.chunk import Chunk, Gaps, Provenance, offset_after
 from .state.engine_state import EngineState
@@ -164,7 +165,10 @@ def _joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
     first, total = chunks[0], len(tokens)
     shared = (first.gaps[0][0] if first.gaps else len(first)) // page_size  # whole pages that stay where they are
     start = shared * page_size
-    source = np.concatenate([_slots(chunk, page_size) for chunk in chunks])[start:]
+    slots = slots_of(np.concatenate([chunk.pages.array() for chunk in chunks]), page_size)
+    ends = np.cumsum([len(chunk.pages) for chunk in chunks]).tolist()
+    firsts = [(end - len(chunk.pages)) * page_size for chunk, end in zip(chunks, ends, strict=True)]
+    source = np.concatenate([slots[first : first + len(chunk)] for chunk, first in zip(chunks, firsts, strict=True)])[start:]
     pieces, place = [], 0  # (tokens, by how much their keys turn): the same for all between two gaps
     for chunk in chunks:
         for (at, offset), (stop, _) in pairwise(((0, 0), *chunk.gaps, (len(chunk), 0))):
@@ -238,7 +242,11 @@ def _placed(
     recompute: int | float = 0,
 ) -> tuple[EngineState, Chunk]:
     """Build the run, uncommitted: pages, moves, tokens to run again, the chunk."""
-    size, total = state.config.page_size, len(layout.tokens)
+    total = len(layout.tokens)
+    # Free pages are written while the host counts their owners: nobody has KV in them. Others are not taken over before that.
+    early = page_ops.upcoming(state.pool.pages, layout.num_fresh)
+    if early is not None:
+        _move(model, state, layout, early)
     pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
     found = pools.allocate(pool, layout.num_fresh)
     if found is None:
@@ -248,14 +256,9 @@ def _placed(
         )
     pool, fresh = found
     taken.extend(fresh)
+    if early is None:
+        _move(model, state, layout, fresh)
     pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
-    count, target = len(layout.source), slots_of(pages.array(layout.start // size), size)  # `start` is the start of a page
-    if count:
-        moves = torch.empty(3, count, dtype=torch.int32, pin_memory=model.device.type == "cuda")
-        moves.numpy()[:] = layout.source, target[:count], layout.shift
-        source, target, shift = moves.to(model.device, non_blocking=True).unbind(0)
-        for kv in state.kv.pools:
-            ops.move_kv(kv, source, target, shift, model.params.inv_freq)
     operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
     sequence = Sequence(
         request=plain_request(total), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
@@ -266,6 +269,19 @@ def _placed(
     run_again(model, state, sequence, places)
     state = replace(state, stats=state.stats.add(prefill_tokens=len(places), reused_tokens=total - len(places)))
     return chunk_of(model, state, sequence)
+
+
+def _move(model: Model, state: EngineState, layout: Layout, fresh: tuple[int, ...]) -> None:
+    """Copy what goes into fresh pages there. Donates the KV."""
+    count = len(layout.source)
+    if not count:
+        return
+    moves = torch.empty(3, count, dtype=torch.int32, pin_memory=model.device.type == "cuda")
+    target = slots_of(np.array(fresh, np.int32), state.config.page_size)  # what moves begins with the first of them
+    moves.numpy()[:] = layout.source, target[:count], layout.shift
+    source, target, shift = moves.to(model.device, non_blocking=True).unbind(0)
+    for kv in state.kv.pools:
+        ops.move_kv(kv, source, target, shift, model.params.inv_freq)
 
 
 def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Chunk], recompute: int | float) -> np.ndarray:

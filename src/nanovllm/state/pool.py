@@ -58,7 +58,8 @@ def release(pool: Pool, held: Iterable[int]) -> Pool:
     if not backwards:
         return pool
     pages = page_ops.release(pool.pages, backwards)
-    idle = [page for page in backwards if page in pool.prefix and pages.refcount(page) == 1]
+    owners, nodes = pages.refcounts, pool.prefix.nodes
+    idle = [page for page in backwards if owners.get(page) == 1 and page in nodes]
     return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle))
 
 

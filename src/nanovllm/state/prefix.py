@@ -6,6 +6,7 @@ evicted, the one idle for longest first. Runs give their pages back deepest firs
 page without those before it. A page leaves the index together with all behind it, because a look-up could not reach them.
 """
 
+from bisect import bisect
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,9 +79,16 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int
     parent = ROOT if start == 0 else int(pages[start - 1])
     if parent != ROOT and parent not in index.nodes:
         return index, added
+    # A page is indexed only behind all before it, so the first one that is not is found by halving.
+    first = bisect(range(start, stop), False, key=lambda i: int(pages[i]) not in index.nodes) + start
+    if first == stop:
+        return index, added
+    parent = parent if first == start else int(pages[first - 1])
     children, nodes = index.children.mutate(), index.nodes.mutate()
-    for i in range(start, stop):
-        page, key = int(pages[i]), np.ascontiguousarray(tokens[i * size : (i + 1) * size], np.int32).tobytes()
+    data = np.ascontiguousarray(tokens[first * size : stop * size], np.int32).tobytes()
+    for i in range(first, stop):
+        at = (i - first) * size * 4
+        page, key = int(pages[i]), data[at : at + size * 4]
         found = children.get((parent, key))
         if found is None and page not in nodes:
             children[parent, key] = page
