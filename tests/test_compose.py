@@ -1,5 +1,6 @@
 """`compose` and `drop`: where KV comes from, what is run, what is exact, and what stays as it was."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -107,7 +108,10 @@ def test_a_fraction_chooses_what_deviates_most(model: Model) -> None:
     exact = exact_kv(model, [*range(1, 7), *range(10, 22)])
     errors = []
     for recompute in (0, 0.25, 0.5, 0.75, 0.999):
+        before = state.stats
         state, whole = nv.compose(model, state, chunks, recompute)
+        assert state.stats.prefill_tokens - before.prefill_tokens == math.ceil(12 * recompute)
+        assert state.stats.probed_tokens - before.probed_tokens == (12 if recompute else 0)
         errors.append((kv_of(state, whole) - exact).square().sum().item())
     assert all(later < earlier for earlier, later in pairwise(errors)), errors
     assert errors[-1] < 1e-4 * errors[0]

@@ -82,10 +82,7 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
     pool = pools.acquire(state.pool, shared)
     missing = pages_for(count, size) - len(shared)
     if missing > pool.num_available:
-        raise OutOfPagesError(
-            f"{path}: {missing} pages are needed and {pool.num_available} of {state.config.num_pages} are available; release chunks, "
-            "cancel requests, or make the pool larger"
-        )
+        raise pools.too_few(pool, f"{path}: the chunk needs {missing} pages")
     if missing > pool.pages.num_free:  # pages would be taken from the index: for a file that is known to be good only
         verify(fd, head, path, model.device)
     with guarded(state) as taken:

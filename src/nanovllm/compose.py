@@ -14,7 +14,7 @@ from . import ops
 from .chunks import chunk_of, cut, cut_live, fork
 from .context import require_chunk, require_live
 from .engine import capacity, commit_state, enter, guarded
-from .errors import InvalidRequestError, OutOfPagesError
+from .errors import InvalidRequestError
 from .fill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
 from .model import Model
 from .state import pages as page_ops
@@ -57,7 +57,8 @@ def compose(
     The first keeps its place and its whole pages are shared; keys of the others are turned for their new positions and copied into fresh
     pages. They never attended to what now stands before them, so the result is approximate. `recompute` runs some of their tokens
     again, in place: 0 none, k the first k of each (Hu et al., 2024, "EPIC"), a fraction those whose KV deviates most (Yao et al., 2024,
-    "CacheBlend"; two layers run over all tokens to find them), "all" every token, which is exact. `state.stats` counts what was run.
+    "CacheBlend"; two layers run over all moved tokens to find them), "all" every token, which is exact. `state.stats` counts what was
+    run, and what was probed so.
 
     Raises `InvalidRequestError` for what can never be composed, `OutOfPagesError` where pages do not suffice now, `ReleasedChunkError` and
     `ForeignChunkError` for chunks that cannot be used.
@@ -250,10 +251,7 @@ def _placed(
     pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
     found = pools.allocate(pool, layout.num_fresh)
     if found is None:
-        raise OutOfPagesError(
-            f"{layout.num_fresh} pages are needed and {pool.num_available} of {state.config.num_pages} are available; release chunks, "
-            "cancel requests, or make the pool larger"
-        )
+        raise pools.too_few(pool, f"the chunk needs {layout.num_fresh} pages")
     pool, fresh = found
     taken.extend(fresh)
     if early is None:
@@ -267,7 +265,9 @@ def _placed(
     state = replace(state, pool=pool)
     places = _chosen(model, state, sequence, sources, recompute)
     run_again(model, state, sequence, places)
-    state = replace(state, stats=state.stats.add(prefill_tokens=len(places), reused_tokens=total - len(places)))
+    probed = total - len(sources[0]) if isinstance(recompute, float) else 0
+    stats = state.stats.add(prefill_tokens=len(places), reused_tokens=total - len(places), probed_tokens=probed)
+    state = replace(state, stats=stats)
     return chunk_of(model, state, sequence)
 
 

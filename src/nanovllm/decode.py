@@ -50,13 +50,13 @@ class DecodeCarry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOutput:
-    """One step's results: the tokens drawn, their log-probabilities (None unless asked for), the likeliest tokens, the raw logits."""
+    """One step's results: the tokens drawn, their log-probabilities and the likeliest others (None unless asked for), the logits."""
 
     token_ids: Int32[Tensor, "B"]
     logprobs: Float32[Tensor, "B"] | None
     top_ids: Int32[Tensor, "B k"] | None
     top_logprobs: Float32[Tensor, "B k"] | None
-    logits: Float[Tensor, "B V"]
+    logits: Float[Tensor, "B V"]  # that were drawn from: what `process_logits` made of them
 
 
 for _value in (TokenLog, DecodeCarry, DecodeOutput):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 
 from .engine import begin_sequence, copy_pages
-from .errors import OutOfPagesError
 from .model import Model
 from .sampling_params import SamplingParams
 from .schedule import reserve, worth_taking, written_pages
@@ -14,6 +13,7 @@ from .settle import counted
 from .state import pool as pools
 from .state.chunk import Chunk
 from .state.engine_state import EngineState
+from .state.kv import pages_for
 from .state.pages import require_writable
 from .state.request import Request, Sequence
 from .state.vector import IntVector
@@ -57,10 +57,8 @@ def reserve_all(
     for i, length in enumerate(lengths):
         done = reserve(pool, held[i], length, state.config.page_size)
         if done is None:
-            raise OutOfPagesError(
-                f"{length} tokens need more pages than the {pool.num_available} available of {state.config.num_pages}; "
-                "release chunks, cancel requests, or make the pool larger"
-            )
+            missing = pages_for(length, state.config.page_size) - len(held[i].pages)
+            raise pools.too_few(pool, f"{length} tokens need {missing} pages more")
         pool, held[i], copied, fresh = done
         pages.extend(fresh)
         copies.extend(copied)

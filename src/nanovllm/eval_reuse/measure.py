@@ -113,11 +113,10 @@ class Engine:
 
     def compose(self, chunks: list[Chunk], recompute: int | float | Literal["all"]) -> tuple[Chunk, int, float]:
         """The chunks composed, the tokens that ran, and the cost: choosing by deviation runs the first layers over all moved tokens."""
-        before = self.num_run
+        before = self.state.stats
         self.state, whole = compose(self.model, self.state, chunks, recompute)
-        run, layers = self.num_run - before, self.model.config.num_layers
-        probed = min(PROBED, layers) / layers * (len(whole) - len(chunks[0])) if isinstance(recompute, float) else 0.0
-        return whole, run, run + probed
+        run, layers = self.num_run - before.prefill_tokens, self.model.config.num_layers
+        return whole, run, run + (self.state.stats.probed_tokens - before.probed_tokens) * min(PROBED, layers) / layers
 
     def drop(self, chunk: Chunk, start: int, stop: int, mode: Literal["recompute", "shift", "gap"]) -> tuple[Chunk, int]:
         """The chunk without a span, and the tokens that ran."""

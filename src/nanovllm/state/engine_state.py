@@ -32,6 +32,7 @@ class Stats:
     reused_tokens: int = 0  # prompt tokens whose KV was there already
     rerun_tokens: int = 0  # of those run: run before, lost to preemption
     discarded_tokens: int = 0  # of those run: ahead, then not used
+    probed_tokens: int = 0  # beside those run: through the first layers alone, to choose what is to run
     preemptions: int = 0
 
     def add(self, **more: int) -> "Stats":

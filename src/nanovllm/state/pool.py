@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import BrokenInvariantError
+from ..errors import BrokenInvariantError, OutOfPagesError
 from . import pages as page_ops
 from . import prefix as prefix_ops
 from .pages import PageState, init_pages
@@ -23,6 +23,12 @@ class Pool:
     def num_available(self) -> int:
         """Pages that an allocation could get: free ones, and those only the index holds."""
         return self.pages.num_free + self.prefix.num_idle
+
+
+def too_few(pool: Pool, what: str) -> OutOfPagesError:
+    """What is raised where the pool cannot give the pages that `what` needs."""
+    there = f"{pool.num_available} of {pool.pages.num_pages} pages are available"
+    return OutOfPagesError(f"{what}; {there}: release chunks, cancel requests, or make the pool larger")
 
 
 def init_pool(num_pages: int, page_size: int) -> Pool:
