@@ -90,7 +90,7 @@ def test_pages_that_a_query_sees_only_in_part_are_not_shared():
 def test_sharing_is_off_where_it_does_not_pay():
     tables = [[*range(4096), 5000 + b] for b in range(8)]
     lens = [4 * 4096 + 1] * 8
-    spare = CascadePolicy(always=False, page_size=4, page_bytes=4 * 4096, group=2)
+    spare = CascadePolicy(always=False, page_size=4, page_bytes=16 * 4096, group=2)
     assert spare.decode(batch(tables, lens)) is not None
     assert spare.decode(batch(tables[:1], lens[:1])) is None
     assert spare.decode(batch([row[4090:] for row in tables], [6 * 4 + 1] * 8)) is None  # 24 tokens shared
