@@ -1,4 +1,9 @@
-"""The workloads: the engine that they measure is left as it was."""
+"""The workloads: the engine that they measure is left as it was, and what they count is what ran."""
+
+import runpy
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -7,6 +12,9 @@ from nanovllm import bench
 from nanovllm.testing.models import random_model, tiny_config
 
 MODEL = random_model(tiny_config())
+TINY = nv.load_model("tiny", device="cpu")
+CHAT_TURNS = runpy.run_path(str(Path(__file__).parents[1] / "bench/chat_turns.py"), run_name="chat_turns")
+TEXT = ("reuse", "anew")
 
 
 def test_host_time_leaves_the_executor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +31,41 @@ def test_host_time_leaves_the_executor_as_it_was(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(nv.OutOfPagesError):
         bench.host_time(MODEL, state, 2, steps=4)
     assert runtime.executor is executor
+
+
+@pytest.fixture(scope="module")
+def chats() -> dict[str, Any]:
+    """Three turns in every way; the context is too short to keep the positions of two thoughts for the third."""
+    return CHAT_TURNS["measure"](TINY, 3, max_model_len=200)
+
+
+def test_a_chat_runs_what_its_turns_add_and_as_text_no_less(chats: dict[str, Any]) -> None:
+    assert TINY.tokenizer is not None
+    encode = partial(TINY.tokenizer.encode, add_special_tokens=False)
+    said = [encode(f"\n<|im_start|>user\n{asked.text}<|im_end|>\n<|im_start|>assistant\n") for asked in CHAT_TURNS["questions"](3)]
+    new = [len(said[0]) - 1, *map(len, said[1:])]  # nothing stands before the first
+    for way, chat in chats.items():
+        assert len(chat.turns) == (2 if way in ("gap", "all") else 3)
+        assert way in TEXT or [turn.prompt for turn in chat.turns] == new[: len(chat.turns)]
+        assert way == "recompute" or not chat.total("again")
+    for turn in chats["recompute"].turns:
+        assert turn.again == len(encode(turn.text.split("</think>")[1].strip() + "<|im_end|>"))
+    held = [0, *(turn.held for turn in chats["recompute"].turns)]
+    assert [turn.prompt for turn in chats["anew"].turns] == [before + count for before, count in zip(held, new, strict=False)]
+    for anew, reuse, shift in zip(*(chats[way].turns for way in ("anew", "reuse", "shift")), strict=True):
+        assert anew.prompt >= reuse.prompt >= shift.prompt
+    assert chats["anew"].total("prompt") > chats["reuse"].total("prompt") > chats["shift"].total("prompt")
+
+
+def test_the_figures_of_a_chat_add_up(chats: dict[str, Any]) -> None:
+    for way, chat in chats.items():
+        figures = CHAT_TURNS["figures"](chat, chats["anew"])
+        assert figures["prompt_tokens_run"] == sum(figures["prompt"]) + sum(figures["again"])
+        assert figures["of_these_again"] == sum(figures["again"])
+        assert figures["right"] == figures["replies_as_run_anew"] == figures["turns"] == len(figures["prompt"])
+        assert (figures["tokens_held"] > 0) == (figures["pages_held"] > 0) == (way not in TEXT)
+    lines = CHAT_TURNS["table"](chats, 3).splitlines()
+    assert len({len(line) for line in lines if line}) == 1
+    assert [line.count("no room") for line in lines] == [0, 0, 0, 2, *[0] * (len(lines) - 4)]
+    again = chats["recompute"]
+    assert f" {again.total('prompt')} ({again.total('again')}) " in lines[5]
