@@ -66,11 +66,14 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path) -> dict[st
         again, (state, eight) = timed(lambda state=state: nv.compose(model, state, chunks, recompute=8), device)
         saved, _ = timed(lambda state=state, whole=whole: nv.save_chunk(state, whole, path), device)
         loaded, (state, copy) = timed(lambda state=state: nv.load_chunk(model, state, path), device)
-        cold, (state, fresh) = timed(lambda state=state: nv.prefill(model, state, random_tokens(random, total, vocabulary)), device)
+        state = nv.release(state, copy)
+        forget(path)
+        cold, (state, copy) = timed(lambda state=state: nv.load_chunk(model, state, path), device)
+        filled, (state, fresh) = timed(lambda state=state: nv.prefill(model, state, random_tokens(random, total, vocabulary)), device)
         if repeat:  # the first turn warms up
             for name, seconds in (
                 ("compose", composed), ("first_token_after_compose", first), ("compose_recompute_8", again), ("save", saved),
-                ("load", loaded), ("prefill", cold),
+                ("load", loaded), ("load_uncached", cold), ("prefill", filled),
             ):  # fmt: skip
                 note(name, seconds)
         for chunk in (whole, eight, copy, fresh):
@@ -84,6 +87,13 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path) -> dict[st
     figures["move_kv_of_copy"] = round(move_rate(model, state, total) / 1e9 / figures["copy_gb_s"], 3)
     figures["file_mb"] = round(path.stat().st_size / 1e6, 1)
     return figures | sharing(model, random)
+
+
+def forget(path: Path) -> None:
+    """Take a file out of the page cache, as far as the system does so: the next reader reads the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def first_token(model: nv.Model, state: nv.EngineState, context: list[Any]) -> nv.EngineState:
@@ -125,13 +135,13 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each of the 16 chunks")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where chunk files are written (default: the system's folder for temporary files)")
     parser.add_argument("--commit", help="recorded in place of what git says")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     load = nv.load_model if options.model == "tiny" else random_weights
     model = load(options.model, device=options.device)
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result = record(model, measure(model, options.length, options.repeats, Path(folder)), [])
     result["command"] = f"python bench/chunks.py --model {options.model} --length {options.length}"
     if options.commit:

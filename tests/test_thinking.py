@@ -5,13 +5,16 @@ import pytest
 
 import nanovllm as nv
 from nanovllm import chat
+from nanovllm.engine import commit_state, guarded
+from nanovllm.messages import render
 from nanovllm.model import TINY, Model, load_model
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
-from nanovllm.thinking import think_spans
+from nanovllm.thinking import think_spans, without_thinking
 
 TOKENIZER = byte_tokenizer()
 assert TOKENIZER.think_token_ids is not None
 OPEN, CLOSE = TOKENIZER.think_token_ids
+END = TOKENIZER.encode("<|im_end|>", add_special_tokens=False)[0]
 (A, B, SPACE, LINE) = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("a", "b", " ", "\n"))
 
 
@@ -27,12 +30,17 @@ OPEN, CLOSE = TOKENIZER.think_token_ids
         ([A, OPEN, B, CLOSE, A, OPEN, B], 4, [(5, 7)]),
         ([A, OPEN, LINE, B, CLOSE, A], 3, [(1, 5)]),  # opened by the prompt
         ([A, CLOSE, B, CLOSE], 0, []),
+        ([A, OPEN, B, END, A, OPEN, B, CLOSE, A], 5, [(5, 8)]),  # the user wrote the tag
+        ([A, OPEN, B, END, A, B, A], 5, []),
+        ([A, OPEN, B, A, OPEN, B, CLOSE, A], 4, [(4, 7)]),
+        ([A, OPEN, LINE, OPEN, B, CLOSE, A], 3, [(1, 6)]),  # the template opened a block, and so did the reply
+        ([A, OPEN, B, END, B, OPEN, LINE, A, CLOSE, B], 7, [(5, 9)]),  # a turn before broke off in its thinking
         ([OPEN, A, OPEN, B, CLOSE, A], 0, [(0, 5)]),
         ([], 0, []),
     ],
 )
 def test_spans(token_ids: list[int], start: int, spans: list[tuple[int, int]]) -> None:
-    assert think_spans(TOKENIZER, np.array(token_ids, np.int32), start) == spans
+    assert think_spans(TOKENIZER, np.array(token_ids, np.int32), start, (END,)) == spans
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +84,32 @@ def test_an_unclosed_block_goes_whole(model: Model) -> None:
     state, gen = nv.generate(model, state, [OPEN], never, retain="shift")  # a chunk cannot be empty: it stays whole
     assert len(gen.chunk) == 7
     nv.check(state)
+
+
+@pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
+def test_many_blocks_run_what_is_between_them_once(model: Model, retain: chat.Retain) -> None:
+    state = nv.init_state(model, num_pages=64, page_size=4)
+    state, chunk = nv.prefill(model, state, [A, B, *[OPEN, A, B, CLOSE, B, A] * 4])
+    before = state.stats.prefill_tokens
+    with guarded(state) as taken:
+        inner, kept = without_thinking(model, state, chunk, 0, retain, taken)
+        state = commit_state(inner)
+    assert kept.token_ids.tolist() == [A, B, *[B, A] * 4]
+    assert state.stats.prefill_tokens - before == (8 if retain == "recompute" else 0)
+    nv.check(state)
+    state = nv.release(state, kept)
+    assert state.pool.num_available == 64
+
+
+@pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
+def test_words_of_the_prompt_are_kept(retain: chat.Retain) -> None:
+    tiny = load_model(TINY, device="cpu")
+    state = nv.init_state(tiny, num_pages=64)
+    prompt = render(tiny, [{"role": "user", "content": "The tag <think> is odd. What is 27 + 38?"}])
+    state, gen = nv.generate(tiny, state, prompt, nv.SamplingParams(temperature=0, max_tokens=120), retain=retain)
+    assert tiny.tokenizer is not None
+    kept = tiny.tokenizer.decode(gen.chunk.token_ids.tolist(), skip_special_tokens=False)
+    assert "The tag" in kept and "is odd. What is 27 + 38?" in kept and "assistant" in kept
 
 
 def test_a_full_pool_refuses_before_anything_is_lost(model: Model) -> None:

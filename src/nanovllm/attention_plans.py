@@ -7,7 +7,8 @@ from .config import EngineConfig
 from .errors import NanoVLLMError
 from .model import Model
 from .ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade, Run
-from .ops.flashinfer import AttentionWorkspace, DecodePlan, FlashInferCascade, PrefillPlan, attention_backend
+from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attention_backend
+from .ops.flashinfer_cascade import FlashInferCascade
 from .sharing import CascadePolicy
 from .state.kv import bytes_per_page, pages_for
 
@@ -52,8 +53,10 @@ class Cascades:
     def decode(self, host: HostBatch) -> CascadePlan | None:
         """A plan of its own that follows what the rows of this batch share; None where nothing is worth sharing."""
         runs = self.policy.decode(host)
-        plan = None if runs is None else self.plan(len(host.seq_lens))
-        return plan if plan is not None and plan.update(runs or []) else None
+        if runs is None:
+            return None
+        plan = self.plan(len(host.seq_lens))
+        return plan if plan.update(runs) else None
 
     def prompts(self, host: HostBatch) -> int:
         """The handle for a batch of prompts, followed by plain torch; 0 where nothing is worth sharing."""

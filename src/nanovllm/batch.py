@@ -106,6 +106,8 @@ def token_rows(host: HostBatch, page_size: int) -> HostBatch:
 def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int) -> HostBatch:
     """A decode batch with padding rows up to `size`."""
     extra = size - len(host.input_ids)
+    if not extra:
+        return host
 
     def pad(array: np.ndarray, value: int) -> np.ndarray:
         widths = [(0, extra)] + [(0, 0)] * (array.ndim - 1)

@@ -106,7 +106,7 @@ def turn(
         state, chunk = detach(model, state, request)
         after = state.stats
         if chunk is not None and asked.retain in ("shift", "gap"):
-            state, chunk = _answer(model, state, chunk, asked.retain)
+            state, chunk = _answer(model, state, chunk, min(len(tokens), len(chunk)), asked.retain)
     if output is not None:
         reply, reason = output.text, output.finish_reason
         show(stream.end(reply))
@@ -126,11 +126,14 @@ def turn(
     return state, replace(asked, messages=(*asked.messages, {"role": "assistant", "content": reply}), chunk=chunk), figures
 
 
-def _answer(model: Model, state: EngineState, chunk: Chunk, retain: Retain) -> tuple[EngineState, Chunk]:
-    """The conversation's chunk without think blocks; as it is where pages are short: the next turn then runs the answer again."""
+def _answer(model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain) -> tuple[EngineState, Chunk]:
+    """The conversation's chunk without the think blocks of its last reply, which begins at token `start`.
+
+    As it is where pages are short: the next turn then runs the answer again.
+    """
     try:
         with guarded(state) as taken:
-            after, kept = without_thinking(model, enter(state), chunk, 0, retain, taken)
+            after, kept = without_thinking(model, enter(state), chunk, start, retain, taken)
             return commit_state(after), kept
     except NanoVLLMError:
         return state, chunk

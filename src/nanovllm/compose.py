@@ -3,8 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 
 from . import ops
 from .chunks import chunk_of, cut, cut_live, fork
+from .compose_layout import Layout, gapped, joined, shifted, slots_of
 from .context import require_chunk, require_live
 from .engine import capacity, commit_state, enter, guarded
 from .errors import InvalidRequestError
@@ -19,33 +19,13 @@ from .fill import adopt, fill, plain_request, plain_sequence, reserve_all, run_a
 from .model import Model
 from .state import pages as page_ops
 from .state import pool as pools
-from .state.chunk import Chunk, Gaps, Provenance, offset_after
+from .state.chunk import Chunk, Provenance
 from .state.engine_state import EngineState
-from .state.kv import pages_for
 from .state.request import Sequence
 from .state.vector import IntVector
 
 MODES = ("recompute", "shift", "gap")
 PROBED = 2  # layers that are run to choose tokens by deviation: KV of the first does not depend on what stands before
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
-    """A run of tokens over pages of other chunks and fresh ones.
-
-    Pages are `head`, which is shared, then `num_fresh`, then `tail`, shared too. `source` [n] are the slots whose KV goes to tokens
-    `start ... start + n - 1`, which lie in fresh pages, and `shift` [n] is by how many positions their keys turn.
-    """
-
-    tokens: IntVector
-    head: np.ndarray
-    num_fresh: int
-    tail: np.ndarray
-    start: int
-    source: np.ndarray
-    shift: np.ndarray
-    num_exact: int
-    gaps: Gaps = ()
 
 
 @torch.no_grad()
@@ -79,10 +59,10 @@ def compose(
     with guarded(state) as taken:
         if isinstance(amount, str):
             base = cut(first, first.num_exact, state.config.page_size) if first.num_exact else None
-            state, whole = _run_after(model, state, base, tokens, taken)
+            state, whole = run_after(model, state, base, tokens, taken)
         else:
             require_rotary(model, 'compose with recompute=0; recompute="all" works')
-            layout = _joined(chunks, tokens, state.config.page_size)
+            layout = joined(chunks, tokens, state.config.page_size)
             state, whole = _placed(model, state, layout, f"composed, recompute={amount}", chunks, taken, amount)
         return commit_state(state), whole
 
@@ -115,10 +95,10 @@ def dropped(
         return cut_live(state, chunk, start)
     if mode == "recompute":
         tokens = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop))
-        return _run_after(model, state, cut(chunk, start, state.config.page_size) if start else None, tokens, taken)
+        return run_after(model, state, cut(chunk, start, state.config.page_size) if start else None, tokens, taken)
     if mode == "shift":
         require_rotary(model, 'drop with mode="shift"; "recompute" and "gap" work')
-    layout = (_shifted if mode == "shift" else _gapped)(chunk, start, stop, state.config.page_size)
+    layout = (shifted if mode == "shift" else gapped)(chunk, start, stop, state.config.page_size)
     return _placed(model, state, layout, f"dropped by {mode}", [chunk], taken)
 
 
@@ -151,86 +131,6 @@ def _span(chunk: Chunk, start: Any, stop: Any) -> tuple[int, int]:
     if not 0 <= span[0] < span[1] <= len(chunk) or span == (0, len(chunk)):
         raise InvalidRequestError(f"start={start!r}, stop={stop!r} must name some and not all of the {len(chunk)} tokens of the chunk")
     return span
-
-
-def _slots(chunk: Chunk, page_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-    return slots_of(chunk.pages.array(), page_size)[start : len(chunk) if stop is None else stop]
-
-
-def slots_of(pages: np.ndarray, page_size: int) -> np.ndarray:
-    """The slots of whole pages, in order."""
-    return (pages[:, None] * np.int32(page_size) + np.arange(page_size, dtype=np.int32)).ravel()
-
-
-def _joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
-    first, total = chunks[0], len(tokens)
-    shared = (first.gaps[0][0] if first.gaps else len(first)) // page_size  # whole pages that stay where they are
-    start = shared * page_size
-    slots = slots_of(np.concatenate([chunk.pages.array() for chunk in chunks]), page_size)
-    ends = np.cumsum([len(chunk.pages) for chunk in chunks]).tolist()
-    firsts = [(end - len(chunk.pages)) * page_size for chunk, end in zip(chunks, ends, strict=True)]
-    source = np.concatenate([slots[first : first + len(chunk)] for chunk, first in zip(chunks, firsts, strict=True)])[start:]
-    pieces, place = [], 0  # (tokens, by how much their keys turn): the same for all between two gaps
-    for chunk in chunks:
-        for (at, offset), (stop, _) in pairwise(((0, 0), *chunk.gaps, (len(chunk), 0))):
-            pieces.append((stop - at, place - offset))
-        place += len(chunk)
-    counts, shifts = np.array(pieces, np.int32).T
-    return Layout(
-        tokens=tokens,
-        head=first.pages.array(0, shared),
-        num_fresh=pages_for(total, page_size) - shared,
-        tail=np.empty(0, np.int32),
-        start=start,
-        source=source,
-        shift=np.repeat(shifts, counts)[start:],
-        num_exact=first.num_exact,
-    )
-
-
-def _shifted(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
-    shared, gaps = start // page_size, tuple(gap for gap in chunk.gaps if gap[0] < start)
-    tokens, positions = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), chunk.positions
-    begin = shared * page_size
-    shift = np.zeros(len(tokens) - begin, np.int64)
-    shift[start - begin :] = np.arange(start, len(tokens)) + offset_after(gaps) - positions[stop:]
-    return Layout(
-        tokens=tokens,
-        head=chunk.pages.array(0, shared),
-        num_fresh=pages_for(len(tokens), page_size) - shared,
-        tail=np.empty(0, np.int32),
-        start=begin,
-        source=np.concatenate((_slots(chunk, page_size, begin, start), _slots(chunk, page_size, stop))),
-        shift=shift,
-        num_exact=min(chunk.num_exact, start),
-        gaps=gaps,
-    )
-
-
-def _gapped(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
-    tokens, gone = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), stop - start
-    before = tuple(gap for gap in chunk.gaps if gap[0] < start)
-    here = max((offset for at, offset in chunk.gaps if at <= stop), default=0) + gone
-    gaps = (*before, (start, here), *((at - gone, offset + gone) for at, offset in chunk.gaps if at > stop))
-    shared, begin = start // page_size, start // page_size * page_size
-    if gone % page_size:
-        end, tail = len(tokens), chunk.pages.array(0, 0)
-    else:  # behind the page in which both ends meet, offsets in pages stay as they are
-        end = min(len(tokens), pages_for(start, page_size) * page_size)
-        tail = chunk.pages.array(pages_for(stop, page_size))
-    return Layout(
-        tokens=tokens,
-        head=chunk.pages.array(0, shared),
-        num_fresh=pages_for(end, page_size) - shared,
-        tail=tail,
-        start=begin,
-        source=np.concatenate((_slots(chunk, page_size, begin, start), _slots(chunk, page_size, stop, end + gone)))
-        if end > begin
-        else np.empty(0, np.int64),
-        shift=np.zeros(max(0, end - begin), np.int64),
-        num_exact=min(chunk.num_exact, start),
-        gaps=gaps,
-    )
 
 
 def _placed(
@@ -315,10 +215,10 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
     return (there() - before).square().flatten(1).sum(1).cpu().numpy()
 
 
-def _run_after(
+def run_after(
     model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: list[int]
 ) -> tuple[EngineState, Chunk]:
-    """A chunk of all tokens, those behind `base` run now; uncommitted."""
+    """A chunk of all tokens, those behind `base` run now; uncommitted. Pages taken go into `taken`."""
     if len(tokens) > capacity(state, base):
         raise InvalidRequestError(f"the chunk would have {len(tokens)} tokens; this engine holds at most {capacity(state, base)}")
     filled, sequences = adopt(state, [plain_sequence(tokens, base)])

@@ -25,13 +25,14 @@ from .errors import InvalidRequestError
 from .model import Model
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
-from .sampling_params import from_generation_config
+from .sampling_params import SamplingParams, from_generation_config
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
 from .step_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
 
 P = ParamSpec("P")
 R = TypeVar("R")
+NOTHING: sample.Row = (SamplingParams(temperature=0), 0, np.empty(0, np.int32), np.empty(0, np.int32))  # a row that nobody looks at
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
 
 
@@ -93,7 +94,8 @@ class GraphExecutor:
     ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         features = sample.features([s.request.sampling for s, count in rows if draw and count == s.todo])
-        if sum(count for _, count in rows) <= self._extend.sizes[-1] and features in self._extend.usual:
+        few = sum(count for _, count in rows) <= self._extend.sizes[-1]
+        if few and features in self._extend.usual and model.params is self._model.params:
             return self._extension(kv, rows, features, draw), kv
         host = prefill_batch(rows, draw=draw, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
@@ -148,9 +150,10 @@ class GraphExecutor:
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
 
     def _extension(self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sample.Features, draw: bool) -> Drawn | None:
-        """Few tokens of prompts as the rows of one captured step; what all but the last of each sequence draw is not looked at."""
+        """Few tokens of prompts as the rows of one captured step; a row that is not the last of a whole prompt draws for nobody."""
         host = prefill_batch(rows, draw=draw, **self._layout)
-        drawing = sampling_rows([sequence for sequence, count in rows for _ in range(count)]) if features != GREEDY else []
+        whole = iter(sampling_rows([s for s, count in rows if draw and count == s.todo]))
+        drawing = [drawn for s, count in rows for drawn in (*[NOTHING] * (count - 1), next(whole) if draw and count == s.todo else NOTHING)]
         step = self._extend.load(kv, token_rows(host, self._layout["page_size"]), drawing, features)
         step.graph.replay()
         assert host.logit_indices is not None

@@ -75,8 +75,8 @@ def _common(page_tables: np.ndarray, group: np.ndarray, at: int, limit: int) -> 
 class CascadePolicy:
     """When the pages that rows share are read once for all of them: `always` for any whole page, else where it is faster.
 
-    `page_bytes` is the size of a page in one layer, `group` the query heads of a key/value head. The bounds were measured on an H200
-    (bench/cascade.py): below them the merge of partial results costs more than the reads that are spared.
+    `page_bytes` is the size of a page in one layer, `group` the query heads of a key/value head. The bounds were measured on an
+    H200 (`bench/cascade.py`): below them the merge of partial results costs more than the reads that are spared.
     """
 
     always: bool
@@ -93,7 +93,7 @@ class CascadePolicy:
         assert host.cu_seqlens is not None
         counts = np.diff(host.cu_seqlens)
         if not self.always and host.cu_seqlens[-1] * self.group > FULL_TILE * len(counts):
-            return None  # every row fills the tiles of a kernel by itself: it is bound by arithmetic, which sharing does not spare
+            return None  # rows fill the tiles of a kernel by themselves: bound by arithmetic, which sharing does not spare
         return self._runs(host, (host.seq_lens - counts) // self.page_size, PROMPT_BYTES)
 
     def _runs(self, host: HostBatch, whole: Int32[np.ndarray, "B"], least: int) -> list[Run] | None:

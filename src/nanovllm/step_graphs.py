@@ -16,6 +16,7 @@ from .batch import Batch, HostBatch, padded, to_device
 from .compile import Forward
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
+from .errors import BrokenInvariantError
 from .model import Model
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
@@ -135,7 +136,8 @@ class StepGraphs:
         if runs is not None and self._cascade_plan(size).update(runs):
             return True
         if self._attention is None:
-            self._cascade_plan(size).update(own_runs(host.page_counts))
+            if not self._cascade_plan(size).update(own_runs(host.page_counts)):
+                raise BrokenInvariantError(f"the plan of {size} rows has no room for a run of each")
             return True
         self._decode_plan(size).update(host.page_counts, host.page_tables)
         return False
@@ -207,4 +209,4 @@ class StepGraphs:
         after, out = decode_step(self._model.params, carry, self._model.config, forward=self._forward)
         for name in ("input_ids", "positions", "slots", "seq_lens"):
             getattr(carry.batch, name).copy_(getattr(after.batch, name))
-        return replace(out, logits=out.logits[:0])
+        return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them

@@ -11,7 +11,8 @@ from nanovllm.attention_plans import EXTENSION
 from nanovllm.cuda_graphs import GraphExecutor, extension_sizes
 from nanovllm.ops import paged_decode, paged_prefill, reference
 from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
-from nanovllm.ops.flashinfer import AttentionWorkspace, FlashInferCascade, PrefillPlan
+from nanovllm.ops.flashinfer import AttentionWorkspace, PrefillPlan
+from nanovllm.ops.flashinfer_cascade import FlashInferCascade
 from nanovllm.sharing import own_runs, shared_runs
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -247,6 +248,65 @@ def test_a_running_batch_is_not_disturbed_by_a_short_prompt(model: nv.Model) -> 
             done.update({out.request_id: out.output.token_ids for out in outs if out.output is not None})
         replies.append([done[rid][:10] for rid in ids])
     assert replies[0] == replies[1]
+
+
+def test_only_the_captured_weights_run_in_a_graph(model: nv.Model) -> None:
+    """Choosing tokens by deviation runs two layers: KV of the others stays where it is not chosen."""
+    state = nv.init_state(model, **LIMITS)
+    first, second = texts(model, 30, 60)
+    state, one = nv.prefill(model, state, first)
+    state, two = nv.prefill(model, state, second)
+    kept = []
+    for recompute in (0, 0.1):
+        state, whole = nv.compose(model, state, [one, two], recompute=recompute)
+        (pages,) = state.kv.pools
+        kv = pages[2:, torch.from_numpy(whole.pages.array().copy()).to(CUDA).long()].permute(1, 4, 0, 2, 3, 5).flatten(0, 1)
+        kept.append(kv[: len(whole)].clone())
+    changed = (kept[0] != kept[1]).flatten(1).any(1)
+    assert changed.sum() == 6 and not changed[:30].any()
+
+
+def test_prompts_of_different_options_share_a_step(model: nv.Model) -> None:
+    limits = {**LIMITS, "max_num_batched_tokens": 64}
+    short, long = texts(model, 40, 90)
+    plain = nv.SamplingParams(temperature=0.7, seed=1, max_tokens=5, ignore_eos=True)
+    rare = nv.SamplingParams(top_k=5, seed=2, presence_penalty=0.5, logprobs=2, max_tokens=5, ignore_eos=True)
+    replies = []
+    for compile in (False, None):
+        state = nv.init_state(model, compile=compile, **limits)
+        for prompt, params in ((short, plain), (long, rare)):  # the second is cut by the budget of the step in which the first draws
+            state, _ = nv.submit(model, state, prompt, params)
+        _, outputs = finished(model, state)
+        replies.append([out.token_ids for out in outputs])
+    assert sum(a == b for a, b in zip(*replies, strict=True)) >= 1, replies  # a draw may fall between two bfloat16 roundings
+
+
+def test_many_prompts_behind_one_prefix_read_it_once(model: nv.Model) -> None:
+    """More tokens than a graph takes: FlashInfer's cascade, in which a query must not see what stands behind it."""
+    system, *own = texts(model, 200, 60, 48, 47, 33, 64)
+    outputs, rows = [], []
+    for cascade in (False, True):
+        state = nv.init_state(model, cascade=cascade, **{**LIMITS, "max_num_batched_tokens": 512})
+        state, root = nv.prefill(model, state, system)
+        executor = state.runtime.executor
+        assert isinstance(executor, GraphExecutor)
+        contexts = [[root, tail] for tail in own]
+        state, gens = nv.generate_many(model, state, contexts, nv.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=5))
+        rows.append(executor._attention._cascade.num_tokens)
+        outputs.append([dict(gen.logprobs[0].top) for gen in gens if gen.logprobs is not None])
+    assert rows == [0, sum(map(len, own))]
+    for plain, shared in zip(*outputs, strict=True):
+        both = plain.keys() & shared.keys()
+        assert len(both) >= 3
+        assert max(abs(plain[token] - shared[token]) for token in both) < 0.05
+
+
+def finished(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, list[nv.RequestOutput]]:
+    done = {}
+    while state.running or state.waiting:
+        state, outs = nv.step(model, state)
+        done.update({out.request_id: out.output for out in outs if out.output is not None})
+    return state, [done[rid] for rid in sorted(done)]
 
 
 def test_extension_sizes() -> None:

@@ -184,7 +184,7 @@ for rows, page_size, group, head_dim in ((3, 16, 2, 16), (12, 4, 3, 24), (70, 1,
 outs, lses = torch.randn(40, 3, 24), torch.randn(40, 3)
 starts, places = torch.tensor([0, 1, 20, 39], dtype=torch.int32), torch.randperm(40)[:39].int()
 out = torch.empty(3, 3, 24)
-kernels.merge_parts(outs, lses, starts, places, out)
+kernels.merge_into(outs, lses, starts, places, out)
 torch.testing.assert_close(out, merge_parts(outs, lses, starts, places))
 """
 

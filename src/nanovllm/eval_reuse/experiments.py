@@ -170,7 +170,7 @@ def _turn(
     context = [tokens] if chunk is None else [chunk, tokens[held:]]
     (reply,) = engine.generate([context], SamplingParams(temperature=0, max_tokens=thought_len))
     whole, without, span = reply.chunk.token_ids.tolist(), None, (0, 0)
-    spans = [found for found in think_spans(model.tokenizer, reply.chunk.token_ids) if found[0] >= held]
+    spans = think_spans(model.tokenizer, reply.chunk.token_ids, len(tokens), model.config.eos_token_ids)
     if reply.finish_reason == "stop" and len(spans) == 1 and spans[0][1] < len(whole):
         span = spans[0]
         without, _ = engine.drop(reply.chunk, *span, "recompute")

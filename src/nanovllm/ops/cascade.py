@@ -239,10 +239,10 @@ def merge_parts(
 ) -> Float[Tensor, "T H D"]:
     """Token t's result from its parts, `places[starts[t] : starts[t + 1]]`, in the dtype of `outs`."""
     if outs.device.type == "cuda" and installed("triton"):
-        from .triton_attention import merge_parts as kernel
+        from .triton_attention import merge_into
 
         out = torch.empty(starts.shape[0] - 1, *outs.shape[1:], dtype=outs.dtype, device=outs.device)
-        kernel(outs, lses, starts, places, out)
+        merge_into(outs, lses, starts, places, out)
         return out
     bounds = starts.tolist()
     rows = [places[lo:hi] for lo, hi in pairwise(bounds)]

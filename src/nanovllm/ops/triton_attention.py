@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .cascade import CascadeWorkspace
 
 NARROW = 16  # the fewest queries that a tensor core takes
-TOKENS = 64  # keys of one turn of the loop
+LONG, SHORT = 64, 16  # keys of one turn of the loop: the second where a head's keys are long, for three turns must fit into shared memory
+LONGEST = 256  # bytes of one key up to which the first holds: 90 KB in all
 PARTS = 16  # partial results of one turn of the merge
 
 
@@ -68,11 +69,11 @@ def _attend(
 def _cascade_decode(
     q, kv, tables, seq_lens, num_items, items, members, places, part, lse, q_stride, table_stride, page_stride, scale, programs,
     WIDE: tl.constexpr, NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PRECISION: tl.constexpr,
+    DP: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Program i takes the (item, key/value head) pairs i, i + programs, ...: the longest items come first."""
+    """Program i takes the (item, key/value head) pairs i, i + programs, ...; items of shared runs come first."""
     for work in range(tl.program_id(0), tl.load(num_items) * K, programs):
-        item, k = items + work // K * 5, work % K
+        item, k = items + work // K * FIELDS, work % K
         row, count, first = tl.load(item), tl.load(item + 4), tl.load(item + 3)
         begin, end = tl.load(item + 1) * S, tl.load(item + 2) * S
         if count * G <= NARROW:
@@ -117,7 +118,7 @@ def cascade_decode(
     programs: int,
 ) -> Float[Tensor, "B H D"]:
     """One layer's decode attention along a plan's views: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
-    from .cascade import LOG2E, WIDE
+    from .cascade import FIELDS, LOG2E, WIDE
 
     num_items, items, starts, members, places = plan
     (_, num_heads, head_dim), (_, _, num_kv_heads, page_size, _) = q.shape, kv.shape
@@ -126,19 +127,20 @@ def cascade_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     padded = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // num_kv_heads
+    tokens = LONG if padded * kv.element_size() <= LONGEST else SHORT
     wide = max(NARROW, WIDE, triton.next_power_of_2(group))
     launch: Any = _cascade_decode
     with torch.cuda.device_of(q):
         launch[(programs,)](
             q, kv, page_tables, seq_lens, num_items, items, members, places, workspace.out, workspace.lse, q.stride(0),
-            page_tables.stride(0), kv.stride(0), scale * LOG2E, programs, wide, NARROW, TOKENS, group, num_kv_heads, page_size, head_dim,
-            padded, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+            page_tables.stride(0), kv.stride(0), scale * LOG2E, programs, wide, NARROW, tokens, group, num_kv_heads, page_size, head_dim,
+            padded, "ieee" if q.dtype == torch.float32 else "tf32", FIELDS, num_warps=4, num_stages=3,
         )  # fmt: skip
-    merge_parts(workspace.out, workspace.lse, starts, None, out)
+    merge_into(workspace.out, workspace.lse, starts, None, out)
     return out
 
 
-def merge_parts(
+def merge_into(
     parts: Float[Tensor, "parts H D"],
     lses: Float32[Tensor, "parts H"],
     starts: Int32[Tensor, "T+1"],
