@@ -73,20 +73,19 @@ class GraphExecutor:
         self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._forward = compiled_forward(model)
-        policy = cascade_policy(model, limits, always=bool(cascade))
-        self._attention = Attention(model, limits, None if cascade is False else policy)
-        self._cascades = Cascades(model, limits, policy)
+        policy = None if cascade is False else cascade_policy(model, limits, always=bool(cascade))
+        self._attention = Attention(model, limits, policy)
+        self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
-        sharing = None if cascade is False else self._cascades
-        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, sharing)
+        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades)
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
-        within = None if cascade is False else self._cascades.within(replace(policy, always=True))
+        within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
         self._extend = StepGraphs(model, limits, sizes, self._forward, usual, self._attention if within is None else None, within)
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
-        self._warm_up(model, kv, limits, cascade, progress)
+        self._warm_up(model, kv, limits, progress)
 
     @_on_device
     def prefill(
@@ -129,7 +128,7 @@ class GraphExecutor:
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`. The plan covers every page that the rows hold, so that it stays valid for all steps there is room for."""
         host = decode_batch(rows, **self._layout)
-        shared = None if self._attention.policy is None else self._cascades.decode(host)
+        shared = None if self._cascades is None else self._cascades.decode(host)
         if shared is not None:
             carry = decode_carry(model, kv, rows, host, shared.handle)
             self._sessions[ticket] = shared
@@ -167,7 +166,7 @@ class GraphExecutor:
         return self._loaded
 
     @torch.no_grad()
-    def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, cascade: bool | None, progress: bool | None) -> None:
+    def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, progress: bool | None) -> None:
         dummy, size = limits.num_pages, limits.page_size
         count = min(16, limits.max_num_batched_tokens, limits.max_model_len)
         host = HostBatch(
@@ -182,7 +181,7 @@ class GraphExecutor:
         )
         # The largest first: the others find its memory in the pool.
         kinds = [(self._decode, False, size) for size in reversed(self._decode.sizes)]
-        kinds += [(self._extend, cascade is not False, size) for size in reversed(self._extend.sizes)]
+        kinds += [(self._extend, self._cascades is not None, size) for size in reversed(self._extend.sizes)]
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(total=1 + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
         with bar:
