@@ -16,12 +16,12 @@ import torch
 from . import models, sample
 from .attention_plans import Cascades
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
-from .config import ModelConfig
+from .config import EngineConfig, ModelConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
 from .ops.cascade import CascadePlan
 from .state.engine_state import Lease
-from .state.kv import KVState
+from .state.kv import KVState, pages_for
 from .state.request import Sequence
 from .types import Tensor
 
@@ -166,6 +166,27 @@ def compiled_forward(model: Model) -> Forward:
             return models.forward(params, kv, batch, config, layer=layer if whole else model.spec.layer)
 
     return forward
+
+
+def sample_prompts(limits: EngineConfig) -> list[HostBatch]:
+    """Prompts on the dummy page that make `compiled_forward` compile all that any prompts need: of one row, and of more."""
+    dummy, size = limits.num_pages, limits.page_size
+    count = min(8, limits.max_model_len, limits.max_num_batched_tokens // 2)
+    width = max(2, pages_for(count, size))  # a table of one page would be compiled for that alone
+    return [
+        HostBatch(
+            input_ids=np.zeros(rows * count, np.int32),
+            positions=np.tile(np.arange(count, dtype=np.int32), rows),
+            slots=np.full(rows * count, dummy * size, np.int32),
+            page_tables=np.full((rows, width), dummy, np.int32),
+            seq_lens=np.full(rows, count, np.int32),
+            page_counts=np.full(rows, pages_for(count, size), np.int32),
+            cu_seqlens=np.arange(0, (rows + 1) * count, count, dtype=np.int32),
+            logit_indices=np.array([count - 1], np.int32),
+        )
+        for rows in (1, 2)
+        if count >= 2 and rows <= limits.max_num_seqs
+    ]
 
 
 def decode_carry(model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch, plan: int = 0) -> DecodeCarry:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from . import sample
 from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
-from .compile import Drawn, compiled_forward, decode_carry, draw_first, sampling_rows, to_host
+from .compile import Drawn, compiled_forward, decode_carry, draw_first, sample_prompts, sampling_rows, to_host
 from .config import EngineConfig
 from .decode import DecodeCarry
 from .errors import InvalidRequestError
@@ -26,7 +26,7 @@ from .model import Model
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .sampling_params import SamplingParams, from_generation_config
-from .state.kv import KVState, pages_for
+from .state.kv import KVState
 from .state.request import Sequence
 from .step_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
 
@@ -167,30 +167,21 @@ class GraphExecutor:
 
     @torch.no_grad()
     def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, progress: bool | None) -> None:
-        dummy, size = limits.num_pages, limits.page_size
-        count = min(16, limits.max_num_batched_tokens, limits.max_model_len)
-        host = HostBatch(
-            input_ids=np.zeros(count, np.int32),
-            positions=np.arange(count, dtype=np.int32),
-            slots=np.full(count, dummy * size, np.int32),
-            page_tables=np.full((1, pages_for(count, size)), dummy, np.int32),
-            seq_lens=np.array([count], np.int32),
-            page_counts=np.array([pages_for(count, size)], np.int32),
-            cu_seqlens=np.array([0, count], np.int32),
-            logit_indices=np.array([count - 1], np.int32),
-        )
+        prompts = sample_prompts(limits)
         # The largest first: the others find its memory in the pool.
         kinds = [(self._decode, False, size) for size in reversed(self._decode.sizes)]
         kinds += [(self._extend, self._cascades is not None, size) for size in reversed(self._extend.sizes)]
         # None: tqdm stays quiet where stderr is not a terminal.
-        bar = tqdm(total=1 + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
+        bar = tqdm(total=len(prompts) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
         with bar:
-            self._forward(model.params, kv, self._prompt(host), model.config)
-            bar.update()
             for graphs, shared, rows in kinds:
                 bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
                 for features in graphs.usual:
                     graphs.capture(kv, StepKind(size=rows, features=features, cascade=shared))
+                bar.update()
+            for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for
+                bar.set_postfix_str(f"compile {len(host.seq_lens)}")
+                self._forward(model.params, kv, self._prompt(host), model.config)
                 bar.update()
         torch.cuda.synchronize(self._device)
 

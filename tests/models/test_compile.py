@@ -3,10 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import models
+from nanovllm.batch import Batch, HostBatch, to_device
+from nanovllm.compile import compiled_forward, sample_prompts
+from nanovllm.config import EngineConfig
+from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
+from nanovllm.sharing import own_runs
 from nanovllm.testing.driver import layout, run_greedy, step_batch
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -52,6 +58,52 @@ def test_compiled_layer_gives_the_same_tokens(architecture: str) -> None:
     assert ids == fast_ids
     for one, other in zip(logits, fast_logits, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_warm_up_compiles_serves_all_prompts() -> None:
+    """Decode steps over two plans, then `sample_prompts`: nothing that comes later is compiled anew."""
+    model = random_model(tiny_config())
+    at = layout(model, [150, 30, 90, 40], 4)
+    num_pages = at.kv.pools[0].shape[1] - 1
+    limits = EngineConfig(num_pages=num_pages, page_size=4, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=256, seed=0)
+    forward, space = compiled_forward(model), CascadeWorkspace(8, 4, 16, model.device)
+
+    def num_graphs(batch: Batch) -> int:
+        logits, _ = forward(model.params, at.kv, batch, model.config)
+        assert torch.isfinite(logits).all()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    kept: list[Any] = []
+    for rows in (2, 3):
+        kept.append(CascadePlan(space, rows, 4, 2, 4, model.device))
+        assert kept[-1].update(own_runs(np.ones(rows, np.int32)))
+        batch = step_batch(at, [(row, [5], 0) for row in range(rows)], model.device, decode=True)
+        num_graphs(to_device(_host(batch), model.device, kept[-1].handle))
+    samples, compiled = sample_prompts(limits), 0
+    assert [len(host.seq_lens) for host in samples] == [1, 2]
+    for host in samples:
+        kept.append(_followed(host))
+        compiled = num_graphs(to_device(host, model.device, kept[-1].handle))
+    assert compiled >= 4
+    one, two, three = [(0, [5] * 100, 0)], [(3, [4] * 30, 0), (2, [1] * 5, 80)], [(0, [3] * 40, 100), (1, [2], 17), (2, [9] * 80, 0)]
+    for pieces in (one, two, three, [(1, [7] * 17, 0)]):
+        host = _host(step_batch(at, pieces, model.device))
+        kept.append(_followed(host))
+        assert num_graphs(to_device(host, model.device, kept[-1].handle)) == compiled
+
+
+def _host(batch: Batch) -> HostBatch:
+    names = ("input_ids", "positions", "slots", "page_tables", "seq_lens")
+    cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.numpy()
+    page_counts = -(-batch.seq_lens.numpy() // 4)
+    return HostBatch(**{name: getattr(batch, name).numpy() for name in names}, page_counts=page_counts, cu_seqlens=cu_seqlens)
+
+
+def _followed(host: HostBatch) -> PromptCascade:
+    plan = PromptCascade()
+    assert host.cu_seqlens is not None
+    plan.update(host.seq_lens, host.cu_seqlens, own_runs(host.page_counts), torch.device("cpu"))
+    return plan
 
 
 def test_whole_forward_compiles_without_a_break_or_a_copy() -> None:
