@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -400,10 +401,10 @@ def test_a_chunk_that_cannot_be_used_is_not_saved(small: Model, tmp_path: Path) 
 def test_a_bad_path_is_named(small: Model, tmp_path: Path, untyped: None) -> None:
     state, chunk = filled(small, [1, 2, 3])
     wrong: Any
-    for wrong in (None, 3, "", "a\0b"):
-        with pytest.raises(nv.InvalidRequestError, match="path="):
+    for wrong in (None, 3, "", "a\0b", "~nouserxx/a", Path("~nouserxx/a")):
+        with pytest.raises(nv.InvalidRequestError, match=f"path={re.escape(repr(wrong))}"):
             nv.save_chunk(state, chunk, wrong)
-        with pytest.raises(nv.InvalidRequestError, match="path="):
+        with pytest.raises(nv.InvalidRequestError, match=f"path={re.escape(repr(wrong))}"):
             nv.load_chunk(small, state, wrong)
 
 

@@ -163,7 +163,10 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     """A path, or `InvalidRequestError`."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
         raise InvalidRequestError(f"path={path!r} must be the name of a file")
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # no such user
+        raise InvalidRequestError(f"path={path!r} begins in a home folder that is not known; write ./~ for a file of that name") from error
 
 
 def open_file(path: Path) -> int:

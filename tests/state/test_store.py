@@ -136,6 +136,38 @@ def test_the_longest_exact_prefix(model: Model, tmp_path: Path) -> None:
     nv.check(state)
 
 
+def test_what_does_not_fit_is_passed_over(model: Model, tmp_path: Path) -> None:
+    tokens, store = [i % 50 for i in range(70)], ChunkStore(tmp_path, 1 << 20)
+    state, chunks = filled(model, tokens[:67], tokens[:7], tokens[:4])
+    keys = [store.save(state, chunk) for chunk in chunks]
+    small = nv.init_state(model, num_pages=4, page_size=4)
+    small, seven = store.load(model, small, tokens)
+    assert seven is not None and len(seven) == 7
+    with pytest.raises(nv.InvalidRequestError, match="67 tokens"):
+        store.load(model, small, keys[0])
+    small, _ = nv.prefill(model, small, [9] * 5)  # all four pages belong to chunks now
+    small, again = store.load(model, small, tokens)  # seven tokens would share one page and need another
+    assert again is not None and len(again) == 4
+    nv.check(small)
+
+
+def test_what_the_shortest_lacks_is_told(model: Model, tmp_path: Path) -> None:
+    tokens, store = [i % 50 for i in range(70)], ChunkStore(tmp_path, 1 << 20)
+    state, (long, short) = filled(model, tokens[:67], tokens[:3])
+    key = store.save(state, long)
+    small = nv.init_state(model, num_pages=4, page_size=4)
+    with pytest.raises(nv.InvalidRequestError, match="67 tokens"):
+        store.load(model, small, tokens)
+    store.save(state, short)
+    small, full = nv.prefill(model, small, [9] * 16)
+    with pytest.raises(nv.OutOfPagesError):
+        store.load(model, small, tokens)
+    assert store.longest(model, tokens) == key
+    small, three = store.load(model, nv.release(small, full), tokens)
+    assert three is not None and len(three) == 3
+    nv.check(small)
+
+
 def test_damage_is_reported_and_passed_over(model: Model, tmp_path: Path) -> None:
     store = ChunkStore(tmp_path, 1 << 20)
     state, (short, longer) = filled(model, [1, 2], [1, 2, 3, 4])
@@ -237,8 +269,12 @@ def test_bad_arguments_are_named(model: Model, tmp_path: Path, untyped: None) ->
             ChunkStore(tmp_path, wrong)
     with pytest.raises(nv.InvalidRequestError, match="max_bytes="):
         ChunkStore(tmp_path, 1).evict(-1)
-    with pytest.raises(nv.InvalidRequestError, match="path="):
-        ChunkStore(None, 1)  # pyright: ignore[reportArgumentType]
+    for wrong in (None, "~nouserxx/store"):
+        with pytest.raises(nv.InvalidRequestError, match="path="):
+            ChunkStore(wrong, 1)
+    for wrong in ([1], None, 1, b"a"):
+        with pytest.raises(nv.InvalidRequestError, match="key="):
+            ChunkStore(tmp_path, 1).discard(wrong)
     (tmp_path / "file").write_text("")
     with pytest.raises(nv.ChunkFileError, match="file"):
         ChunkStore(tmp_path / "file", 1)

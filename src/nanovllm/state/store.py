@@ -23,7 +23,7 @@ from .. import chunk_file, chunk_format
 from ..chunk_format import Head
 from ..context import require_live, token_array
 from ..engine import enter
-from ..errors import ChunkFileError, InvalidRequestError
+from ..errors import ChunkFileError, InvalidRequestError, OutOfPagesError
 from ..model import Model
 from .chunk import Chunk
 from .engine_state import EngineState
@@ -100,17 +100,26 @@ class ChunkStore:
         """The chunk of a key, or the longest exact one that token ids begin with, in pages of this engine; None where there is none.
 
         A miss, also of a file that another process evicted just now, returns the state as it is. A damaged file raises `ChunkFileError` by
-        its key, and by tokens is passed over. Raises as `load_chunk` does otherwise.
+        its key, and by tokens is passed over, as is a chunk that the engine has no room for where a shorter one fits. Raises as
+        `load_chunk` does otherwise.
         """
         enter(state, model)  # a state that cannot be used is told on a miss too
         if isinstance(key_or_tokens, str):
             return self._load(model, state, key_or_tokens) if key_or_tokens in self._index() else (state, None)
         tokens = token_array(key_or_tokens, model.config.vocab_size)
+        too_long: InvalidRequestError | OutOfPagesError | None = None
         for key in self._candidates(model, tokens):
-            with suppress(ChunkFileError):
+            try:
                 after, chunk = self._load(model, state, key, tokens)
-                if chunk is not None:
-                    return after, chunk
+            except ChunkFileError:
+                continue
+            except (InvalidRequestError, OutOfPagesError) as error:
+                too_long = error
+                continue
+            if chunk is not None:
+                return after, chunk
+        if too_long is not None:
+            raise too_long  # what the shortest lacks
         return state, None
 
     def longest(self, model: Model, tokens: Seq[int] | np.ndarray, *, verify: bool = True) -> str | None:
@@ -162,6 +171,8 @@ class ChunkStore:
 
     def discard(self, key: str) -> bool:
         """Delete one chunk; False where there was none of this key."""
+        if not isinstance(key, str):
+            raise InvalidRequestError(f"key={key!r} must be a string")
         with chunk_file.writing(self.folder), self._locked():
             index = self._index()
             if key not in index:
