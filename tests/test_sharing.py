@@ -82,9 +82,9 @@ def test_pages_that_a_query_sees_only_in_part_are_not_shared():
     shared = [[0, 1, 2], [0, 1, 2]]
     assert [run.stop for run in policy.decode(batch(shared, [8, 11])) or []] == [2, 3]  # row 0 has all its pages shared
     assert policy.decode(batch(shared, [3, 3])) is None
-    # Prompts: the first query of row 1 sees 5 tokens, one page of them whole
-    runs = policy.prompts(batch(shared, [12, 7], [0, 4, 7])) or []
-    assert [(run.rows.tolist(), run.start, run.stop) for run in runs] == [([0, 1], 0, 1), ([0], 1, 3), ([1], 1, 2)]
+    # Prompts: the first query of row 1 sees 6 tokens, one page of them whole; its last sees two whole pages
+    runs = policy.prompts(batch(shared, [12, 11], [0, 4, 10])) or []
+    assert [(run.rows.tolist(), run.start, run.stop) for run in runs] == [([0, 1], 0, 1), ([0], 1, 3), ([1], 1, 3)]
 
 
 def test_sharing_is_off_where_it_does_not_pay():
