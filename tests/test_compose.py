@@ -106,13 +106,19 @@ def test_recomputed_heads_are_as_if_run_one_after_another(model: Model) -> None:
 def test_a_fraction_chooses_what_deviates_most(model: Model) -> None:
     state, chunks = filled(model, [[1, 2, 3, 4, 5, 6], list(range(10, 22))])
     exact = exact_kv(model, [*range(1, 7), *range(10, 22)])
+    state, whole = nv.compose(model, state, chunks)
+    moved = kv_of(state, whole)
+    deviation = (moved[1] - exact[1]).square().flatten(1).sum(1)  # of the second layer, the last one that is run to choose
     errors = []
     for recompute in (0, 0.25, 0.5, 0.75, 0.999):
         before = state.stats
         state, whole = nv.compose(model, state, chunks, recompute)
         assert state.stats.prefill_tokens - before.prefill_tokens == math.ceil(12 * recompute)
         assert state.stats.probed_tokens - before.probed_tokens == (12 if recompute else 0)
-        errors.append((kv_of(state, whole) - exact).square().sum().item())
+        found = kv_of(state, whole)
+        again = (found[2] != moved[2]).flatten(1).any(1).nonzero()[:, 0]  # the third is run for what was chosen alone
+        assert again.tolist() == sorted(deviation.topk(math.ceil(12 * recompute)).indices.tolist())
+        errors.append((found - exact).square().sum().item())
     assert all(later < earlier for earlier, later in pairwise(errors)), errors
     assert errors[-1] < 1e-4 * errors[0]
 
