@@ -110,6 +110,52 @@ def test_plans_go_with_their_sessions(model):
             lookup(handle)
 
 
+def interleaved(model, cascade):
+    """Steps of requests and of a session in turns, over contexts that share pages: all tokens, and the session's logits."""
+    root, middle, *own = texts(model, 24, 9, 2, 5, 3, 1)
+    state = nv.init_state(model, page_size=4, cascade=cascade, **LIMITS)
+    state, chunk = nv.prefill(model, state, root)
+    rids = []
+    for tail in own[:2]:
+        state, rid = nv.submit(model, state, [chunk, tail], GREEDY)
+        rids.append(rid)
+    drawn: dict[int, list[int]] = {rid: [] for rid in rids}
+    logits = []
+
+    def step(state):
+        state, outs = nv.step(model, state)
+        for out in outs:
+            drawn[out.request_id] += out.token_ids
+        return state
+
+    def decode(carry):
+        carry, out = nv.decode_step(model.params, carry, model.config)
+        logits.append(out.logits)
+        return carry
+
+    state = step(step(state))
+    assert state.loaded is not None
+    running = state.loaded[1].batch.plan
+    state, carry = nv.begin(model, state, [[chunk, middle, tail] for tail in own], GREEDY, room=4)
+    assert bool(running) == bool(cascade) and (carry.batch.plan != running or not cascade)
+    state = step(state)
+    assert state.loaded[1].batch.plan == running  # nothing was loaded anew
+    carry = decode(carry)
+    state = step(state)
+    state, generations = nv.commit(model, state, decode(decode(carry)))
+    state = step(state)
+    nv.check(state)
+    return drawn, [generation.token_ids for generation in generations], torch.stack(logits)
+
+
+def test_a_session_begins_between_steps_of_requests(model):
+    *want, plain = interleaved(model, None)
+    *found, logits = interleaved(model, True)
+    assert found == want and [len(tokens) for tokens in found[0].values()] == [5, 5] and [len(tokens) for tokens in found[1]] == [3] * 4
+    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-10)
+    assert not torch.equal(logits, plain)  # else nothing was read in parts
+
+
 @pytest.mark.parametrize("value", [1, "yes", 0])
 def test_only_true_false_or_none(model, value, untyped):
     with pytest.raises(nv.InvalidRequestError, match="cascade="):
