@@ -38,12 +38,14 @@ class ChunkMachine(ChunkDriver):
     """
 
     max_tokens: ClassVar[int] = 48  # that a pool holds
+    cascade: ClassVar[tuple[bool | None, ...]] = (None, True)  # one of these is drawn
 
     @initialize(data=st.data(), hoards=st.integers(0, 3))
     def start(self, data: st.DataObject, hoards: int) -> None:
         """Two fresh engines. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
-        self.state = self.world.init_state(data.draw(limits(self.max_tokens, min_tokens=8, min_model_len=12)))
-        self.other = self.world.init_state(data.draw(limits(self.max_tokens, max_page_size=4, min_tokens=8, min_model_len=12)))
+        self.state = self.world.init_state(data.draw(limits(self.max_tokens, min_tokens=8, min_model_len=12, cascade=self.cascade)))
+        other = limits(self.max_tokens, max_page_size=4, min_tokens=8, min_model_len=12, cascade=self.cascade)
+        self.other = self.world.init_state(data.draw(other))
         num_pages = self.state.config.num_pages
         self.most_pinned = num_pages if hoards == 3 else max(2, num_pages * 2 // 3)
 

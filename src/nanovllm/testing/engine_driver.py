@@ -270,16 +270,17 @@ class EngineDriver(RuleBasedStateMachine):
     def _begin(self, rows: Seq[tuple[Chunk | None, list[int]]], room: int, params: SamplingParams) -> bool:
         contexts = [_context(base, ids) for base, ids in rows]
         prompts = [_tokens(base, ids) for base, ids in rows]
-        if self._pinned() + sum(pages_for(len(p) + room, self.state.config.page_size) for p in prompts) > self.most_pinned:
+        size = self.state.config.page_size
+        shared = sum(len(base) // size for base, _ in rows if base is not None)
+        if self._pinned() + sum(pages_for(len(p) + room, size) for p in prompts) - shared > self.most_pinned:
             return False
         call = lambda: begin(self.world.model, self.state, contexts, params, room=room)  # noqa: E731
         if max(map(len, prompts)) + room > capacity(self.state) or len(rows) > self.state.config.max_num_seqs:
             self._refused(InvalidRequestError, call)
             return False
-        size, available, next_id = self.state.config.page_size, self._available(None), self.state.next_id
+        available, next_id = self._available(None), self.state.next_id
         done = self._attempt(call, OutOfPagesError)
         if isinstance(done, OutOfPagesError):
-            shared = sum(len(base) // size for base, _ in rows if base is not None)
             wanted = sum(pages_for(len(p) + room, size) for p in prompts)
             expect(wanted > available + shared, f"{wanted} pages were wanted, {available} are available and {shared} shared: {done}")
             return False

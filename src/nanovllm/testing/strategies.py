@@ -1,5 +1,6 @@
 """Hypothesis strategies for small engines: few pages, short pages, few tokens, so that collisions are common."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The arguments of `init_state` that bound an engine."""
+    """The arguments of `init_state` that bound an engine, and whether it reads shared pages once."""
 
     num_pages: int
     page_size: int
@@ -18,22 +19,29 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     seed: int = 0
+    cascade: bool | None = None
 
     def config(self) -> EngineConfig:
-        """The same as the value that an `EngineState` holds."""
-        return EngineConfig(**self.options())
+        """The bounds as the value that an `EngineState` holds."""
+        return EngineConfig(**{name: value for name, value in self.options().items() if name != "cascade"})
 
     def options(self) -> dict[str, Any]:
-        """The same as keyword arguments."""
+        """All of them as keyword arguments."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def limits(
-    max_tokens: int = 18, max_page_size: int = 3, max_model_len: int = 64, *, min_tokens: int = 1, min_model_len: int = 2
+    max_tokens: int = 18,
+    max_page_size: int = 3,
+    max_model_len: int = 64,
+    *,
+    min_tokens: int = 1,
+    min_model_len: int = 2,
+    cascade: Sequence[bool | None] = (None, True),
 ) -> st.SearchStrategy[Limits]:
     """Pools of up to `max_tokens` tokens in pages of up to `max_page_size`, with every kind of bottleneck; most hold a few requests."""
 
-    def build(page_size: int, num_tokens: int, **others: int) -> Limits:
+    def build(page_size: int, num_tokens: int, **others: Any) -> Limits:
         return Limits(page_size=page_size, num_pages=-(-num_tokens // page_size), **others)
 
     return st.builds(
@@ -44,6 +52,7 @@ def limits(
         max_num_seqs=st.one_of(st.integers(2, 5), st.integers(1, 5)),
         max_num_batched_tokens=st.one_of(st.integers(5, 16), st.integers(1, 4)),
         seed=st.integers(0, 3),
+        cascade=st.sampled_from(cascade),
     )
 
 

@@ -3,6 +3,9 @@
 The engine, its pages and its page copies are the real ones; only the model and its attention are replaced. A token's number is made of
 its id, of its position where that differs from its index, and of the numbers that are read for all earlier tokens through the page
 table; logits are made of the newest number. Keys that move are not turned: the model's rotation speeds are 0.
+
+Where a plan says what rows share, pages are read by the plan, as a kernel would: each run through the table of its first row. A page that
+the plan leaves out is not read, one that it has twice counts twice, and no query may see a shared run in part.
 """
 
 from collections.abc import Sequence as Seq
@@ -14,6 +17,8 @@ import torch
 from ..batch import Batch
 from ..config import ModelConfig
 from ..errors import BrokenInvariantError
+from ..ops.cascade import CascadePlan, PromptCascade
+from ..ops.plans import lookup
 from ..sample import build, sample
 from ..sampling_params import SamplingParams
 from ..state.kv import KVState
@@ -55,22 +60,60 @@ def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelCon
     memory, size = pool.numpy(), pool.shape[4]
     starts = list(range(batch.seq_lens.shape[0] + 1)) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, positions, slots, tables = batch.input_ids.tolist(), batch.positions.tolist(), batch.slots.tolist(), batch.page_tables.tolist()
+    plan = PlannedReads(batch.plan, tables, starts, size) if batch.plan else None
     logits = []
     for row, seq_len in enumerate(batch.seq_lens.tolist()):
         first = seq_len - (starts[row + 1] - starts[row])
         before = START
-        for at in range(first):
+        for at in range(0 if plan is None else first, first):
             before = fold(before, read(memory, tables[row][at // size], at % size))
         for at in range(first, seq_len):
             token = starts[row] + at - first
             if positions[token] < at:
                 raise BrokenInvariantError(f"the token at place {at} of row {row} runs at position {positions[token]}")
+            page: int | None = tables[row][at // size]
+            if plan is not None:
+                before, page = plan.follow(memory, token, at)
             memory[:, slots[token] // size, :, :, slots[token] % size, :] = number_of(before, ids[token], positions[token] - at)
-            seen = read(memory, tables[row][at // size], at % size)
+            seen = 0 if page is None else read(memory, page, at % size)
             before = fold(before, seen)
             logits.append(logits_of(seen, config.vocab_size))
     found = torch.tensor(logits, dtype=torch.float32)
     return (found if batch.logit_indices is None else found[batch.logit_indices.long()].view(-1, config.vocab_size)), kv
+
+
+class PlannedReads:
+    """What each token of a batch reads by an attention plan. `starts` are the first tokens of the rows."""
+
+    @no_type_check
+    def __init__(self, handle: int, tables: list[list[int]], starts: list[int], size: int):
+        plan, self.size = lookup(handle), size
+        if not isinstance(plan, CascadePlan | PromptCascade):
+            raise BrokenInvariantError(f"plan {handle} is a {type(plan).__name__}")
+        row_of = [row for row in range(len(starts) - 1) for _ in range(starts[row], starts[row + 1])]
+        self.runs = {token: [] for token in range(len(row_of))}  # of a token: first page, its pages, whether other rows read them too
+        for run in plan.runs:
+            tokens = run.rows.tolist()
+            rows = [row_of[token] for token in tokens]
+            part = run.start, tables[rows[0]][run.start : run.stop], rows[0] != rows[-1]
+            for token in tokens:
+                self.runs[token].append(part)
+
+    @no_type_check
+    def follow(self, memory: np.ndarray, token: int, at: int) -> tuple[int, int | None]:
+        """What a token at place `at` folds before its own number, and the page of its own slot; None where the plan leaves it out."""
+        before, own, size = START, None, self.size
+        for start, pages, shared in sorted(self.runs[token]):
+            stop = (start + len(pages)) * size
+            if shared and stop > at + 1:
+                raise BrokenInvariantError(f"a token at place {at} sees pages {pages}, which rows share, in part: they reach to {stop}")
+            for place in range(start * size, min(stop, at + 1)):
+                page = pages[place // size - start]
+                if place == at:
+                    own = page
+                else:
+                    before = fold(before, read(memory, page, place % size))
+        return before, own
 
 
 @no_type_check

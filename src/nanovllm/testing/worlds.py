@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
+from ..attention_plans import Cascades, cascade_policy
 from ..batch import prefill_batch, to_device
 from ..compile import Drawn, EagerExecutor, Executor, Runtime
 from ..decode import DecodeCarry, DecodeOutput, decode_step
@@ -135,7 +136,9 @@ class SymbolicWorld:
     def init_state(self, limits: Limits) -> EngineState:
         """See `World`."""
         state = init_state(self.model, **limits.options())
-        executor = EagerExecutor(limits.page_size, limits.num_pages, symbolic_forward)
+        config = limits.config()
+        cascades = Cascades(self.model, config, cascade_policy(self.model, config, always=True)) if limits.cascade else None
+        executor = EagerExecutor(limits.page_size, limits.num_pages, symbolic_forward, cascades)
         return replace(state, runtime=Runtime(Lease(state.runtime.lease.model), FlakyExecutor(executor)))
 
     def decode(self, carry: DecodeCarry) -> tuple[DecodeCarry, DecodeOutput]:
