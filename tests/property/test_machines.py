@@ -8,6 +8,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from nanovllm.testing import (
+    CascadeChunkMachine,
+    CascadeMachine,
     ChunkMachine,
     EngineMachine,
     ModelChunkMachine,
@@ -47,6 +49,12 @@ class RealLlama(EngineMachine):
     )
 
 
+class SharedPages(CascadeMachine):
+    """A real model that reads shared pages in parts, against uncached forwards."""
+
+    world = RealLlama.world
+
+
 @pytest.mark.parametrize(
     ("machine", "examples", "rules"),
     [
@@ -59,6 +67,9 @@ class RealLlama(EngineMachine):
         (WideVocabulary, 8, 50),
         (RealModel, 5, 40),
         (RealLlama, 3, 40),
+        (CascadeMachine, 4, 50),
+        (CascadeChunkMachine, 6, 30),
+        (SharedPages, 2, 40),
     ],
 )
 def test_machine(machine, examples, rules):

@@ -4,6 +4,7 @@ The machines are Hypothesis state machines; run one with `hypothesis.stateful.ru
 puts another engine, model or scheduler in its place.
 """
 
+from .cascade_machine import CascadeChunkMachine, CascadeMachine
 from .chunk_machine import ChunkMachine, ModelChunkMachine
 from .engine_machine import EngineMachine
 from .pages_machine import PageMachine
@@ -12,6 +13,8 @@ from .schedule_machine import ScheduleMachine
 from .worlds import ModelWorld, SymbolicWorld, World
 
 __all__ = [
+    "CascadeChunkMachine",
+    "CascadeMachine",
     "ChunkMachine",
     "EngineMachine",
     "ModelChunkMachine",

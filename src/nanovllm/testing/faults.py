@@ -1,6 +1,6 @@
 """Planted faults: bugs that engines of this kind really had, each with the machine that must find it.
 
-Those in the algebra of chunks are in `chunk_faults.py`.
+Those in the algebra of chunks are in `chunk_faults.py`, those where pages are read once for several rows in `cascade_faults.py`.
 """
 
 from collections.abc import Callable, Iterator
