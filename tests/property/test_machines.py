@@ -67,7 +67,7 @@ class SharedPages(CascadeMachine):
         (WideVocabulary, 8, 50),
         (RealModel, 5, 40),
         (RealLlama, 3, 40),
-        (CascadeMachine, 4, 50),
+        (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),
     ],

@@ -7,7 +7,7 @@ from .chunk_machine import ChunkMachine
 from .engine_machine import EngineMachine
 from .strategies import limits, token_ids
 
-IDS, STEPS = token_ids(min_size=3, max_size=8), st.integers(1, 4)
+IDS, STEPS = token_ids(min_size=3, max_size=8), st.integers(2, 5)
 TURNS = st.lists(st.sampled_from(["step", "step", "decode", "begin", "commit"]), max_size=8)
 
 
@@ -40,7 +40,8 @@ class CascadeMachine(EngineMachine):
                 self._submit(chunk, tail, options, False)
             for turn in ["step"] * steps + ["begin", *turns]:
                 if turn == "begin":
-                    self._begin([(chunk, tail) for tail in tails], data.draw(st.integers(1, 4)), options)
+                    rows = [*tails, [0]][: self.state.config.max_num_seqs]  # one more than requests, where that may be
+                    self._begin([(chunk, tail) for tail in rows], data.draw(st.integers(1, 4)), options)
                 elif turn == "decode" and self.sessions:
                     self._decode(self.sessions[-1], 1)
                 elif turn == "commit" and self.sessions:

@@ -20,6 +20,7 @@ from ..state.engine_state import Lease
 from ..state.kv import pages_for
 from ..state.request import Queue
 from ..state.vector import IntVector
+from .cascade_machine import CascadeMachine
 from .engine_machine import EngineMachine
 from .pages_machine import PageMachine
 from .prefix_machine import PrefixMachine
@@ -321,7 +322,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="more reserved than there is", machine=EngineMachine, targets=((GENERATE, "_bounded"),), faulty=_promises_too_much),
     Fault(
         name="a reply that goes on after its end",
-        machine=EngineMachine,
+        machine=CascadeMachine,
         targets=((session, "finish_reason"),),
         faulty=_goes_on_after_the_end,
     ),
