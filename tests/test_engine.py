@@ -439,3 +439,19 @@ def test_generating_in_between_leaves_submitted_requests_alone():
     assert made.token_ids == REPLIES[3]
     assert [out.token_ids for _, out in sorted(drain(MODEL, state)[1].items())] == REPLIES[:3]
     assert torch.is_grad_enabled() is False
+
+
+def test_two_requests_copy_the_same_page_in_one_step():
+    """A page that nobody but the index holds once both have their copies: it becomes evictable once."""
+    state = engine(page_size=2)
+    state, whole = prefill(MODEL, state, [1, 2, 3, 4])
+    state, cut = truncate(state, whole, 3)
+    replies = []
+    for _ in range(2):
+        state, rid = submit(MODEL, state, [cut, [5]], greedy(2))
+        replies.append(rid)
+    state = release(release(state, whole), cut)
+    while state.running or state.waiting:
+        state, _ = step(MODEL, state)
+        check(state)
+    assert state.pool.num_available == state.config.num_pages

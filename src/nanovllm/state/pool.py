@@ -59,13 +59,16 @@ def acquire(pool: Pool, held: Iterable[int]) -> Pool:
 
 
 def release(pool: Pool, held: Iterable[int]) -> Pool:
-    """Take an owner from each page of a run, given in order; the deepest page is the first to become evictable."""
+    """Take an owner from each page of a run, given in order; the deepest page is the first to become evictable.
+
+    A page that stands there twice loses two.
+    """
     backwards = list(held)[::-1]
     if not backwards:
         return pool
     pages = page_ops.release(pool.pages, backwards)
     owners, nodes = pages.refcounts, pool.prefix.nodes
-    idle = [page for page in backwards if owners.get(page) == 1 and page in nodes]
+    idle = [page for page in dict.fromkeys(backwards) if owners.get(page) == 1 and page in nodes]
     return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle))
 
 
