@@ -6,11 +6,14 @@ This is what makes the functional signature of `forward` free. The other rows ar
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
 from nanovllm.ops import kv_write, paged_decode
+from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace
+from nanovllm.sharing import own_runs
 from nanovllm.state.kv import KVState
 
 pytestmark = pytest.mark.compile
@@ -213,8 +216,12 @@ def test_other_layers_and_plans_do_not_compile_anew():
     torch._dynamo.reset()
     compiled = torch.compile(layer_step, fullgraph=True, backend=backend)
     pages, q, slots = inputs()
+    rows, heads = q.shape[:2]
+    space, plans = CascadeWorkspace(rows, heads, q.shape[2], q.device), []
     with torch.no_grad():
-        for plan in (7, 9, 12):
+        for _ in range(3):
+            plans.append(CascadePlan(space, rows, heads, pages.shape[3], S, q.device))
+            assert plans[-1].update(own_runs(np.ones(rows, np.int32)))
             for layer in range(L):
-                compiled(q, pages, layer, (slots // S)[:, None], slots % S + 1, plan)
+                compiled(q, pages, layer, (slots // S)[:, None], slots % S + 1, plans[-1].handle)
     assert len(graphs) <= 5  # layers 0 and 1 are specialised, each with a constant and then a symbolic plan; one for the rest
