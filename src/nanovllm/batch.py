@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from .state.request import Sequence
-from .types import Int32, Tensor, register_value
+from .types import Int32, Tensor, brief_fields, register_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,9 @@ class Batch:
     cu_seqlens: Int32[Tensor, "B+1"] | None = None
     logit_indices: Int32[Tensor, "R"] | None = None
     plan: int = 0
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 register_value(Batch, static=("plan",))

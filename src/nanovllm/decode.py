@@ -15,7 +15,7 @@ from .config import ModelConfig
 from .errors import DonatedStateError
 from .sample import Sampled, Sampling, record, sample
 from .state.kv import KVState
-from .types import Float, Float32, Int32, Int64, Tensor, register_value
+from .types import Float, Float32, Int32, Int64, Tensor, brief, brief_fields, register_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,9 @@ class TokenLog:
     token_ids: Int32[Tensor, "B room"]
     logprobs: Float32[Tensor, "B room"] | None = None
 
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCarry:
@@ -47,6 +50,10 @@ class DecodeCarry:
     active: Int32[Tensor, "B"]
     log: TokenLog | None = None
 
+    def __repr__(self) -> str:
+        active, log = brief(self.active), self.log.token_ids if isinstance(self.log, TokenLog) else None
+        return f"DecodeCarry(active={active}, log={'None' if log is None else f'tokens {brief(log)}'}, kv={self.kv!r})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOutput:
@@ -57,6 +64,9 @@ class DecodeOutput:
     top_ids: Int32[Tensor, "B k"] | None
     top_logprobs: Float32[Tensor, "B k"] | None
     logits: Float[Tensor, "B V"]  # that were drawn from: what `process_logits` made of them
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 for _value in (TokenLog, DecodeCarry, DecodeOutput):

@@ -111,6 +111,9 @@ class LLM:
         )
         self.inbox: Map[int, RequestOutput | None] = Map()
 
+    def __repr__(self) -> str:
+        return f"LLM({self.model!r}, {self.state!r})"
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""

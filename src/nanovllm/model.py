@@ -13,6 +13,7 @@ import torch
 from .config import HF, ModelConfig, read_ids
 from .errors import CheckpointError, InvalidRequestError
 from .models import REGISTRY, ModelSpec, Params
+from .models.params import brief_count
 from .tokenizer import Tokenizer, load_tokenizer
 from .types import Tensor, dtype_of, register_value
 from .weights import load_params
@@ -37,6 +38,10 @@ class Model:
     fingerprint: str
     device: torch.device
     dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Model({self.name!r}, {self.config.architecture}, {brief_count(self.params)}, {dtype} on {self.device})"
 
 
 register_value(Model, static=tuple(name for name in Model.__dataclass_fields__ if name != "params"))

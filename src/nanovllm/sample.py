@@ -15,7 +15,7 @@ import torch
 
 from .ops.draw import draw
 from .sampling_params import MAX_LOGPROBS, SamplingParams
-from .types import Bool, Float, Float32, Int32, Int64, Tensor, register_value
+from .types import Bool, Float, Float32, Int32, Int64, Tensor, brief_fields, register_value
 
 __all__ = ["Features", "Penalties", "Row", "Sampled", "Sampling", "build", "copy_into", "features", "record", "sample"]
 
@@ -48,6 +48,9 @@ class Penalties:
     prompt_mask: Bool[Tensor, "B V"]
     counts: Int32[Tensor, "B V"]
 
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -67,6 +70,9 @@ class Sampling:
     logit_bias: Float32[Tensor, "B V"] | None = None
     num_logprobs: int | None = None
     num_candidates: int | None = None
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ included · K key/value heads · H query heads · D head_dim · S page_size · P
 Ids, positions, slots and lengths are int32 everywhere on a device; keys of the generator are int64.
 """
 
+import reprlib
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Int64
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Bool", "Float", "Float32", "Int32", "Int64", "Tensor", "dtype_of", "register_value"]
+__all__ = ["Bool", "Float", "Float32", "Int32", "Int64", "Tensor", "brief", "brief_fields", "dtype_of", "register_value"]
 
 C = TypeVar("C")
 
@@ -35,6 +36,22 @@ def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
         cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}", flatten_with_keys_fn=flatten_with_keys
     )
     return cls
+
+
+def brief(value: Any) -> str:
+    """A value in few characters: of tensors dtype, shape and device. Reads no device memory."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}] on {value.device}"
+    if isinstance(value, tuple | list):
+        shown = ", ".join(map(brief, value[:2])) + (f", ... {len(value) - 2} more" if len(value) > 2 else "")
+        return f"({shown})"
+    return reprlib.repr(value)
+
+
+def brief_fields(value: Any) -> str:
+    """A dataclass of tensors on one line, for its `__repr__`."""
+    told = (f"{name}={brief(getattr(value, name))}" for name in value.__dataclass_fields__)
+    return f"{type(value).__name__}({', '.join(told)})"
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:

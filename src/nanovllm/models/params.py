@@ -4,12 +4,14 @@ The same dataclasses hold tensors (`Params[Tensor]`, what `forward` takes) and d
 loading, random initialisation and later sharding), so that the two always have the same structure.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
-from ..types import register_value
+from ..types import Tensor, brief_fields, register_value
 
 P = TypeVar("P")
 
@@ -46,6 +48,9 @@ class Layer(Generic[P]):
     down: P  # [M, F]
     down_bias: P | None  # [M]
 
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params(Generic[P]):
@@ -56,6 +61,18 @@ class Params(Generic[P]):
     final_norm: P  # [M]
     head: P | None  # [V, M]
     inv_freq: P  # [D/2], float32
+
+    def __repr__(self) -> str:
+        layers = len(self.layers) if isinstance(self.layers, tuple | list) else 0
+        held = f", {str(self.embed.dtype).removeprefix('torch.')} on {self.embed.device}" if isinstance(self.embed, Tensor) else ""
+        return f"Params({layers} layers, {brief_count(self)}{held})"
+
+
+def brief_count(params: Any) -> str:
+    """How many parameters there are, `inv_freq`, which is computed, left out."""
+    held = (params.embed, params.layers, params.final_norm, params.head) if isinstance(params, Params) else ()
+    count = sum(math.prod(leaf.shape) for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor | ParamInfo))
+    return f"{count:,} parameters" if isinstance(count, int) else "symbolic shapes"
 
 
 register_value(Layer)

@@ -112,6 +112,13 @@ class EngineState:
     epoch: int = 0
     runtime: "Runtime"
 
+    def __repr__(self) -> str:
+        pages, stale = self.pool.pages, self.epoch != self.runtime.lease.epoch
+        requests = len(self.running) + len(self.waiting) + len(self.kept) + sum(len(s.sequences) for s in self.sessions.values())
+        used = f"{pages.num_pages - pages.num_free} of {pages.num_pages} pages used"
+        told = f"{used}, {len(self.chunks)} chunk{'s' * (len(self.chunks) != 1)}, {requests} request{'s' * (requests != 1)}"
+        return f"EngineState({told}, epoch {self.epoch}{', donated' if stale else ''})"
+
     @property
     def pages(self) -> PageState:
         """Owners of the pages."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..config import ModelConfig
-from ..types import Float, Tensor, register_value
+from ..types import Float, Tensor, brief_fields, register_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,9 @@ class KVState:
     """
 
     pools: tuple[Float[Tensor, "L N 2 K S D"], ...]
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 register_value(KVState)

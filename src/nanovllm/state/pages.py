@@ -26,6 +26,9 @@ class PageState:
         """Pages without an owner."""
         return self.num_pages - len(self.refcounts)
 
+    def __repr__(self) -> str:
+        return f"PageState({len(self.refcounts)} of {self.num_pages} pages used)"
+
     def refcount(self, page: int) -> int:
         """Owners of `page`; 0 when it is free."""
         return self.refcounts.get(page, 0)

@@ -41,6 +41,9 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self.nodes
 
+    def __repr__(self) -> str:
+        return f"PrefixIndex({len(self.nodes)} pages, {self.num_idle} of them idle)"
+
     @property
     def num_idle(self) -> int:
         """Pages that could be evicted."""
