@@ -6,8 +6,10 @@ from importlib import import_module
 import pytest
 import torch
 
+from nanovllm.chunk_file import load_chunk
 from nanovllm.chunks import fork, prefill, release
 from nanovllm.compile import Runtime
+from nanovllm.compose import compose, drop
 from nanovllm.decode import decode_step
 from nanovllm.engine import cancel, enter, step, submit
 from nanovllm.errors import DonatedStateError, ForeignChunkError, InvalidRequestError, NanoVLLMError, OutOfPagesError, ReleasedChunkError
@@ -408,7 +410,22 @@ def test_errors_have_one_root():
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda state: init_state("tiny", num_pages=4), "model must be"),
+        (lambda state: init_state("tiny", num_pages=4), r"model='tiny' must be a Model, which load_model\(...\) returns, not str"),
+        (lambda state: generate("tiny", state, IDS), "model='tiny' must be a Model"),
+        (lambda state: generate_many(None, state, [IDS]), "model=None must be a Model"),
+        (lambda state: submit("tiny", state, IDS), "model='tiny' must be a Model"),
+        (lambda state: step(None, state), "model=None must be a Model"),
+        (lambda state: prefill(None, state, IDS), "model=None must be a Model"),
+        (lambda state: prefill(state, MODEL, IDS), "model=EngineState.* must be a Model"),
+        (lambda state: compose("tiny", state, []), "model='tiny' must be a Model"),
+        (lambda state: drop(None, state, None, 0, 1), "model=None must be a Model"),
+        (lambda state: load_chunk("tiny", state, "a"), "model='tiny' must be a Model"),
+        (lambda state: begin("tiny", state, [IDS], room=1), "model='tiny' must be a Model"),
+        (lambda state: commit(None, state, None), "model=None must be a Model"),
+        (lambda state: commit(MODEL, state, None), "carry=None must be the DecodeCarry of begin"),
+        (lambda state: decode_step(MODEL.params, None, CONFIG), "carry=None must be the DecodeCarry of begin"),
+        (lambda state: decode_step(None, begin(MODEL, engine(), [IDS], room=1)[1], CONFIG), "params=None must be Params"),
+        (lambda state: decode_step(MODEL, begin(MODEL, engine(), [IDS], room=1)[1], CONFIG), "params=Model.* must be Params"),
         (lambda state: init_state(MODEL, num_pages=4, compile="yes"), "compile='yes'"),
         (lambda state: init_state(MODEL, num_pages=4, compile=1), "compile=1"),
         (lambda state: generate(MODEL, state, IDS, 5), "not int"),

@@ -1,5 +1,6 @@
 """The shell: forms of prompts, streams, chats, and what is left after faults and interruptions."""
 
+import inspect
 import signal
 
 import numpy as np
@@ -136,8 +137,39 @@ def test_unknown_keywords_are_explained():
         llm.chat(MESSAGES, thinking=False)  # type: ignore[call-arg]
     with pytest.raises(nv.InvalidRequestError, match="did you mean 'sampling_params'"):
         llm.stream("ab", params=GREEDY)  # type: ignore[call-arg]
+    with pytest.raises(nv.InvalidRequestError, match=r"the sampling option 'max_tokens'\? Pass SamplingParams\(max_tokens=5\)\."):
+        llm.generate("ab", max_token=5)  # type: ignore[call-arg]
+    with pytest.raises(nv.InvalidRequestError, match=r"option 'retain'\. Valid options: messages, sampling_params, enable_thinking"):
+        llm.chat(MESSAGES, retain="shift")  # type: ignore[call-arg]
     with pytest.raises(nv.InvalidRequestError, match="load_model"):
         LLM(MODEL, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda state: nv.generate(MODEL, state, "a", temperature=0), r"is a sampling option: pass SamplingParams\(temperature=0\)$"),
+        (lambda state: nv.generate_many(MODEL, state, ["a"], retains="all"), "'retains': did you mean 'retain'"),
+        (lambda state: nv.submit(MODEL, state, "a", temprature=0), r"'temprature': did you mean the sampling option 'temperature'\?"),
+        (lambda state: nv.prefill(MODEL, state, "a", stop="b"), "pass SamplingParams.stop='b'. to a call that makes a reply"),
+        (lambda state: nv.init_state(MODEL, num_page=8), "'num_page': did you mean 'num_pages'"),
+        (lambda state: nv.load_model("tiny", devise="cpu"), "'devise': did you mean 'device'"),
+        (lambda state: nv.begin(MODEL, state, ["a"], rooms=1), "'rooms': did you mean 'room'"),
+        (lambda state: nv.compose(MODEL, state, [], again=1), "unknown option 'again'. Valid options: model, state, chunks, recompute$"),
+        (lambda state: nv.drop(MODEL, state, None, 0, 1, how="gap"), "unknown option 'how'"),
+        (lambda state: nv.memory(state, name={}), "'name': did you mean 'names'"),
+    ],
+)
+def test_unknown_keywords_of_functions_are_explained(call, told):
+    state = nv.init_state(MODEL, num_pages=4)
+    with pytest.raises(nv.InvalidRequestError, match=told):
+        call(state)
+    nv.check(state)
+
+
+def test_a_checked_function_keeps_its_signature():
+    assert list(inspect.signature(nv.generate).parameters) == ["model", "state", "context", "sampling_params", "retain"]
+    assert nv.init_state.__name__ == "init_state" and "An empty engine" in str(nv.init_state.__doc__)
     with pytest.raises(nv.InvalidRequestError, match="page_size=0"):
         LLM(MODEL, page_size=0)
     with pytest.raises(nv.CheckpointError, match="neither a folder nor a repository"):

@@ -19,7 +19,7 @@ from . import chunk_format, ops
 from .chunk_format import Head
 from .chunks import chunk_of
 from .context import require_live
-from .engine import commit_state, enter, guarded
+from .engine import commit_state, enter, enter_with, guarded
 from .errors import ChunkFileError, InvalidRequestError, OutOfPagesError
 from .fill import plain_request
 from .model import Model
@@ -59,7 +59,7 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
     model, dtype or format version; `InvalidRequestError` for more tokens than the engine can hold, `OutOfPagesError` for more than it
     can hold now.
     """
-    state, source = enter(state, model), as_path(path)
+    state, source = enter_with(model, state), as_path(path)
     try:
         fd = open_file(source)
     except OSError as error:

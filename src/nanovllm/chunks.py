@@ -7,9 +7,10 @@ from typing import Any, SupportsIndex
 import torch
 
 from .context import parts_of, require_chunk, require_live, resolve
-from .engine import capacity, commit_state, enter, guarded
+from .engine import capacity, commit_state, enter, enter_with, guarded
 from .errors import InvalidRequestError, OutOfPagesError
 from .fill import adopt, fill, plain_sequence, reserve_all
+from .keywords import explain_unknown_keywords
 from .model import Model
 from .state import pool as pools
 from .state.chunk import EXACT, Chunk
@@ -19,6 +20,7 @@ from .state.request import Sequence
 from .state.vector import IntVector
 
 
+@explain_unknown_keywords
 @torch.no_grad()
 def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
     """Fill the KV of a text, of token ids or of a list of these, after a chunk or alone, and return the whole run as a chunk.
@@ -26,7 +28,7 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
     `after` stays valid. Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit,
     `OutOfPagesError` for what does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     if after is not None:
         require_chunk(after, "after")
         text_or_ids = [after, *parts_of(text_or_ids)]

@@ -13,9 +13,10 @@ from . import ops
 from .chunks import chunk_of, cut, cut_live, fork
 from .compose_layout import Layout, gapped, joined, shifted, slots_of
 from .context import require_chunk, require_live
-from .engine import capacity, commit_state, enter, guarded
+from .engine import capacity, commit_state, enter_with, guarded
 from .errors import InvalidRequestError
 from .fill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
+from .keywords import explain_unknown_keywords
 from .model import Model
 from .state import pages as page_ops
 from .state import pool as pools
@@ -28,6 +29,7 @@ MODES = ("recompute", "shift", "gap")
 PROBED = 2  # layers that are run to choose tokens by deviation: KV of the first does not depend on what stands before
 
 
+@explain_unknown_keywords
 @torch.no_grad()
 def compose(
     model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int | float | Literal["all"] = 0
@@ -43,7 +45,7 @@ def compose(
     Raises `InvalidRequestError` for what can never be composed, `OutOfPagesError` where pages do not suffice now, `ReleasedChunkError` and
     `ForeignChunkError` for chunks that cannot be used.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     if not isinstance(chunks, list | tuple) or not chunks:
         raise InvalidRequestError("compose needs a list of at least one chunk")
     for place, chunk in enumerate(chunks):
@@ -67,6 +69,7 @@ def compose(
         return commit_state(state), whole
 
 
+@explain_unknown_keywords
 @torch.no_grad()
 def drop(
     model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: Literal["recompute", "shift", "gap"] = "recompute"
@@ -77,7 +80,7 @@ def drop(
     that became free, keys turned, and `gap` leaves it at its positions, sharing its pages where the span is whole pages: both
     approximate, because it attended to what is gone. Raises as `compose` does.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     with guarded(state) as taken:
         state, kept = dropped(model, state, chunk, start, stop, mode, taken)
         return commit_state(state), kept

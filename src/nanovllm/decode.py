@@ -3,6 +3,7 @@
 It can stand in a loop, in a CUDA graph, or in somebody's larger program under `torch.compile(fullgraph=True)`.
 """
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from . import models
 from .batch import Batch
 from .config import ModelConfig
-from .errors import DonatedStateError
+from .errors import DonatedStateError, InvalidRequestError
 from .sample import Sampled, Sampling, record, sample
 from .state.kv import KVState
 from .types import Float, Float32, Int32, Int64, Tensor, brief, brief_fields, register_value
@@ -90,8 +91,12 @@ def decode_step(
     `process_logits` maps the logits `[B, V]` to those that are drawn from. `token_ids` are taken instead of drawn ones, and the
     log-probabilities are then theirs: so given text is scored.
     """
-    if carry.log is not None and not torch.compiler.is_compiling():
-        require_fresh(carry.log)
+    if not torch.compiler.is_compiling():
+        require_carry(carry)
+        if forward is models.forward and not isinstance(params, models.Params):
+            raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params, which a model holds as model.params")
+        if carry.log is not None:
+            require_fresh(carry.log)
     logits, kv = forward(params, carry.kv, carry.batch, config)
     if process_logits is not None:
         logits = process_logits(logits)
@@ -106,6 +111,12 @@ def decode_step(
         top_logprobs=sampled.top_logprobs,
         logits=logits,
     )
+
+
+def require_carry(carry: Any) -> None:
+    """Raise `InvalidRequestError` for what is no carry."""
+    if not isinstance(carry, DecodeCarry):
+        raise InvalidRequestError(f"carry={reprlib.repr(carry)} must be the DecodeCarry of begin(...), not {type(carry).__name__}")
 
 
 def require_fresh(log: TokenLog) -> None:

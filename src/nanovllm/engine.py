@@ -3,10 +3,12 @@
 Every function takes an `EngineState` and returns the next; the old one is donated. A call that raises leaves the old state usable.
 """
 
+import reprlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from . import ops
 from .compile import Drawn
 from .context import Context, resolve
 from .errors import InvalidRequestError, OutOfPagesError
+from .keywords import explain_unknown_keywords
 from .model import Model
 from .sampling_params import SamplingParams, from_generation_config, validate_for
 from .schedule import Plan, give_up_pages, schedule
@@ -30,12 +33,13 @@ from .state.vector import IntVector
 from .tokenizer import Detokenizer
 
 
+@explain_unknown_keywords
 def submit(model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None) -> tuple[EngineState, int]:
     """Queue a request and return its id; it runs as `step` is called. None takes the model's own `generation_config`.
 
     Raises `InvalidRequestError` for a prompt that can never fit, and what `resolve` raises.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     state, sequence, _ = new_sequence(model, state, context, sampling_params)
     if sequence.pages.length:
         state = replace(state, pool=pools.acquire(state.pool, sequence.pages))
@@ -48,7 +52,7 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
 
     Returns what each drew; an empty list means only that no reply moved on, or that nothing is left to do.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     with guarded(state) as taken:
         after, outputs = run_step(model, state, taken)
         return commit_state(after), outputs
@@ -159,6 +163,18 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
             kept.append(sequence)
     # The lease stays dirty until a call commits: one that fails again must find the same losses.
     return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
+
+
+def enter_with(model: Model, state: EngineState) -> EngineState:
+    """`enter`, for a call that needs the model. Raises `InvalidRequestError` for what is none, too."""
+    require_model(model)
+    return enter(state, model)
+
+
+def require_model(model: Any) -> None:
+    """Raise `InvalidRequestError` for what is no model."""
+    if not isinstance(model, Model):
+        raise InvalidRequestError(f"model={reprlib.repr(model)} must be a Model, which load_model(...) returns, not {type(model).__name__}")
 
 
 def model_key(model: Model) -> ModelKey:

@@ -7,9 +7,10 @@ import torch
 
 from .chunks import chunk_of
 from .context import Context
-from .engine import commit_state, enter, guarded, new_sequence, run_step
+from .engine import commit_state, enter_with, guarded, new_sequence, run_step
 from .errors import InvalidRequestError, OutOfPagesError
 from .fill import fill, reserve_all
+from .keywords import explain_unknown_keywords
 from .model import Model
 from .sampling_params import SamplingParams
 from .state import pool as pools
@@ -31,6 +32,7 @@ class Generation:
     logprobs: list[TokenLogprobs] | None = None
 
 
+@explain_unknown_keywords
 def generate(
     model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None, *, retain: Retain = "all"
 ) -> tuple[EngineState, Generation]:
@@ -42,6 +44,7 @@ def generate(
     return state, generation
 
 
+@explain_unknown_keywords
 @torch.no_grad()
 def generate_many(
     model: Model,
@@ -59,7 +62,7 @@ def generate_many(
     The pages of all replies at their longest are reserved before anything is written: `OutOfPagesError` where they do not fit now (`submit`
     and `step` serve such a load by waiting and preemption). Requests that were submitted stay as they are.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     check_retain(model, retain)
     sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:

@@ -7,8 +7,9 @@ import torch
 from .attention_plans import AttentionUnavailableError, Cascades, cascade_policy
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
 from .config import EngineConfig
-from .engine import model_key
+from .engine import model_key, require_model
 from .errors import InvalidRequestError, OutOfPagesError
+from .keywords import explain_unknown_keywords
 from .model import Model
 from .state.engine_state import EngineState, Lease
 from .state.kv import KVState, bytes_per_page, init_kv, pages_for
@@ -17,6 +18,7 @@ from .state.pool import init_pool
 CPU_KV_BYTES = 4 << 30  # unless told otherwise
 
 
+@explain_unknown_keywords
 def init_state(
     model: Model,
     *,
@@ -40,8 +42,7 @@ def init_state(
     `progress`: None draws bars on a terminal.
     Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory.
     """
-    if not isinstance(model, Model):
-        raise InvalidRequestError(f"model must be what load_model returns, not {type(model).__name__}")
+    require_model(model)
     if compile is not None and not isinstance(compile, bool):
         raise InvalidRequestError(f"compile={compile!r} must be True, False or None")
     if cascade is not None and not isinstance(cascade, bool):
@@ -90,7 +91,7 @@ def _executor(
         with torch.cuda.device(model.device):
             return GraphExecutor(model, limits, kv, cascade=cascade, progress=progress)
     except AttentionUnavailableError as error:
-        warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=3)
+        warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
         return EagerExecutor(*pages, compiled_forward(model), cascades)
 
 

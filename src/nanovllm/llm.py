@@ -1,13 +1,9 @@
 """`LLM`: the shell for those who just want text. It holds the one mutable variable of the package, `LLM.state`."""
 
-import difflib
-import functools
-import inspect
 import os
-import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +14,7 @@ from .engine import cancel, enter, new_sequence, step
 from .errors import InvalidRequestError
 from .init import init_state
 from .interrupt import uninterrupted
+from .keywords import explain_unknown_keywords
 from .messages import render
 from .model import Model, load_model
 from .progress import bar
@@ -28,8 +25,6 @@ from .state.engine_state import EngineState
 from .state.request import RequestOutput
 from .streams import TextStream
 from .tokenizer import Tokenizer
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,23 +38,6 @@ class Piece:
     token_ids: list[int]
     finish_reason: str | None = None
     output: RequestOutput | None = None
-
-
-def explain_unknown_keywords(function: F) -> F:
-    """Make an unknown keyword an `InvalidRequestError` that names it and its closest valid one."""
-    names = [p.name for p in inspect.signature(function).parameters.values()][1:]
-
-    @functools.wraps(function)
-    def checked(*args: Any, **options: Any) -> Any:
-        for name, value in options.items():
-            if name in SamplingParams.__dataclass_fields__ and name not in names:
-                raise InvalidRequestError(f"{name!r} is a sampling option: pass SamplingParams({name}={reprlib.repr(value)})")
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-                raise InvalidRequestError(f"unknown option {name!r}: did you mean {close!r}? Valid options: {', '.join(names)}")
-        return function(*args, **options)
-
-    return checked  # pyright: ignore[reportReturnType]
 
 
 class LLM:

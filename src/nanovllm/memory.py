@@ -11,6 +11,7 @@ import numpy as np
 from .context import require_live
 from .engine import enter
 from .errors import InvalidRequestError
+from .keywords import explain_unknown_keywords
 from .state.chunk import EXACT, Chunk, Provenance
 from .state.engine_state import EngineState
 from .state.kv import KVState
@@ -168,6 +169,7 @@ class MemoryReport:
         return self.svg()
 
 
+@explain_unknown_keywords
 def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None) -> MemoryReport:
     """Who holds the pages of a state now, and what sharing saves. The state stays usable, and the report as it is.
 

@@ -12,6 +12,7 @@ import torch
 
 from .config import HF, ModelConfig, read_ids
 from .errors import CheckpointError, InvalidRequestError
+from .keywords import explain_unknown_keywords
 from .models import REGISTRY, ModelSpec, Params
 from .models.params import brief_count
 from .tokenizer import Tokenizer, load_tokenizer
@@ -47,6 +48,7 @@ class Model:
 register_value(Model, static=tuple(name for name in Model.__dataclass_fields__ if name != "params"))
 
 
+@explain_unknown_keywords
 def load_model(
     path_or_repo: str | os.PathLike[str],
     device: torch.device | str | None = None,

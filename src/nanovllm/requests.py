@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .chunks import chunk_of
 from .context import Context
-from .engine import commit_state, enter, new_sequence
+from .engine import commit_state, enter_with, new_sequence
 from .errors import InvalidRequestError, NanoVLLMError
 from .model import Model
 from .sampling_params import SamplingParams
@@ -22,7 +22,7 @@ def submit_many(
 
     `keep`: the pages of a request that ends stay with it until `detach`. Raises what `submit` raises, naming the prompt's place.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     ids = []
     for place, (context, params) in enumerate(zip(contexts, sampling_params, strict=True)):
         try:
@@ -42,7 +42,7 @@ def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineSta
     The newest token is not among them: a continuation runs it. None where nothing is filled. Raises
     `InvalidRequestError` for a request that this state does not hold.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     waiting, running, kept = state.waiting, state.running, state.kept
     if request_id in kept:
         sequence, kept = kept[request_id], kept.delete(request_id)

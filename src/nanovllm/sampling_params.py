@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from .errors import InvalidRequestError
 
-__all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "from_generation_config", "validate_for"]
+__all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_generation_config", "show", "validate_for"]
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -26,15 +26,22 @@ DRAWN = {"temperature": (MIN_TEMPERATURE, MAX_TEMPERATURE), "top_k": (0, INT32_M
 C = TypeVar("C")
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """A value as a message names it: short, whatever it is."""
     try:
         return reprlib.repr(value)
     except Exception:  # a hostile __repr__, or an int of more digits than Python prints
         return f"<{type(value).__name__}>"
 
 
+def closest(name: str, names: Sequence[str]) -> str | None:
+    """The one of `names` that somebody who wrote `name` most likely meant; None where none is like it."""
+    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return next(iter([*alike, *(other for other in names if len(name) > 3 and name in other)]), None)
+
+
 def _refuse(name: str, value: object, accepted: str) -> NoReturn:
-    raise InvalidRequestError(f"{name}={_show(value)}: {accepted}")
+    raise InvalidRequestError(f"{name}={show(value)}: {accepted}")
 
 
 def _int(name: str, value: Any, low: int, high: int, meaning: str = "") -> int:
@@ -132,9 +139,9 @@ def _explains_unknown_keywords(cls: type[C]) -> type[C]:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in names:
-                close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-                valid = ", ".join(names)
-                raise InvalidRequestError(f"unknown sampling option {_show(name)}: did you mean {close!r}? Valid options: {valid}")
+                close = closest(name, names)
+                hint = "." if close is None else f": did you mean {close!r}?"
+                raise InvalidRequestError(f"unknown sampling option {show(name)}{hint} Valid options: {', '.join(names)}")
         init(self, *args, **options)
 
     type.__setattr__(cls, "__init__", __init__)

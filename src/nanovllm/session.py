@@ -8,11 +8,12 @@ import torch
 
 from .chunks import chunk_of
 from .context import Context
-from .decode import DecodeCarry, TokenLog, require_fresh
-from .engine import capacity, commit_state, enter, guarded, new_sequence
+from .decode import DecodeCarry, TokenLog, require_carry, require_fresh
+from .engine import capacity, commit_state, enter_with, guarded, new_sequence
 from .errors import DonatedStateError, InvalidRequestError
 from .fill import adopt, fill, reserve_all
 from .generate import Generation, one_for_each
+from .keywords import explain_unknown_keywords
 from .model import Model
 from .sample import features
 from .sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from .state.engine_state import EngineState, Session
 from .state.request import Sequence, TokenLogprobs
 
 
+@explain_unknown_keywords
 @torch.no_grad()
 def begin(
     model: Model,
@@ -36,7 +38,7 @@ def begin(
     Raises `InvalidRequestError` for a context that with `room` tokens exceeds the engine's capacity and for more contexts than
     `max_num_seqs`, `OutOfPagesError` where the pages do not suffice.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
     if isinstance(room, bool) or not isinstance(room, int) or room < 1:
         raise InvalidRequestError(f"room={room!r} must be an integer of at least 1, the number of decode steps")
     sampling_params = one_for_each(contexts, sampling_params)
@@ -73,6 +75,7 @@ def begin(
         return state, replace(carry, log=log)
 
 
+@explain_unknown_keywords
 @torch.no_grad()
 def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
     """Donates `carry`. End a run of decode steps: each row's tokens up to its first reason to stop, as a reply and a chunk.
@@ -80,9 +83,10 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     Steps beyond the room that `begin` made count as discarded. Log-probabilities are those of the tokens drawn, without the likeliest
     others. Raises `DonatedStateError` for a carry that was committed, or stepped from, before.
     """
-    state = enter(state, model)
+    state = enter_with(model, state)
+    require_carry(carry)
     if carry.log is None:
-        raise InvalidRequestError("this carry does not come from begin")
+        raise InvalidRequestError(f"carry={carry!r} does not come from begin: it has no log")
     ticket, num_run = int(carry.log.session), int(carry.log.num_steps)
     session = state.sessions.get(ticket)
     memory = [[pool.data_ptr() for pool in kv.pools] for kv in (carry.kv, state.kv)]

@@ -22,7 +22,7 @@ import torch
 from .. import chunk_file, chunk_format
 from ..chunk_format import Head
 from ..context import require_live, token_array
-from ..engine import enter
+from ..engine import enter, enter_with, require_model
 from ..errors import ChunkFileError, InvalidRequestError, OutOfPagesError
 from ..model import Model
 from .chunk import Chunk
@@ -103,7 +103,7 @@ class ChunkStore:
         its key, and by tokens is passed over, as is a chunk that the engine has no room for where a shorter one fits. Raises as
         `load_chunk` does otherwise.
         """
-        enter(state, model)  # a state that cannot be used is told on a miss too
+        enter_with(model, state)  # a state that cannot be used is told on a miss too
         if isinstance(key_or_tokens, str):
             return self._load(model, state, key_or_tokens) if key_or_tokens in self._index() else (state, None)
         tokens = token_array(key_or_tokens, model.config.vocab_size)
@@ -127,6 +127,7 @@ class ChunkStore:
 
         Damaged files are passed over: `verify` reads the whole file that is named, False its head alone.
         """
+        require_model(model)
         ids = token_array(tokens, model.config.vocab_size)
         for key in self._candidates(model, ids):
             with suppress(ChunkFileError):
@@ -203,7 +204,7 @@ class ChunkStore:
                 stored = chunk_format.decode(fd, path).tokens
                 if not np.array_equal(stored, tokens[: len(stored)]):
                     return state, None
-            state, chunk = chunk_file.load(model, enter(state, model), fd, path)
+            state, chunk = chunk_file.load(model, enter_with(model, state), fd, path)
         finally:
             os.close(fd)
         self._touch(key)
