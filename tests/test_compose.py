@@ -227,7 +227,7 @@ def test_a_bad_recompute_is_named(model: Model, recompute: object, untyped: None
 def test_bad_chunks_are_refused(model: Model, untyped: None) -> None:
     state, (a, b) = filled(model, [[1, 2], [3]])
     for wrong in ([], a, [a, "text"], None):
-        with pytest.raises(nv.InvalidRequestError):
+        with pytest.raises(nv.InvalidRequestError, match=r"^chunks(\[1\])?=(\[\]|Chunk\(.*|'text'|None) must be a "):
             nv.compose(model, state, wrong)  # pyright: ignore[reportArgumentType]
     state = nv.release(state, b)
     with pytest.raises(nv.ReleasedChunkError):

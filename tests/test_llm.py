@@ -167,6 +167,15 @@ def test_unknown_keywords_of_functions_are_explained(call, told):
     nv.check(state)
 
 
+def test_a_stop_text_is_in_the_chunk_and_not_in_the_text():
+    assert MODEL.tokenizer is not None
+    state, whole = nv.generate(MODEL, nv.init_state(MODEL, num_pages=8), "Hello", GREEDY)
+    stop = MODEL.tokenizer.decode(whole.token_ids[3:5])
+    state, gen = nv.generate(MODEL, state, "Hello", nv.SamplingParams(temperature=0, max_tokens=12, stop=stop))
+    assert gen.finish_reason == "stop" and stop not in gen.text and stop in MODEL.tokenizer.decode(gen.token_ids)
+    assert gen.chunk.token_ids.tolist()[-len(gen.token_ids) :] == gen.token_ids
+
+
 def test_a_checked_function_keeps_its_signature():
     assert list(inspect.signature(nv.generate).parameters) == ["model", "state", "context", "sampling_params", "retain"]
     assert nv.init_state.__name__ == "init_state" and "An empty engine" in str(nv.init_state.__doc__)

@@ -257,6 +257,16 @@ def test_owners_say_what_they_are():
     right(state, [base, both, *(gen.chunk for gen in gens)])
 
 
+def test_pages_of_chunks_and_requests_add_up():
+    state, base = nv.prefill(MODEL, engine(), RUN[:9])
+    assert "3 of 64 pages used (3 held by chunks, 0 by requests, 0 only in the index)" in nv.memory(state).text()
+    state, _ = nv.submit(MODEL, state, [base, RUN[9:14]], nv.SamplingParams(max_tokens=8))
+    state, _ = nv.step(MODEL, state)
+    report = nv.memory(state)
+    assert report.num_both == 2 and report.num_chunk + report.num_request - report.num_both == report.num_held
+    assert "(3 held by chunks, 4 by requests, 2 of these by both, 0 only in the index)" in report.text()
+
+
 def test_a_report_stays_as_it_is():
     state, base = nv.prefill(MODEL, engine(), RUN[:9])
     report, old = nv.memory(state), state
@@ -396,6 +406,9 @@ def test_texts_and_chunk_files(folder, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "3 of 16 pages used" in out
     assert f"[0-1] 2 pages, 2 owners: {files[0]} (chunk 0, 32 tokens)" in out
+    assert cli.main([*base, "--load", files[0], "--load", files[0], "--load", files[0]]) == 0
+    out = capsys.readouterr().out
+    assert f"3 owners: {files[0]} (chunk 0, 32 tokens); {files[0]} (2) (chunk 1, 32 tokens); 1 more" in out
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
     try:
         fd = open_file(source)
     except OSError as error:
-        raise ChunkFileError(f"{source}: could not be opened: {error}") from error
+        raise ChunkFileError(f"{source}: could not be opened: {error.strerror or error}") from error
     try:
         return load(model, state, fd, source)
     finally:
@@ -182,7 +182,7 @@ def writing(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise OutOfPagesError(f"{path}: the device's memory ran out; no chunk was written") from error
     except OSError as error:
-        raise ChunkFileError(f"{path}: could not be written: {error}") from error
+        raise ChunkFileError(f"{path}: could not be written: {error.strerror or error}") from error
 
 
 @contextmanager

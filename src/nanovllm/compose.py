@@ -2,6 +2,7 @@
 
 import math
 import operator
+import reprlib
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Literal
@@ -47,7 +48,7 @@ def compose(
     """
     state = enter_with(model, state)
     if not isinstance(chunks, list | tuple) or not chunks:
-        raise InvalidRequestError("compose needs a list of at least one chunk")
+        raise InvalidRequestError(f"chunks={reprlib.repr(chunks)} must be a list of at least one chunk")
     for place, chunk in enumerate(chunks):
         require_chunk(chunk, f"chunks[{place}]")
         require_live(state, chunk)

@@ -41,7 +41,7 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
         elif isinstance(part, str):
             runs.append(encode(model, part, first=base is None and not any(map(len, runs))))
         else:
-            runs.append(token_array(part, model.config.vocab_size))
+            runs.append(token_array(part, model.config.vocab_size, f"part {place} of the context" if len(parts) > 1 else ""))
     new = np.concatenate(runs) if runs else np.empty(0, np.int32)
     tokens = base.tokens.extend(new) if base is not None else IntVector.of(new)
     if not len(tokens):
@@ -61,26 +61,32 @@ def encode(model: Model, text: str, *, first: bool) -> np.ndarray:
     return token_array(model.tokenizer.encode(text, add_special_tokens=first), model.config.vocab_size)
 
 
-def token_array(ids: Any, vocab_size: int) -> np.ndarray:
-    """Token ids as int32; raises `InvalidRequestError` naming the first that is not an integer or outside the vocabulary."""
+def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
+    """Token ids as int32; raises `InvalidRequestError` naming the first that is not an integer or outside the vocabulary.
+
+    Messages begin with `where`.
+    """
+    lead = f"{where}: " if where else ""
     if not isinstance(ids, list | tuple | np.ndarray):
-        raise InvalidRequestError(f"a prompt must be a chunk, a text, token ids or a list of these, not {type(ids).__name__}")
+        accepted = "a chunk, a text or token ids" if where else "a chunk, a text, token ids or a list of these"
+        raise InvalidRequestError(f"{where or 'a prompt'} must be {accepted}, not {type(ids).__name__}")
     if isinstance(ids, list | tuple) and set(map(type, ids)) - {int}:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise InvalidRequestError(f"token id {token!r} is of type {type(token).__name__}, not an integer")
+                wrong = f"{lead}token id {reprlib.repr(token)} is of type {type(token).__name__}, not an integer"
+                raise InvalidRequestError(wrong + ("; a part is a chunk, a text or a list of token ids alone" if where else ""))
     try:
         array = np.asarray(ids, dtype=None if len(ids) else np.int32)
     except (ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"token ids must be a flat list of integers: {error}") from None
+        raise InvalidRequestError(f"{lead}token ids must be a flat list of integers: {error}") from None
     if array.ndim == 1 and array.dtype.kind not in "iu" and isinstance(ids, list | tuple):  # integers beyond 64 bits, or mixed with such
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidRequestError(f"token id {reprlib.repr(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
+        raise InvalidRequestError(f"{lead}token id {reprlib.repr(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequestError(f"token ids must be a flat list of integers, not an array of {array.dtype} with {array.ndim} axes")
+        raise InvalidRequestError(f"{lead}token ids must be a flat list of integers, not an array of {array.dtype} with {array.ndim} axes")
     if len(array) and (array.min() < 0 or array.max() >= vocab_size):
         wrong = array[(array < 0) | (array >= vocab_size)][0]
-        raise InvalidRequestError(f"token id {int(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
+        raise InvalidRequestError(f"{lead}token id {int(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
     return array.astype(np.int32)
 
 

@@ -8,7 +8,7 @@ import torch
 from .chunks import chunk_of
 from .context import Context
 from .engine import commit_state, enter_with, guarded, new_sequence, run_step
-from .errors import InvalidRequestError, OutOfPagesError
+from .errors import InvalidRequestError
 from .fill import fill, reserve_all
 from .keywords import explain_unknown_keywords
 from .model import Model
@@ -23,7 +23,10 @@ from .thinking import Retain, check_retain, without_thinking
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generation:
-    """A reply. `chunk` holds the context and the reply, all filled; `finish_reason` is `stop` or `length`."""
+    """A reply. `chunk` holds the context and the reply, all filled; `finish_reason` is `stop` or `length`.
+
+    After a `stop` text, `text` ends before it, while `chunk` and `token_ids` hold it too.
+    """
 
     chunk: Chunk
     token_ids: list[int]
@@ -116,11 +119,9 @@ def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:
         shared = sequence.num_filled // size  # whole pages of the base chunk; a partly filled one is copied into a page of its own
         limit = min(sequence.request.max_len, (shared + available) * size)
         if limit <= sequence.request.num_prompt:
-            raise OutOfPagesError(
-                f"the context has {sequence.request.num_prompt} tokens; {available} pages of {size} are available, none for a reply"
-            )
+            raise pools.too_few(state.pool, f"the context has {sequence.request.num_prompt} tokens, which leave no page for a reply")
         return [replace(sequence, request=replace(sequence.request, max_len=limit))]
     needed = sum(pages_for(s.request.max_len, size) - s.num_filled // size for s in sequences)
     if needed > available:
-        raise OutOfPagesError(f"{len(sequences)} replies need {needed} pages at their longest and {available} are available")
+        raise pools.too_few(state.pool, f"{len(sequences)} replies need {needed} pages at their longest")
     return sequences

@@ -128,6 +128,11 @@ class MemoryReport:
         return len({page for owner in self.owners if owner.kind != "chunk" for page in owner.pages})
 
     @property
+    def num_both(self) -> int:
+        """Pages that chunks and requests hold: `num_chunk + num_request - num_held`."""
+        return self.num_chunk + self.num_request - self.num_held
+
+    @property
     def num_shared(self) -> int:
         """Pages with two owners or more."""
         return sum(len(owners) > 1 for owners in self.page_owners)

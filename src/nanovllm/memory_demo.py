@@ -98,8 +98,9 @@ def branches(model: Model, state: EngineState, text: str, more: list[str], max_t
 def loaded(model: Model, state: EngineState, files: list[Path]) -> tuple[EngineState, Named]:
     """The chunks of chunk files; equal beginnings share their pages."""
     named: Named = {}
-    for path in files:
-        state, named[str(path)] = load_chunk(model, state, path)
+    for i, path in enumerate(files):
+        again = files[:i].count(path)
+        state, named[f"{path} ({again + 1})" if again else str(path)] = load_chunk(model, state, path)
     return state, named
 
 

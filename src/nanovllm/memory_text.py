@@ -132,7 +132,8 @@ def clean(text: str) -> str:
 
 def figures(report: MemoryReport) -> list[str]:
     """The sums, a line each for what is used and what is saved."""
-    by = f"{report.num_chunk:,} held by chunks, {report.num_request:,} by requests, {report.num_idle:,} only in the index"
+    both = f", {report.num_both:,} of these by both" if report.num_both else ""
+    by = f"{report.num_chunk:,} held by chunks, {report.num_request:,} by requests{both}, {report.num_idle:,} only in the index"
     used = f"{report.num_used:,} of {_count(report.num_pages, 'page')} used ({by}), {report.num_free:,} free"
     saved = f"{report.num_saved:,} of {_count(report.num_references, 'page')} saved ({report.saved_share:.2%})"
     held, wanted = (size(count * report.page_bytes) for count in (report.num_held, report.num_references))

@@ -6,7 +6,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_what_is_saved_is_loaded(model: Model, tmp_path: Path) -> None:
 def test_a_miss_returns_the_state(model: Model, tmp_path: Path) -> None:
     store = ChunkStore(tmp_path, 1 << 20)
     state, (chunk,) = filled(model, [1, 2, 3])
-    for asked in ("none", "../none", "", [1, 2, 3], np.array([4])):
+    for asked in ("none", "a.-_", [1, 2, 3], np.array([4])):
         assert store.load(model, state, asked) == (state, None)
     key = store.save(state, chunk)
     (tmp_path / f"{key}.safetensors").unlink()  # as another process's eviction would
@@ -264,7 +264,7 @@ def test_what_a_dead_writer_left_is_cleared(model: Model, tmp_path: Path) -> Non
 
 def test_bad_arguments_are_named(model: Model, tmp_path: Path, untyped: None) -> None:
     wrong: Any
-    for wrong in (0, -1, True, 1.5, None):
+    for wrong in (0, -1, True, 1.5, None, float("inf"), float("nan"), "1"):
         with pytest.raises(nv.InvalidRequestError, match="max_bytes="):
             ChunkStore(tmp_path, wrong)
     with pytest.raises(nv.InvalidRequestError, match="max_bytes="):
@@ -276,8 +276,11 @@ def test_bad_arguments_are_named(model: Model, tmp_path: Path, untyped: None) ->
         with pytest.raises(nv.InvalidRequestError, match="key="):
             ChunkStore(tmp_path, 1).discard(wrong)
     (tmp_path / "file").write_text("")
-    with pytest.raises(nv.ChunkFileError, match="file"):
+    with pytest.raises(nv.ChunkFileError, match="/file: a file, where a chunk store needs a folder"):
         ChunkStore(tmp_path / "file", 1)
+    with pytest.raises(nv.ChunkFileError, match="/file/below: could not be written: Not a directory"):
+        ChunkStore(tmp_path / "file" / "below", 1)
+    assert ChunkStore(tmp_path, 1e9) == ChunkStore(tmp_path, 10**9) and isinstance(ChunkStore(tmp_path, 1e9).max_bytes, int)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -427,4 +430,29 @@ def test_a_saver_that_is_killed_leaves_the_store_whole(model: Model, tmp_path: P
         state, loaded = store.load(model, state, each)
         assert loaded is not None
     assert {path.stem for path in tmp_path.glob("*.safetensors")} == set(keys) >= {key}
+    nv.check(state)
+
+
+def test_a_text_is_looked_up_as_a_prompt(tmp_path: Path, untyped: None) -> None:
+    model, store = random_model(tiny_config()), ChunkStore(tmp_path, 1 << 20)
+    state, chunk = nv.prefill(model, nv.init_state(model, num_pages=8), "hello")
+    key = store.save(state, chunk)
+    assert store.longest(model, "hello world") == store.longest(model, chunk.token_ids) == key
+    assert store.longest(model, "other") is None
+    state, found = store.load(model, state, key)
+    assert found is not None
+    assert store.load(model, state, "hello")[1] is None  # no such key
+    wrong: Any
+    for wrong in ("hello world", "", "../none", ".hidden", "a" * 129):
+        with pytest.raises(nv.InvalidRequestError, match=r"^key_or_tokens='.* must be a key of 1 to 128 letters.*longest\(model, text\)"):
+            store.load(model, state, wrong)
+    for wrong in (None, 3, {}, chunk):
+        with pytest.raises(nv.InvalidRequestError, match=r"^key_or_tokens=.* must be a key or token ids$"):
+            store.load(model, state, wrong)
+        with pytest.raises(nv.InvalidRequestError, match=r"^tokens=.* must be a text or token ids$"):
+            store.longest(model, wrong)
+    with pytest.raises(nv.InvalidRequestError, match=r"^model='tiny' must be a Model"):
+        store.longest(cast(Any, "tiny"), "hello")
+    with pytest.raises(nv.InvalidRequestError, match="no tokenizer"):
+        store.longest(random_model(tiny_config(vocab_size=50)), "hello")
     nv.check(state)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -15,13 +16,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import chunk_file, chunk_format
 from ..chunk_format import Head
-from ..context import require_live, token_array
+from ..context import encode, require_live, token_array
 from ..engine import enter, enter_with, require_model
 from ..errors import ChunkFileError, InvalidRequestError, OutOfPagesError
 from ..model import Model
@@ -30,6 +32,7 @@ from .engine_state import EngineState
 
 INDEX, LOCK = ".nanovllm-store.json", ".nanovllm-store.lock"
 KEYS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+KEY_FORM = "a key of 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
 ABANDONED = 60.0  # seconds after which an unlocked temporary file is a dead process's: no live one takes so long to lock what it made
 
 
@@ -56,14 +59,15 @@ class ChunkStore:
     folder: Path
     max_bytes: int
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int):
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-            raise InvalidRequestError(f"max_bytes={max_bytes!r} must be an integer of at least 1")
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | float):
+        limit = _bytes(max_bytes, 1)
         path = chunk_file.as_path(folder)
+        if path.exists() and not path.is_dir():
+            raise ChunkFileError(f"{path}: a file, where a chunk store needs a folder")
         with chunk_file.writing(path):
             path.mkdir(parents=True, exist_ok=True)
         object.__setattr__(self, "folder", path.resolve())
-        object.__setattr__(self, "max_bytes", max_bytes)
+        object.__setattr__(self, "max_bytes", limit)
 
     def save(self, state: EngineState, chunk: Chunk, key: str | None = None) -> str:
         """Keep a chunk, and return its key; what was used least recently makes room. `state` stays usable.
@@ -75,7 +79,7 @@ class ChunkStore:
         state = enter(state)
         require_live(state, chunk)
         if key is not None and not (isinstance(key, str) and KEYS.fullmatch(key)):
-            raise InvalidRequestError(f"key={key!r} must be 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit")
+            raise InvalidRequestError(f"key={reprlib.repr(key)} must be {KEY_FORM}")
         head = chunk_file.head_of(state, chunk)
         if head.num_bytes > self.max_bytes:
             raise InvalidRequestError(f"the chunk takes {head.num_bytes} bytes on disk; this store holds at most {self.max_bytes}")
@@ -100,12 +104,19 @@ class ChunkStore:
         """The chunk of a key, or the longest exact one that token ids begin with, in pages of this engine; None where there is none.
 
         A miss, also of a file that another process evicted just now, returns the state as it is. A damaged file raises `ChunkFileError` by
-        its key, and by tokens is passed over, as is a chunk that the engine has no room for where a shorter one fits. Raises as
-        `load_chunk` does otherwise.
+        its key, and by tokens is passed over, as is a chunk that the engine has no room for where a shorter one fits. Raises
+        `InvalidRequestError` for a text that cannot be a key (`longest` takes texts), and as `load_chunk` does otherwise.
         """
         enter_with(model, state)  # a state that cannot be used is told on a miss too
         if isinstance(key_or_tokens, str):
+            if not KEYS.fullmatch(key_or_tokens):
+                raise InvalidRequestError(
+                    f"key_or_tokens={reprlib.repr(key_or_tokens)} must be {KEY_FORM}, or token ids; "
+                    "longest(model, text) is the key of the longest chunk that a text begins with"
+                )
             return self._load(model, state, key_or_tokens) if key_or_tokens in self._index() else (state, None)
+        if not isinstance(key_or_tokens, list | tuple | np.ndarray):
+            raise InvalidRequestError(f"key_or_tokens={reprlib.repr(key_or_tokens)} must be a key or token ids")
         tokens = token_array(key_or_tokens, model.config.vocab_size)
         too_long: InvalidRequestError | OutOfPagesError | None = None
         for key in self._candidates(model, tokens):
@@ -122,13 +133,16 @@ class ChunkStore:
             raise too_long  # what the shortest lacks
         return state, None
 
-    def longest(self, model: Model, tokens: Seq[int] | np.ndarray, *, verify: bool = True) -> str | None:
-        """The key of the longest stored chunk that is exact, of this model, and a prefix of token ids; None where there is none.
+    def longest(self, model: Model, tokens: str | Seq[int] | np.ndarray, *, verify: bool = True) -> str | None:
+        """The key of the longest stored chunk that is exact, of this model, and a prefix of token ids, or of a text's as a prompt; None
+        where there is none.
 
         Damaged files are passed over: `verify` reads the whole file that is named, False its head alone.
         """
         require_model(model)
-        ids = token_array(tokens, model.config.vocab_size)
+        if not isinstance(tokens, str | list | tuple | np.ndarray):
+            raise InvalidRequestError(f"tokens={reprlib.repr(tokens)} must be a text or token ids")
+        ids = encode(model, tokens, first=True) if isinstance(tokens, str) else token_array(tokens, model.config.vocab_size)
         for key in self._candidates(model, ids):
             with suppress(ChunkFileError):
                 found = self._open(key)
@@ -158,11 +172,9 @@ class ChunkStore:
         index = self._index()
         return sum(index[key].num_bytes for key in self._used(index))
 
-    def evict(self, max_bytes: int | None = None) -> tuple[str, ...]:
+    def evict(self, max_bytes: int | float | None = None) -> tuple[str, ...]:
         """Delete what was used least recently until at most `max_bytes` are left (None: the store's limit); returns the keys."""
-        limit = self.max_bytes if max_bytes is None else max_bytes
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise InvalidRequestError(f"max_bytes={max_bytes!r} must be an integer of at least 0")
+        limit = self.max_bytes if max_bytes is None else _bytes(max_bytes, 0)
         with chunk_file.writing(self.folder), self._locked():
             index = self._index()
             kept, gone = self._shrink(self._sweep(index), limit)
@@ -192,7 +204,7 @@ class ChunkStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ChunkFileError(f"{path}: could not be opened: {error}") from error
+            raise ChunkFileError(f"{path}: could not be opened: {error.strerror or error}") from error
 
     def _load(self, model: Model, state: EngineState, key: str, tokens: np.ndarray | None = None) -> tuple[EngineState, Chunk | None]:
         found = self._open(key)
@@ -302,6 +314,14 @@ class ChunkStore:
             size -= index[key].num_bytes
             gone.append(key)
         return {key: entry for key, entry in index.items() if key not in gone}, tuple(gone)
+
+
+def _bytes(max_bytes: Any, least: int) -> int:
+    """A limit as an integer; `1e9` is one too."""
+    limit = int(max_bytes) if isinstance(max_bytes, float) and max_bytes.is_integer() else max_bytes
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < least:
+        raise InvalidRequestError(f"max_bytes={reprlib.repr(max_bytes)} must be a whole number of bytes, at least {least}")
+    return limit
 
 
 def _entry(head: Head) -> Entry:
