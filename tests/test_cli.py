@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -108,11 +109,13 @@ def test_sampling_flags_reach_the_request(folder):
         (["generate", "--num-pages", "0", "x"], "num_pages=0"),
         (["generate", "--num-pages", "1", "a long prompt"], "13 tokens; this engine holds at most"),
         (["generate", ""], "the prompt is empty"),
-        (["generate", "\udcff"], r"lone surrogate U\+DCFF"),
+        (["generate", "\udcff"], r"byte 0xff at position 0 is not valid UTF-8 \(lone surrogate U\+DCFF at position 0\)"),
         (["generate", "--no-think", "x"], "add --chat"),
         (["generate", "--prompts", "p", "x"], "give no prompt"),
         (["generate", "--prompts", "/no/such/file"], "No such file"),
         (["chat", "--max-model-len", "9999"], "max_model_len=9999 exceeds"),
+        (["bench", "--which", "b1,foo", "--device", "cpu"], "unknown workload 'foo'; there are b1, b8, b64, offline, prefix, host"),
+        (["bench", "--dtype", "int7", "--device", "cpu"], "dtype 'int7' is not a floating-point torch dtype"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -276,6 +279,55 @@ def test_chat_reads_commands_from_a_pipe(greedy, capsys, monkeypatch):
     assert "(0 held by chunks, 0 by requests, " in captured.err
     for part in ("24 run, 0 reused", "unknown command /what", "Thinking is off.", "Thinking is on.", "Ctrl-D leaves", "no turn yet"):
         assert part in captured.err
+
+
+def test_input_that_is_not_utf8_is_named_and_the_chat_goes_on(greedy, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nHello\n/stats\n"), "utf-8", "surrogateescape"))
+    assert cli.main(["chat", *greedy]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: byte 0xe9 at position 3 is not valid UTF-8")
+    assert "12 reply tokens (length)" in captured.err
+
+
+@pytest.mark.parametrize("retain", ["all", "recompute", "shift", "gap"])
+def test_a_chat_takes_every_way_to_keep_answers(greedy, capsys, monkeypatch, retain):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHello\n/stats\n"))
+    assert cli.main(["chat", *greedy, "--retain", retain]) == 0
+    assert "12 reply tokens (length)" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line(greedy, capsys, monkeypatch):
+    def warned(options):
+        print(warnings.formatwarning(UserWarning("slow,\nas it is"), UserWarning, "cli.py", 1, "the line"), file=sys.stderr, end="")
+        raise nv.OutOfPagesError("full")
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(cli, "run_generate", warned)
+    assert cli.main(["generate", *greedy, "x"]) == 2
+    assert capsys.readouterr().err == "nanovllm: warning: slow, as it is\nnanovllm: error: full\n"
+    assert warnings.formatwarning is before
+
+
+def test_without_a_compiler_one_line_tells_so(greedy, tmp_path):
+    environment = {**os.environ, "CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    command = [*NANOVLLM, "generate", *greedy, "--device", "cpu", "x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"nanovllm: warning: CC='/nonexistent' is no program: decoding on the CPU is .*\n", done.stderr)
+
+
+def test_help_tells_the_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    for command, *told in (
+        ("generate", "(default: what requests of full length need, at most 4 GiB on a CPU", "empty lines left out"),
+        ("chat", "{all,recompute,shift,gap}", "(default recompute)"),
+        ("memory", "(default: 256; 96 for the demonstration)"),
+        ("bench", "tiny, a folder, a repository", "(default: qwen3-0.6b on a GPU, tiny on a CPU)"),
+        ("eval-reuse", "(default: what the measurement needs)"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        out = capsys.readouterr().out
+        assert all(part in out for part in told), (command, out)
 
 
 # What is shown

@@ -191,7 +191,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         (["--chunks", "2,2"], "different values"),
         (["--facts", "7"], "facts=7"),
         (["--questions", "0"], "questions=0"),
-        (["--quick", "--questions", "5"], "not both"),
+        (["--quick", "--questions", "5"], "--quick stands for --questions 12: give one of them, not both"),
         (["--recompute", "-1"], "recompute=-1"),
         (["--recompute", "1.5"], "recompute=1.5"),
         (["--recompute", "most"], "--recompute 'most'"),

@@ -157,3 +157,62 @@ def test_a_chat_runs_only_what_is_new(retain: chat.Retain) -> None:
     assert "<think>" in conversation.messages[-1]["content"]
     assert conversation.chunk is not None
     assert conversation.chunk.provenance.exact == (retain == "recompute")
+
+
+def talk(model: Model, texts: list[str], **limits: int) -> list[tuple[chat.Conversation, chat.Turn]]:
+    """The turns of a chat that keeps its thinking."""
+    state = nv.init_state(model, num_pages=256, max_num_seqs=2, **limits)
+    conversation, turns = chat.Conversation(retain="all"), []
+    for text in texts:
+        asked = chat.replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
+        state, conversation, figures = chat.turn(model, state, asked, nv.SamplingParams(temperature=0, max_tokens=60), lambda _: None)
+        nv.check(state)
+        assert figures.run + figures.reused == figures.prompt
+        turns.append((conversation, figures))
+    return turns
+
+
+def test_a_chat_keeps_its_thinking() -> None:
+    model = load_model(TINY, "cpu")
+    tokenizer = model.tokenizer
+    assert tokenizer is not None and tokenizer.think_token_ids is not None
+    texts = [f"What is {11 + i} + {24 - i}?" for i in range(6)]
+    turns = talk(model, texts)
+    for i, (text, (conversation, figures)) in enumerate(zip(texts, turns, strict=True)):
+        words = tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+        assert figures.run <= len(words) + 4
+        assert conversation.chunk is not None and conversation.chunk.provenance.exact
+        ids = conversation.chunk.token_ids
+        assert np.count_nonzero(ids == tokenizer.think_token_ids[0]) == np.count_nonzero(ids == tokenizer.think_token_ids[1]) == i + 1
+    chunk = turns[-1][0].chunk
+    assert chunk is not None and len(chunk) > len(render(model, turns[-1][0].messages[:-1])) + 100
+    prompt, greedy = chunk.token_ids[: turns[-1][1].prompt], nv.SamplingParams(temperature=0, max_tokens=60)
+    _, gen = nv.generate(model, nv.init_state(model, num_pages=256), prompt, greedy)
+    assert gen.text == turns[-1][0].messages[-1]["content"]
+
+
+@pytest.mark.parametrize("limit", [160, 2048])
+@pytest.mark.parametrize("text", ["<think>b</think> a", "a <think>", "</think>", "What is 2 + 3?"])
+def test_what_a_chat_keeps_is_the_prompt_and_its_thinking(text: str, limit: int) -> None:
+    model = load_model(TINY, "cpu")
+    tokenizer, real, contexts = model.tokenizer, chat.submit_many, []
+
+    def seen(model: Model, state: nv.EngineState, given: list, params: list, *, keep: bool) -> tuple[nv.EngineState, list[int]]:
+        (context,) = given
+        contexts.append(np.concatenate([context[0].token_ids, context[1]]) if isinstance(context, tuple) else context)
+        return real(model, state, given, params, keep=keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "submit_many", seen)
+        turns = talk(model, ["What is 1 + 1?", text, "And 4 + 4?"], max_model_len=limit)
+    assert tokenizer is not None
+    for (conversation, figures), context in zip(turns, contexts, strict=True):
+        prompt = np.array(render(model, conversation.messages[:-1]))
+        assert len(context) == figures.prompt <= limit
+        kept = np.ones(len(context), bool)
+        for begin, end in think_spans(tokenizer, context):
+            kept[begin:end] = False
+        left = np.ones(len(prompt), bool)
+        for begin, end in think_spans(tokenizer, prompt):
+            left[begin:end] = False
+        assert context[kept].tolist() == prompt[left].tolist()

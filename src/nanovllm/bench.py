@@ -18,15 +18,16 @@ from .compile import Drawn, Executor
 from .config import ModelConfig, RopeConfig
 from .decode import DecodeCarry
 from .engine import step, submit
+from .errors import InvalidRequestError
 from .init import init_state
-from .model import Model, load_model, resolve_device
+from .model import Model, load_model, resolve_device, resolve_dtype
 from .models import REGISTRY
 from .sampling_params import SamplingParams
 from .state.engine_state import EngineState
 from .state.kv import KVState
-from .types import dtype_of
 from .weights import random_fingerprint, random_params
 
+GPU_MODEL = "qwen3-0.6b"  # unless told otherwise
 WORKLOADS = ("b1", "b8", "b64", "offline", "prefix", "host")
 Generate = Callable[[list[list[int]], list[int], float], list[list[int]]]
 
@@ -53,7 +54,7 @@ def random_weights(name: str, *, device: torch.device | str | None = None, dtype
     """A model of one of `SHAPES` with random weights and no tokenizer."""
     config = SHAPES[name]
     target = resolve_device(device)
-    chosen = dtype_of(dtype) if dtype is not None else dtype_of(config.dtype if target.type == "cuda" else "float32")
+    chosen = resolve_dtype(dtype, config, target)
     return Model(
         name=f"{name} (random weights)",
         config=config,
@@ -244,11 +245,13 @@ def _positive(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm bench`."""
-    parser.add_argument("--model", default=None, help=f"a folder, a repository, or random weights of one of {', '.join(SHAPES)}")
+    where = f"tiny, a folder, a repository, or random weights of one of {', '.join(SHAPES)} (default: {GPU_MODEL} on a GPU, tiny on a CPU)"
+    parser.add_argument("--model", default=None, help=where)
     parser.add_argument("--which", default=None, help=f"comma-separated: {', '.join(WORKLOADS)} (default: all; on a CPU b1,b8,host)")
     parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU where there is one)")
     parser.add_argument("--dtype", default=None, help="float32, bfloat16, ... (default: bfloat16 on a GPU, float32 on a CPU)")
-    parser.add_argument("--repeats", type=_positive, default=3, help="runs of each workload but offline, of which the median counts (default: %(default)s)")
+    repeats = "runs of each workload but offline, of which the median counts (default: %(default)s)"
+    parser.add_argument("--repeats", type=_positive, default=3, help=repeats)
     parser.add_argument("--output", type=Path, default=None, help="also write the result to this JSON file")
     parser.add_argument("--commit", default=None, help="the commit to record where the source tree is not a checkout")
 
@@ -257,11 +260,11 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Run the chosen workloads, print one JSON object, and write it where asked. Returns 0."""
     device = resolve_device(options.device)
     cuda = device.type == "cuda"
-    name = options.model or ("qwen3-0.6b" if cuda else "tiny")
-    model = random_weights(name, device=device, dtype=options.dtype) if name in SHAPES else load_model(name, device, options.dtype)
     which = options.which.split(",") if options.which else list(WORKLOADS if cuda else ("b1", "b8", "host"))
     if unknown := set(which) - set(WORKLOADS):
-        raise SystemExit(f"unknown workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
+        raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WORKLOADS)}")
+    name = options.model or (GPU_MODEL if cuda else "tiny")
+    model = random_weights(name, device=device, dtype=options.dtype) if name in SHAPES else load_model(name, device, options.dtype)
     start = time.perf_counter()
     engine = Engine(model, max_model_len=min(model.config.max_position_embeddings, 20480))
     figures = {"init_s": round(time.perf_counter() - start, 2)}

@@ -21,7 +21,8 @@ from .state.engine_state import EngineState
 from .state.request import RequestOutput
 from .streams import TextStream
 from .terminal import View, note
-from .thinking import Retain, check_retain, without_thinking
+from .thinking import Retain, check_retain, think_spans, without_thinking
+from .tokenizer import check_text
 
 HELP = """\
 Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
@@ -39,6 +40,7 @@ class Conversation:
     """The messages so far, and a chunk with the KV of what the last turn ran (None before the first).
 
     `retain` says how an answer is kept without the thinking before it (see `drop`): with `recompute`, the next turn runs it again.
+    With `all` the thinking stays in the chunk, though the messages' prompt has none, as long as there is room for it.
     """
 
     messages: tuple[dict[str, str], ...] = ()
@@ -86,7 +88,8 @@ def turn(
     error: str | None = None
     with noted_interrupts(every=True) as came:
         # No exception leaves between here and `detach`, or the only live state would be lost with it.
-        state, context = _continued(state, asked.chunk, tokens)
+        state, context = _continued(state, asked.chunk, tokens, _hidden(model, asked))
+        prompt = sum(map(len, context)) if isinstance(context, tuple) else len(context)
         state, (request,) = submit_many(model, state, [context], [params], keep=True)
         if isinstance(context, tuple):
             state = release(state, context[0])
@@ -114,7 +117,7 @@ def turn(
         reply = "" if model.tokenizer is None else model.tokenizer.decode(token_ids)
         reason = "stopped" if error is None else "error"
     figures = Turn(
-        prompt=len(tokens),
+        prompt=prompt,
         run=after.prefill_tokens - before.prefill_tokens,
         reused=after.reused_tokens - before.reused_tokens,
         reply=len(token_ids),
@@ -139,19 +142,45 @@ def _answer(model: Model, state: EngineState, chunk: Chunk, start: int, retain: 
         return state, chunk
 
 
-def _continued(state: EngineState, chunk: Chunk | None, tokens: np.ndarray) -> tuple[EngineState, tuple[Chunk, np.ndarray] | np.ndarray]:
-    """The prompt as a context over what the chunk has of it; the chunk goes, a shorter one takes its place where it has other tokens."""
+def _hidden(model: Model, asked: Conversation) -> np.ndarray | None:
+    """Which tokens of the conversation's chunk are thinking to be kept, where the messages' prompt has none."""
+    if asked.chunk is None or asked.retain != "all" or model.tokenizer is None:
+        return None
+    hidden = np.zeros(len(asked.chunk), bool)
+    for begin, end in think_spans(model.tokenizer, asked.chunk.token_ids):
+        hidden[begin:end] = True
+    return hidden
+
+
+def _continued(
+    state: EngineState, chunk: Chunk | None, tokens: np.ndarray, hidden: np.ndarray | None = None
+) -> tuple[EngineState, tuple[Chunk, np.ndarray] | np.ndarray]:
+    """The prompt as a context over what the chunk has of it; the chunk goes, a shorter one takes its place where it has other tokens.
+
+    `hidden` tokens of the chunk may stand in the context although the prompt lacks them.
+    """
     if chunk is None:
         return state, tokens
-    both = min(len(chunk), len(tokens))
-    differ = np.flatnonzero(chunk.token_ids[:both] != tokens[:both])
-    shared = int(differ[0]) if len(differ) else both
-    if shared == len(chunk) and len(tokens) < capacity(state, chunk):
+    room = capacity(state, chunk)
+    heads = [_head(chunk.token_ids, tokens, left_out) for left_out in ([None] if hidden is None else [None, hidden])]
+    fitting = [(kept, shared) for kept, shared in heads if kept + len(tokens) - shared < room]
+    kept, shared = max(fitting, default=(0, 0))
+    if kept == len(chunk):
         return state, (chunk, tokens[shared:])
-    if not shared or len(tokens) >= capacity(state, chunk):  # its gaps leave too few positions
+    if not kept:  # or its gaps leave too few positions
         return release(state, chunk), tokens
-    state, head = truncate(state, chunk, shared)
+    state, head = truncate(state, chunk, kept)
     return release(state, chunk), (head, tokens[shared:])
+
+
+def _head(token_ids: np.ndarray, tokens: np.ndarray, hidden: np.ndarray | None) -> tuple[int, int]:
+    """How much of a chunk can stand before the rest of a prompt, and how many of the prompt's tokens that spares."""
+    seen = np.arange(len(token_ids)) if hidden is None else np.flatnonzero(~hidden)
+    both = min(len(seen), len(tokens))
+    differ = np.flatnonzero(token_ids[seen[:both]] != tokens[:both])
+    shared = int(differ[0]) if len(differ) else both
+    # No hidden tokens at the end: what follows them may be the prompt's own form of the same.
+    return (int(seen[shared - 1]) + 1 if shared else 0), shared
 
 
 def run(
@@ -207,6 +236,7 @@ def run(
                 note(f"unknown command {command}; /help shows the commands")
             case _:
                 try:
+                    check_text(text)
                     with noted_interrupts(every=True):  # between the turn's end and this assignment too
                         state, conversation, figures = _show_turn(model, state, conversation, text, params)
                 except NanoVLLMError as error:

@@ -5,7 +5,9 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     measures = arguments[:1] in (["bench"], ["eval-reuse"])
     options = build_parser(with_bench=measures).parse_args(arguments, argparse.Namespace(arguments=arguments[1:]))
     try:
-        return options.run(options)
+        with one_line_warnings():
+            return options.run(options)
     except NanoVLLMError as error:
         print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -52,6 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away; what is still buffered must not fail a second time at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Warnings of the block look like errors do: one line, without the place in the source."""
+
+    def formatted(message: Warning | str, *_: object, **__: object) -> str:
+        return f"nanovllm: warning: {' '.join(str(message).split())}\n"
+
+    before, warnings.formatwarning = warnings.formatwarning, formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _version() -> str:
@@ -71,7 +88,8 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
     generate.add_argument("prompt", nargs="*", help="the text to continue; several words are joined; without any, stdin is read")
-    generate.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line; prints a JSON object a reply, in the same order")
+    prompts = "a prompt a line, empty lines left out; prints a JSON object a reply, in the same order"
+    generate.add_argument("--prompts", type=Path, metavar="FILE", help=prompts)
     generate.add_argument("--stream", action="store_true", help="print the reply while it is made")
     generate.add_argument("--chat", action="store_true", help="take the prompt as a question to a chat model")
     generate.add_argument("--system", metavar="TEXT", help="the system message, with --chat")
@@ -85,9 +103,10 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     talk.add_argument("--no-think", action="store_true", help="begin with thinking off")
     talk.add_argument(
         "--retain",
-        choices=MODES,
+        choices=("all", *MODES),
         default="recompute",
-        help="how an answer's KV is kept without the thinking before it: run again (exact), or moved or left in place (fast, approximate)",
+        help="how an answer's KV is kept without the thinking before it: run again (exact), or moved or left in place (fast, approximate); "
+        "all keeps the thinking too, for the model to see (default %(default)s)",
     )
     _add_model_options(talk)
     _add_sampling_options(talk, max_tokens=2048)
@@ -95,7 +114,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
 
     memory = commands.add_parser("memory", help="show who holds the pages of the KV memory", description=memory_demo.DESCRIPTION)
     memory_demo.add_arguments(memory)
-    _add_model_options(memory)
+    _add_model_options(memory, num_pages=f"{memory_demo.NUM_PAGES}; {memory_demo.DEMO_PAGES} for the demonstration")
     memory.set_defaults(run=memory_demo.run)
 
     bench = commands.add_parser("bench", help="measure the speed of this machine")
@@ -107,7 +126,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         module.add_arguments(bench)
         bench.set_defaults(run=lambda options: module.main(options, options.arguments))
         command.add_arguments(quality)
-        _add_model_options(quality)
+        _add_model_options(quality, num_pages="what the measurement needs")
         quality.set_defaults(run=lambda options: command.main(options, _limits(options)))
     return parser
 
@@ -200,13 +219,16 @@ def sampling(options: argparse.Namespace, model: Model) -> SamplingParams:
     return replace(from_generation_config(model.generation_config), **given)
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+POOL = "what requests of full length need, at most 4 GiB on a CPU and what --memory-fraction leaves on a GPU"
+
+
+def _add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) -> None:
     group = parser.add_argument_group("model")
     where = "a folder, a repository in the Hugging Face cache such as Qwen/Qwen3-0.6B, or tiny, the packaged model (default)"
     group.add_argument("--model", default="tiny", metavar="NAME", help=where)
     group.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU where there is one)")
     group.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
-    group.add_argument("--num-pages", type=int, metavar="N", help="KV memory in pages of 16 tokens (default: what fits)")
+    group.add_argument("--num-pages", type=int, metavar="N", help=f"KV memory in pages of 16 tokens (default: {num_pages})")
     group.add_argument("--max-model-len", type=int, metavar="N", help="the most tokens of prompt and reply together (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="the share of a GPU's memory to use (default 0.9)")
     group.add_argument("--eager", action="store_true", help="plain function calls, on a GPU too: starts sooner, runs far slower")

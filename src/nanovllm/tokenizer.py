@@ -107,7 +107,11 @@ def check_text(text: str | bytes) -> str:
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"byte {error.object[error.start]:#04x} at position {error.start} is not valid UTF-8") from error
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"lone surrogate U+{ord(error.object[error.start]):04X} at position {error.start}") from error
+        code = ord(error.object[error.start])
+        told = f"lone surrogate U+{code:04X} at position {error.start}"
+        if 0xDC80 <= code <= 0xDCFF:  # what Python makes of such a byte in arguments, and in the input of some locales
+            told = f"byte {code - 0xDC00:#04x} at position {error.start} is not valid UTF-8 ({told})"
+        raise InvalidRequestError(told) from error
     return text
 
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
     """Measure, print the table, write the files that were asked for. Returns 0."""
     if options.quick and options.questions is not None:
-        raise InvalidRequestError("--quick is a number of questions: give it or --questions, not both")
+        raise InvalidRequestError(f"--quick stands for --questions {QUICK}: give one of them, not both")
     settings = Settings(
         chunks=_values("--chunks", options.chunks, int),
         facts=options.facts,
