@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import nanovllm
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,8 +16,8 @@ NAMED = re.compile(r"`([\w./-]+\.(?:py|md|json|toml|txt|safetensors)|[\w.-]+(?:/
 LINKED = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 FOREIGN = ("config.json", "generation_config.json", "model.safetensors", "README.md", "prompts.txt")  # of checkpoints and callers
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
-PROGRAMS = [code for language, code in BLOCKS if language == "python"]
+FOUND = {section.split("\n")[0]: re.findall(r"```python\n(.*?)```", section, re.S) for section in README.split("\n## ")}
+PROGRAMS = {title: programs for title, programs in FOUND.items() if programs}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -39,20 +40,32 @@ def test_the_structure_names_every_file():
         assert path.name == "__init__.py" or name in named or any(f in named for f in folders), f"docs/structure.md does not name {name}"
 
 
-@pytest.mark.parametrize("code", PROGRAMS, ids=lambda code: code.split("\n")[2][:30])
-def test_programs_run_and_print_what_the_readme_says(code, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # they may save files
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    out = capsys.readouterr().out
-    at = README.index(code) + len(code)
-    shown = re.match(r"```\nIt prints\n```\n(.*?)```", README[at:], re.S)
-    if shown:
-        assert out == shown[1]
+@pytest.mark.parametrize("title", PROGRAMS)
+def test_programs_run_and_print_what_the_readme_says(title, capsys, tmp_path, monkeypatch):
+    """Those of a section share a folder: the second may read what the first saved."""
+    monkeypatch.chdir(tmp_path)
+    for code in PROGRAMS[title]:
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+        out = capsys.readouterr().out
+        at = README.index(code) + len(code)
+        shown = re.match(r"```\nIt prints\n```\n(.*?)```", README[at:], re.S)
+        if shown:
+            assert out == shown[1]
 
 
 def test_the_functional_example_is_short_and_shown():
-    assert len(PROGRAMS[0].strip().splitlines()) <= 12
+    assert len(PROGRAMS["The state is a value"][0].strip().splitlines()) <= 12
     assert "It prints" in README
+
+
+def test_every_exported_name_is_listed_with_the_arguments_it_takes():
+    section = README.split("\n## All names\n")[1].split("\n## ")[0]
+    assert set(nanovllm.__all__) <= set(re.findall(r"`(\w+)", section))
+    for name, arguments in re.findall(r"^- `(\w+)\((.*?)\)`", section, re.M):
+        takes = inspect.signature(getattr(nanovllm, name)).parameters
+        given = [argument.split("=")[0] for argument in arguments.split(", ")]
+        assert given == [key for key in takes if key in given], name
+        assert all(key in given for key, value in takes.items() if value.default is value.empty), name
 
 
 def test_the_tables_name_every_option():
