@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from nanovllm.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.reference import Reference
 
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -101,6 +103,48 @@ def test_recomputed_heads_are_as_if_run_one_after_another(model: Model) -> None:
     state, by_steps = nv.compose(model, state, [both, c], 2)
     state, at_once = nv.compose(model, state, [a, b, c], 2)
     torch.testing.assert_close(kv_of(state, by_steps), kv_of(state, at_once), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lead", ["", " ", "\n", "\n\n"])
+@pytest.mark.parametrize("recompute", [0, 4])
+def test_composed_sentences_are_what_the_weights_make_of_them(lead: str, recompute: int) -> None:
+    """Against a decoder in float64 whose tokens see what they saw: what a model makes of a cut is its own doing."""
+    tiny = nv.load_model("tiny", "cpu")
+    assert tiny.tokenizer is not None
+    question = f"{lead}The capital of Aistonia is"
+    texts = ["The king of Aistonia is Oswin.", f"{lead}The capital of Aistonia is Velmora.", question]
+    first, second, asked = (tiny.tokenizer.encode(text) for text in texts)
+    reference = Reference(tiny)
+
+    def run(before: list[tuple[int, np.ndarray]], tokens: list[int]) -> tuple[list[tuple[int, np.ndarray]], np.ndarray]:
+        cells, logits = list(before), np.empty(0)
+        for token in tokens:
+            kv, logits = reference.run(cells, token, len(cells))
+            cells.append((len(cells), kv))
+        return cells, logits
+
+    head, _ = run([], first)
+    alone, _ = run([], second)
+    moved = [(len(head) + position, kv) for position, kv in alone]
+    again, _ = run(head, second[:recompute])
+    _, expected = run([*again, *moved[recompute:]], asked)
+    state = nv.init_state(tiny, num_pages=64)
+    state, a = nv.prefill(tiny, state, first)
+    state, b = nv.prefill(tiny, state, second)
+    state, both = nv.compose(tiny, state, [a, b], recompute)
+    state, one = nv.compose(tiny, state, [a])
+    found = next_logits(tiny, state, [[both, asked], [a, asked], [one, asked]])
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(found[1], run(head, asked)[1], rtol=0, atol=2e-3)
+    assert np.array_equal(found[1], found[2])
+
+
+def next_logits(model: Model, state: EngineState, contexts: list[list[Any]]) -> np.ndarray:
+    """The logits behind the last token of each context."""
+    state, carry = nv.begin(model, state, contexts, GREEDY, room=1)
+    carry, out = nv.decode_step(model.params, carry, model.config)
+    nv.commit(model, state, carry)
+    return out.logits.numpy()
 
 
 def test_a_fraction_chooses_what_deviates_most(model: Model) -> None:
