@@ -3,9 +3,11 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +15,18 @@ import torch
 import nanovllm as nv
 from nanovllm import cli
 from nanovllm.eval_reuse import Reading, Report, Row, Settings, draw, evaluate, kl_divergence, table
-from nanovllm.eval_reuse.experiments import ALONE, DROPPED, KEPT, LEANING
-from nanovllm.eval_reuse.facts import HEAD, MAX_FACTS, alone, draw_facts, leaning
+from nanovllm.eval_reuse.composed import ALONE, LEANING, SEPARATED, cuts, separated
+from nanovllm.eval_reuse.experiments import DROPPED, KEPT
+from nanovllm.eval_reuse.facts import HEAD, MAX_FACTS, Passages, alone, draw_facts, leaning
 from nanovllm.eval_reuse.measure import Context, Engine, Question, compare, refer
 from nanovllm.eval_reuse.report import FULL, GUESSED, summarise
+from nanovllm.eval_reuse.ways import Bench
 from nanovllm.model import Model
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
-SMALL = Settings(chunks=(2, 3), facts=2, questions=2, recompute=(0, 8, 0.1, "all"), turns=(1, 2), reply_len=4)
+SMALL = Settings(chunks=(2, 3), facts=2, separators=("\n",), questions=2, recompute=(0, 8, 0.1, "all"), turns=(1, 2), reply_len=4)
+
+TINY = Settings(chunks=(2,), separators=(" ",), questions=2, recompute=(0, "all"))
 
 
 def model_of(architecture: str) -> Model:
@@ -34,7 +40,7 @@ def report(request: pytest.FixtureRequest) -> Report:
 
 @pytest.fixture(scope="module")
 def tiny() -> Report:
-    return evaluate(nv.load_model("tiny", "cpu"), Settings(chunks=(2,), questions=2, recompute=(0, "all"), turns=(1, 2)))
+    return evaluate(nv.load_model("tiny", "cpu"), replace(TINY, turns=(1, 2)))
 
 
 def test_kl_by_hand() -> None:
@@ -118,6 +124,59 @@ def test_every_second_passage_leans(tiny: Report) -> None:
     assert {fact.subject for fact in more} == {facts[0].subject}
 
 
+@pytest.mark.parametrize("separator", [" ", "\n\n"])
+@pytest.mark.parametrize("drawn", [alone, leaning])
+def test_a_cut_before_a_separator_and_one_behind_it_part_the_same_text(drawn: Callable[..., Passages], separator: str) -> None:
+    before, behind = (drawn(Random(4), 3, 1, 1, separator, behind=behind) for behind in (False, True))
+    assert before.asked == behind.asked
+    whole, other = ("".join((cut.head, *cut.texts, cut.lead)) for cut in (before, behind))
+    assert whole == other
+    assert (before.head, before.lead) == (HEAD, separator)
+    assert (behind.head, behind.lead) == (HEAD + separator, "")
+    assert all(text.startswith(separator) for text in before.texts[::2])
+    assert all(not text[0].isspace() and text[-1].isspace() for text in behind.texts)
+
+
+def test_every_cut_is_compared_on_as_many_questions(report: Report, tiny: Report) -> None:
+    for found, settings in ((report, SMALL), (tiny, TINY)):
+        names = [cut.name for cut in cuts(settings)]
+        assert len(set(names)) == 6
+        groups = {name: {row.method: row for row in found.separators if row.group == name} for name in names}
+        assert sum(map(len, groups.values())) == len(found.separators)
+        for group in groups.values():
+            assert list(group) == [FULL, GUESSED, "recompute=0", "recompute=8"]
+            assert {row.questions for row in group.values()} == {2}
+            assert group["recompute=8"].tokens_run == pytest.approx(group["recompute=0"].tokens_run + 16)
+    assert [len(cuts(settings)) for settings in (Settings(), Settings(facts=1))] == [14, 8]
+
+
+def test_where_chunks_are_cut_decides_what_the_packaged_model_recalls() -> None:
+    """A first token that no text in its training begins with draws little attention: what stands behind it looks for such a token."""
+    model, settings = nv.load_model("tiny", "cpu"), Settings(facts=1, separators=(" ", "\n\n"), questions=8)
+    engines = [Engine(model, 4, max_model_len=512) for _ in range(2)]
+    bench = Bench(model=model, reference=engines[0], reuse=engines[1], settings=settings, moved=int)
+    rows = {(row.group, row.method): row.recall for row in summarise(separated(bench))}
+    for part in ('" " before', '" " behind', '"\\n\\n" before', '"\\n\\n" behind'):
+        full, reused = (rows[f"1 fact a chunk, {part}", method] for method in (FULL, "recompute=0"))
+        assert full >= 0.8, part
+        assert reused <= 0.2 if part == '" " before' else reused >= 0.6, part
+
+
+def test_chats_tell_two_facts_of_a_subject_at_least() -> None:
+    model = nv.load_model("tiny", "cpu")
+    found = evaluate(model, replace(TINY, facts=1, questions=1, recompute=(0,), turns=(1,)), progress=False)
+    assert found.skipped == ()
+    assert {row.recall for row in found.rows if row.experiment == KEPT and row.method == "recompute"} == {1}
+
+
+def test_the_separator_stands_before_chunks_and_questions() -> None:
+    model, settings = model_of("Qwen3ForCausalLM"), replace(SMALL, chunks=(2,), questions=1, recompute=(0,))
+    short, long = (evaluate(model, replace(settings, separator=part)).rows for part in (" ", " " * 5))
+    for one, other in zip(short, long, strict=True):
+        chunks = {ALONE: 2, LEANING: 1, DROPPED: 1}[one.experiment]  # behind a separator; characters are tokens here
+        assert other.tokens_full - one.tokens_full == 4 * (chunks + 1)
+
+
 @pytest.mark.parametrize(
     ("reply", "anywhere", "right"),
     [
@@ -170,15 +229,18 @@ def test_rows_are_medians_and_means() -> None:
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(save_hf_folder(tmp_path / "model", tiny_config(max_position_embeddings=1024)))
-    given = ["--model", folder, "--device", "cpu", "--chunks", "2", "--facts", "2", "--questions", "2", "--recompute", "0, 0.5,all"]
+    given = ["--model", folder, "--device", "cpu", "--chunks", "2", "--facts", "1", "--questions", "1", "--recompute", "0, 0.5,all"]
+    given += ["--separator", r"\n"]
     assert cli.main(["eval-reuse", *given, "--out", str(tmp_path / "new" / "quality")]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
+    assert captured.out.startswith('model, float32, seed 0, separator "\\n"\n')
     for part in (ALONE, LEANING, DROPPED, FULL, GUESSED, "recompute=50% by deviation", "recompute=all", f"skipped: {KEPT}"):
         assert part in captured.out
     written = json.loads((tmp_path / "new" / "quality.json").read_text())
     assert written["settings"]["recompute"] == [0, 0.5, "all"]
-    assert {"schema", "model", "fingerprint", "dtype", "device", "versions", "rows", "skipped"} < set(written)
+    assert written["settings"]["separator"] == "\n"
+    assert {"schema", "model", "fingerprint", "dtype", "device", "versions", "rows", "separators", "skipped"} < set(written)
     assert set(written["rows"][0]) == set(Row.__dataclass_fields__)
     assert (tmp_path / "new" / "quality.svg").read_text().startswith("<?xml")
 
@@ -189,7 +251,8 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         (["--chunks", "two"], "--chunks 'two'"),
         (["--chunks", "1"], r"chunks=1 must be an integer in \[2"),
         (["--chunks", "2,2"], "different values"),
-        (["--facts", "7"], "facts=7"),
+        (["--facts", "7"], r"facts=7 must be an integer in \[1, 6\]"),
+        (["--facts", "0"], "facts=0"),
         (["--questions", "0"], "questions=0"),
         (["--quick", "--questions", "5"], "--quick stands for --questions 12: give one of them, not both"),
         (["--recompute", "-1"], "recompute=-1"),
@@ -211,7 +274,7 @@ def test_errors_are_one_line_and_exit_2(arguments: list[str], match: str, capsys
 
 def test_bad_inputs_are_named(untyped: None, tmp_path: Path, tiny: Report) -> None:
     listed = ({"chunks": [2]}, {"chunks": ()}, {"turns": (0,)}, {"recompute": "all"}, {"recompute": ([],)})
-    for wrong in (*listed, {"facts": 1.5}, {"questions": True}, {"thought_len": 0}):
+    for wrong in (*listed, {"facts": 1.5}, {"questions": True}, {"thought_len": 0}, {"separator": None}, {"separators": (" ", 1)}):
         with pytest.raises(nv.InvalidRequestError, match=next(iter(wrong))):
             Settings(**wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(nv.InvalidRequestError, match="no tokenizer"):
@@ -221,17 +284,19 @@ def test_bad_inputs_are_named(untyped: None, tmp_path: Path, tiny: Report) -> No
 
 
 def test_the_table_is_aligned(tiny: Report) -> None:
-    lines = table(tiny).splitlines()
-    heads = [line for line in lines if "questions" in line and "recall" in line]
-    assert len(set(heads)) == 1
-    (end,) = {line.rindex("%") for line in lines if line.endswith("%")}
-    assert end + 1 == len(heads[0])
+    for part in table(tiny).split(SEPARATED):
+        lines = part.splitlines()
+        heads = [line for line in lines if ("questions" in line and "recall" in line) or (FULL in line and GUESSED in line)]
+        assert len(set(heads)) == 1
+        (end,) = {len(line) for line in lines if line.endswith("%")}
+        assert end == len(heads[0])
 
 
 def test_the_published_table_is_of_the_published_report() -> None:
     docs = Path(__file__).parents[1] / "docs"
     written = json.loads((docs / "reuse-quality.json").read_text())
-    rows = tuple(Row(**row) for row in written["rows"])
-    report = Report(metadata=written, rows=rows, skipped=tuple(written["skipped"]))
+    rows, separators = (tuple(Row(**row) for row in written[name]) for name in ("rows", "separators"))
+    report = Report(metadata=written, rows=rows, separators=separators, skipped=tuple(written["skipped"]))
     assert f"```\n{table(report)}\n```" in (docs / "reuse-quality.md").read_text()
-    assert Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in written["settings"].items()})
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in written["settings"].items()}
+    assert Settings(**settings)

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     numbers = "how many chunks are composed (default %(default)s)"
     group.add_argument("--chunks", default=_joined(default.chunks), metavar="N,N", help=numbers)
     group.add_argument("--facts", type=int, default=default.facts, metavar="N", help="facts in a chunk (default %(default)s)")
+    between = f"stands before every chunk and question, \\n for a line break (default {_escaped(default.separator)})"
+    group.add_argument("--separator", default=_escaped(default.separator), metavar="TEXT", help=between)
     group.add_argument("--questions", type=int, metavar="N", help=f"questions of each kind (default {default.questions})")
     group.add_argument("--quick", action="store_true", help=f"{QUICK} questions of each kind: a rough picture")
     amounts = "numbers of first tokens of each chunk, fractions of all tokens by deviation, or all (default %(default)s)"
@@ -43,6 +45,7 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
     settings = Settings(
         chunks=_values("--chunks", options.chunks, int),
         facts=options.facts,
+        separator=options.separator.replace("\\n", "\n"),
         questions=QUICK if options.quick else Settings().questions if options.questions is None else options.questions,
         recompute=_values("--recompute", options.recompute, _amount),
         thought_len=options.thought_len,
@@ -80,6 +83,10 @@ def _values(name: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
         return tuple(kind(part.strip()) for part in text.split(","))
     except ValueError:
         raise InvalidRequestError(f"{name} {text!r} must be values with commas between them") from None
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\n", "\\n")
 
 
 def _joined(values: tuple[Any, ...]) -> str:

@@ -1,8 +1,5 @@
-"""The experiments: chunks of facts composed, a span dropped from a text, answers of a chat kept without their thinking."""
+"""The experiments: those of `composed.py`, a span dropped from a text, answers of a chat kept without their thinking."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 from ..context import encode
@@ -13,44 +10,16 @@ from ..progress import bar
 from ..sampling_params import SamplingParams
 from ..state.chunk import Chunk
 from ..thinking import think_spans
-from .facts import HEAD, Fact, Passages, alone, aside, draw_facts, lean, leaning, tell
+from .composed import ALONE, LEANING, composed, cuts, separated
+from .facts import HEAD, Fact, aside, draw_facts, lean, tell
 from .measure import BATCH, Engine, Question, Reading, text_of
 from .report import Report, metadata, summarise
-from .settings import Recompute, Settings
-from .ways import Group, Segment, Way, asked, compared, completed, guessed, referred, trimmed
+from .settings import Settings
+from .ways import Bench, Group, Segment, asked, completed, guessed, referred, trimmed
 
-ALONE = "chunks composed, each understood alone"
-LEANING = "chunks composed, every second leaning on the one before"
 DROPPED = "an aside dropped, facts behind it kept"
 KEPT = "answers of a chat kept without their thinking"
 MAX_TOKENS = 1024  # of a context and its reply, unless told otherwise
-QUESTIONS = 8  # after one context, at most
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bench:
-    """The two engines that are measured, and a bar that moves with every question answered."""
-
-    model: Model
-    reference: Engine
-    reuse: Engine
-    settings: Settings
-    moved: Callable[[int], Any]
-
-    def group(self, experiment: str, name: str) -> Group:
-        """A group of questions to the two engines."""
-        return Group(model=self.model, reference=self.reference, reuse=self.reuse, experiment=experiment, name=name)
-
-    def random(self, *names: object) -> Random:
-        """Draws that follow from the seed and from what they are for."""
-        return Random("/".join(map(str, (self.settings.seed, *names))))
-
-    def batches(self, size: int) -> Iterator[int]:
-        """Numbers of at most `size` that add up to a group's questions."""
-        for done in range(0, self.settings.questions, size):
-            count = min(size, self.settings.questions - done)
-            yield count
-            self.moved(count)
 
 
 def evaluate(model: Model, settings: Settings | None = None, *, progress: bool | None = None, **limits: Any) -> Report:
@@ -65,60 +34,29 @@ def evaluate(model: Model, settings: Settings | None = None, *, progress: bool |
     if model.tokenizer is None:
         raise InvalidRequestError(f"{model.name} has no tokenizer: the facts are text")
     limits, chats = _limits(model, settings, limits), _chats(model)
-    total = settings.questions * (2 * len(settings.chunks) + 2 + chats)
+    total = settings.questions * (2 * len(settings.chunks) + 2 + chats + len(cuts(settings)))
     with bar(total, "eval-reuse", "questions", progress=progress) as shown:
         engines = [Engine(model, settings.reply_len, **limits) for _ in range(2)]
         bench = Bench(model=model, reference=engines[0], reuse=engines[1], settings=settings, moved=shown.update)
         readings = [*composed(bench), *dropped(bench), *(kept(bench) if chats else ())]
+        parted = separated(bench)
     found = {reading.experiment for reading in readings}
     skipped = tuple(name for name in (ALONE, LEANING, DROPPED, KEPT) if name not in found)
-    return Report(metadata=metadata(model, settings), rows=summarise(readings), skipped=skipped)
-
-
-def composed(bench: Bench) -> list[Reading]:
-    """Passages filled alone and composed behind a common beginning, then asked about."""
-    readings, facts = [], bench.settings.facts
-    for experiment, drawn, share in ((ALONE, alone, 1), (LEANING, leaning, 2)):
-        for count in bench.settings.chunks:
-            random, group = bench.random(experiment, count), bench.group(experiment, f"{count} chunks")
-            for questions in bench.batches(min(QUESTIONS, count // share * facts)):
-                readings += _composed(group, drawn(random, count, facts, questions), bench.settings.recompute)
-    return readings
-
-
-def _composed(group: Group, passages: Passages, amounts: tuple[Recompute, ...]) -> list[Reading]:
-    model, engine = group.model, group.reuse
-    head = encode(model, HEAD, first=True).tolist()
-    runs = [head, *(encode(model, text, first=False).tolist() for text in passages.texts)]
-    references, readings = referred(group, [token for run in runs for token in run], completed(model, passages.asked))
-    chunks = [engine.prefill(run) for run in runs]
-    for exact in (False, True):
-        ways = []
-        for amount in amounts:
-            if (amount == "all") == exact:
-                whole, run, cost = engine.compose(chunks, amount)
-                ways.append(Way(method=f"recompute={_shown(amount)}", chunk=whole, tokens_run=run, cost=cost))
-        readings += compared(group, ways, references)
-    engine.release(*chunks)
-    return readings
-
-
-def _shown(amount: Recompute) -> str:
-    return f"{100 * amount:.3g}% by deviation" if isinstance(amount, float) else str(amount)
+    return Report(metadata=metadata(model, settings), rows=summarise(readings), separators=summarise(parted), skipped=skipped)
 
 
 def dropped(bench: Bench) -> list[Reading]:
     """Facts, an aside, facts: the aside is dropped, and what stands behind it, and has read it, is asked for."""
-    readings, facts, model = [], bench.settings.facts, bench.model
+    readings, facts, separator, model = [], bench.settings.facts, bench.settings.separator, bench.model
     for leans in (False, True):
         group = bench.group(DROPPED, "leaning" if leans else "alone")
         random = bench.random(DROPPED, group.name)
         for questions in bench.batches(facts):
             first = draw_facts(random, facts)
             second = draw_facts(random, facts, about=first if leans else ())
-            before = encode(model, f"{HEAD}\n\n{tell(first)}", first=True).tolist()
+            before = encode(model, HEAD + separator + tell(first), first=True).tolist()
             gone, behind = (encode(model, f" {text}", first=False).tolist() for text in (aside(random), (lean if leans else tell)(second)))
-            references, found = referred(group, before + behind, completed(model, second[:questions]))
+            references, found = referred(group, before + behind, completed(model, second[:questions], separator))
             segment = Segment(token_ids=before + gone + behind, start=len(before), stop=len(before) + len(gone))
             readings += [*found, *trimmed(group, [segment], references)]
     return readings
@@ -126,10 +64,10 @@ def dropped(bench: Bench) -> list[Reading]:
 
 def kept(bench: Bench) -> list[Reading]:
     """A chat with thinking, kept turn by turn without it, and its facts asked for after some turns, as "And its king?"."""
-    readings, random, settings = [], bench.random(KEPT), bench.settings
-    for questions in bench.batches(settings.facts - 1):
-        subjects = [draw_facts(random, settings.facts) for _ in range(2)]
-        wanted = [(random.choice(subjects), random.randrange(settings.facts)) for _ in range(max(settings.turns))]
+    readings, random, facts = [], bench.random(KEPT), max(2, bench.settings.facts)
+    for questions in bench.batches(facts - 1):
+        subjects = [draw_facts(random, facts) for _ in range(2)]
+        wanted = [(random.choice(subjects), random.randrange(facts)) for _ in range(max(bench.settings.turns))]
         readings += _chatted(bench, subjects, wanted, questions)
     return readings
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 HEAD = "Here are my notes."
+PARAGRAPH = "\n\n"
 ASIDES = (
     "Once upon a time, there was a brave boy called {name}. He lived with his brother in a small house with a pink door. One warm day, "
     "{name} found a grey wolf behind the woodpile. It could not walk, because there was a thorn in its paw.",
@@ -84,10 +85,12 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passages:
-    """Texts that follow one another, and the facts to ask for after them."""
+    """Texts that follow one another behind a heading, the facts to ask for after them, and what stands before such a question."""
 
+    head: str
     texts: tuple[str, ...]
     asked: tuple[Fact, ...]
+    lead: str
 
 
 def draw_facts(random: Random, count: int, about: tuple[Fact, ...] = ()) -> tuple[Fact, ...]:
@@ -108,24 +111,35 @@ def lean(facts: tuple[Fact, ...]) -> str:
     return " ".join(fact.leaning for fact in facts)
 
 
-def alone(random: Random, count: int, facts: int, questions: int) -> Passages:
-    """`count` passages, each about another subject; asked for are facts out of all of them."""
+def alone(random: Random, count: int, facts: int, questions: int, separator: str = PARAGRAPH, *, behind: bool = False) -> Passages:
+    """`count` passages, each about another subject; asked for are facts out of all of them. `behind`: see `_parted`."""
     told = [draw_facts(random, facts) for _ in range(count)]
     asked = random.sample([fact for some in told for fact in some], questions)
-    return Passages(texts=tuple("\n\n" + tell(some) for some in told), asked=tuple(asked))
+    return _parted([(separator, tell(some)) for some in told], asked, separator, behind)
 
 
-def leaning(random: Random, count: int, facts: int, questions: int) -> Passages:
-    """`count` passages in pairs: the second of a pair never names its subject; asked for are facts out of the second ones."""
+def leaning(random: Random, count: int, facts: int, questions: int, separator: str = PARAGRAPH, *, behind: bool = False) -> Passages:
+    """`count` passages in pairs: the second of a pair never names its subject, and a space parts it from the first; asked for are facts
+    out of the second ones. `behind`: see `_parted`.
+    """
     texts, told = [], []
     for _ in range(count // 2):
         first = draw_facts(random, facts)
         second = draw_facts(random, facts, about=first)
-        texts += ["\n\n" + tell(first), " " + lean(second)]
+        texts += [(separator, tell(first)), (" ", lean(second))]
         told += second
     if count % 2:
-        texts.append("\n\n" + tell(draw_facts(random, facts)))
-    return Passages(texts=tuple(texts), asked=tuple(random.sample(told, questions)))
+        texts.append((separator, tell(draw_facts(random, facts))))
+    return _parted(texts, random.sample(told, questions), separator, behind)
+
+
+def _parted(told: list[tuple[str, str]], asked: list[Fact], separator: str, behind: bool) -> Passages:
+    """Passages, each with what stands before it, and a question after `separator`: one text, cut before what parts them or `behind` it."""
+    if not behind:
+        return Passages(head=HEAD, texts=tuple(part + text for part, text in told), asked=tuple(asked), lead=separator)
+    parts = *(part for part, _ in told), separator
+    head, *texts = (text + part for text, part in zip((HEAD, *(text for _, text in told)), parts, strict=True))
+    return Passages(head=head, texts=tuple(texts), asked=tuple(asked), lead="")
 
 
 def aside(random: Random) -> str:

@@ -1,5 +1,6 @@
 """What was measured, in rows: as a table, as JSON, as a picture."""
 
+import json
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ import torch
 from ..model import Model
 from .measure import Reading
 
-SCHEMA = 1
+SCHEMA = 2
 FULL, GUESSED = "full prefill", "no context"
 
 
@@ -39,15 +40,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All rows, what they were measured with, and the experiments that this model could not take."""
+    """All rows, what they were measured with, and the experiments that this model could not take.
+
+    `separators`: rows whose recall alone is shown, a line a group.
+    """
 
     metadata: dict[str, Any]
     rows: tuple[Row, ...]
+    separators: tuple[Row, ...] = ()
     skipped: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object: the metadata, the rows, and what was skipped."""
-        return {"schema": SCHEMA, **self.metadata, "rows": [asdict(row) for row in self.rows], "skipped": list(self.skipped)}
+        rows = {"rows": [asdict(row) for row in self.rows], "separators": [asdict(row) for row in self.separators]}
+        return {"schema": SCHEMA, **self.metadata, **rows, "skipped": list(self.skipped)}
 
 
 def metadata(model: Model, settings: Any) -> dict[str, Any]:
@@ -93,25 +99,44 @@ def _row(experiment: str, group: str, method: str, readings: Sequence[Reading]) 
 def table(report: Report) -> str:
     """The rows in aligned columns, an experiment after another."""
     head = ("", "", "questions", "recall", "KL, nats", "diverged", "first", "tokens run", "work")
+    settings = report.metadata["settings"]
+    about = f"seed {settings['seed']}, separator {json.dumps(settings['separator'])}"
+    lines = [
+        f"{report.metadata['model']}, {report.metadata['dtype']}, {about}",
+        *_aligned(head, 2, [(row.experiment, row.group, _cells(row)) for row in report.rows]),
+        *_recalls(report.separators),
+    ]
+    lines += [f"\nskipped: {name} (no chat in which the model thought and then answered)" for name in report.skipped]
+    return "\n".join(lines)
+
+
+def _recalls(rows: Sequence[Row]) -> list[str]:
+    """A line a group, a column a method."""
+    methods = tuple(dict.fromkeys(row.method for row in rows))
+    found = {(row.group, row.method): f"{row.recall:.1%}" for row in rows}
+    groups = dict.fromkeys((row.experiment, row.group) for row in rows)
+    return _aligned(("", *methods), 1, [(name, group, tuple(found[group, method] for method in methods)) for name, group in groups])
+
+
+def _aligned(head: tuple[str, ...], num_left: int, entries: Iterable[tuple[str, str, tuple[str, ...]]]) -> list[str]:
+    """(experiment, group, cells) as lines: the head under each experiment's name, a group named once, the first columns to the left."""
     cells: list[tuple[str, ...] | str] = []
-    experiment = group = ""
-    for row in report.rows:
-        if row.experiment != experiment:
-            experiment, group = row.experiment, ""
+    told = ("", "")
+    for experiment, group, rest in entries:
+        if experiment != told[0]:
             cells += [experiment, head]
-        cells.append((row.group if row.group != group else "", *_cells(row)))
-        group = row.group
+        cells.append((group if (experiment, group) != told else "", *rest))
+        told = (experiment, group)
     rows = [row for row in cells if not isinstance(row, str)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))] if rows else []
-    lines = [f"{report.metadata['model']}, {report.metadata['dtype']}, seed {report.metadata['settings']['seed']}"]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
     for row in cells:
         if isinstance(row, str):
             lines += ["", row]
         else:
-            left = [row[i].ljust(widths[i]) for i in range(2)]
-            lines.append("  ".join([*left, *(row[i].rjust(widths[i]) for i in range(2, len(row)))]).rstrip())
-    lines += [f"\nskipped: {name} (no chat in which the model thought and then answered)" for name in report.skipped]
-    return "\n".join(lines)
+            left = [row[i].ljust(widths[i]) for i in range(num_left)]
+            lines.append("  ".join([*left, *(row[i].rjust(widths[i]) for i in range(num_left, len(row)))]).rstrip())
+    return lines
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ..compose import recompute_amount
 from ..errors import InvalidRequestError
-from .facts import MAX_FACTS
+from .facts import MAX_FACTS, PARAGRAPH
 
 Recompute = int | float | Literal["all"]
 
@@ -15,7 +15,9 @@ Recompute = int | float | Literal["all"]
 class Settings:
     """What is measured.
 
-    `chunks`: how many are composed, one group of questions for each number. `facts` in a chunk. `questions` in a group.
+    `chunks`: how many are composed, one group of questions for each number. `facts` in a chunk; chats are told of at least two about a
+    subject. `separator`: what stands before every chunk and every question behind one, but not in chats; `separators` are those that are
+    compared. `questions` in a group.
     `recompute`: values of `compose`'s argument. `turns` of the chats whose answers are kept. `reply_len` tokens at most in a reply,
     `thought_len` in one with its thinking.
     Raises `InvalidRequestError` for what cannot be measured.
@@ -23,6 +25,8 @@ class Settings:
 
     chunks: tuple[int, ...] = (2, 4, 8)
     facts: int = 3
+    separator: str = PARAGRAPH
+    separators: tuple[str, ...] = (" ", "\n", PARAGRAPH)
     questions: int = 48
     recompute: tuple[Recompute, ...] = (0, 8, 16, 0.1, "all")
     turns: tuple[int, ...] = (1, 4)
@@ -31,7 +35,10 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_in("facts", self.facts, 2, MAX_FACTS)
+        _require_in("facts", self.facts, 1, MAX_FACTS)
+        for name, texts in (("separator", (self.separator,)), ("separators", _different("separators", self.separators))):
+            if not all(isinstance(text, str) for text in texts):
+                raise InvalidRequestError(f"{name}={getattr(self, name)!r} must be text")
         _require_in("seed", self.seed, 0, (1 << 63) - 1)
         for name in ("questions", "reply_len", "thought_len"):
             _require_in(name, getattr(self, name), 1, 1 << 20)

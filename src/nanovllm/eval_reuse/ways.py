@@ -1,8 +1,10 @@
 """The ways in which a question's context may have come about, and what is read of each."""
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from random import Random
+from typing import Any, Literal
 
 from ..context import encode
 from ..model import Model
@@ -10,6 +12,7 @@ from ..state.chunk import Chunk
 from .facts import Fact
 from .measure import Context, Engine, Question, Reading, Reference, compare, refer, text_of
 from .report import FULL, GUESSED
+from .settings import Settings
 
 Mode = Literal["recompute", "shift", "gap"]
 
@@ -23,6 +26,32 @@ class Group:
     reuse: Engine
     experiment: str
     name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bench:
+    """The two engines that are measured, and a bar that moves with every question answered."""
+
+    model: Model
+    reference: Engine
+    reuse: Engine
+    settings: Settings
+    moved: Callable[[int], Any]
+
+    def group(self, experiment: str, name: str) -> Group:
+        """A group of questions to the two engines."""
+        return Group(model=self.model, reference=self.reference, reuse=self.reuse, experiment=experiment, name=name)
+
+    def random(self, *names: object) -> Random:
+        """Draws that follow from the seed and from what they are for."""
+        return Random("/".join(map(str, (self.settings.seed, *names))))
+
+    def batches(self, size: int) -> Iterator[int]:
+        """Numbers of at most `size` that add up to a group's questions."""
+        for done in range(0, self.settings.questions, size):
+            count = min(size, self.settings.questions - done)
+            yield count
+            self.moved(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,9 +73,9 @@ class Segment:
     stop: int
 
 
-def completed(model: Model, facts: Seq[Fact]) -> list[Question]:
-    """The facts asked for as sentences to complete."""
-    return [Question(token_ids=encode(model, f"\n\n{fact.beginning}", first=False).tolist(), value=fact.value) for fact in facts]
+def completed(model: Model, facts: Seq[Fact], lead: str) -> list[Question]:
+    """The facts asked for as sentences to complete, behind `lead`."""
+    return [Question(token_ids=encode(model, lead + fact.beginning, first=False).tolist(), value=fact.value) for fact in facts]
 
 
 def referred(group: Group, token_ids: list[int], questions: Seq[Question]) -> tuple[list[Reference], list[Reading]]:
