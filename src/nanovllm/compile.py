@@ -168,6 +168,11 @@ def compiled_forward(model: Model) -> Forward:
     return forward
 
 
+def fused_forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
+    """The model's forward over the kernels of `models/fused.py`; `batch.plan` is a `FusedDecodePlan`."""
+    return models.REGISTRY[config.architecture].forward(params, kv, batch, config, layer=models.fused.decode_layer, head=models.fused.head)
+
+
 def sample_prompts(limits: EngineConfig) -> list[HostBatch]:
     """Prompts on the dummy page that make `compiled_forward` compile all that any prompts need: of one row, and of more."""
     dummy, size = limits.num_pages, limits.page_size

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from . import sample
 from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
-from .compile import Drawn, compiled_forward, decode_carry, draw_first, sample_prompts, sampling_rows, to_host
+from .compile import Drawn, compiled_forward, decode_carry, draw_first, fused_forward, sample_prompts, sampling_rows, to_host
 from .config import EngineConfig
 from .decode import DecodeCarry
 from .errors import InvalidRequestError
@@ -77,11 +77,11 @@ class GraphExecutor:
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
-        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades)
+        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused_forward)
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
-        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, self._attention if within is None else None, within)
+        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, self._attention if within is None else None, within, None)
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
@@ -169,15 +169,14 @@ class GraphExecutor:
     def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, progress: bool | None) -> None:
         prompts = sample_prompts(limits)
         # The largest first: the others find its memory in the pool.
-        kinds = [(self._decode, False, size) for size in reversed(self._decode.sizes)]
-        kinds += [(self._extend, self._cascades is not None, size) for size in reversed(self._extend.sizes)]
+        kinds = [(graphs, size) for graphs in (self._decode, self._extend) for size in reversed(graphs.sizes)]
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(total=len(prompts) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
         with bar:
-            for graphs, shared, rows in kinds:
+            for graphs, rows in kinds:
                 bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
                 for features in graphs.usual:
-                    graphs.capture(kv, StepKind(size=rows, features=features, cascade=shared))
+                    graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way(rows)))
                 bar.update()
             for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for
                 bar.set_postfix_str(f"compile {len(host.seq_lens)}")

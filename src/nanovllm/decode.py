@@ -14,6 +14,7 @@ from . import models
 from .batch import Batch
 from .config import ModelConfig
 from .errors import DonatedStateError, InvalidRequestError
+from .ops.rows import next_places
 from .sample import Sampled, Sampling, record, sample
 from .state.kv import KVState
 from .types import Float, Float32, Int32, Int64, Tensor, brief, brief_fields, register_value
@@ -100,7 +101,9 @@ def decode_step(
     logits, kv = forward(params, carry.kv, carry.batch, config)
     if process_logits is not None:
         logits = process_logits(logits)
-    sampled = sample(logits, carry.sampling, carry.batch.seq_lens - 1 + carry.active)
+    seq_lens = carry.batch.seq_lens
+    places = seq_lens if carry.sampling.temperature is None else seq_lens - 1 + carry.active  # what is greedy does not look
+    sampled = sample(logits, carry.sampling, places)
     if token_ids is not None:
         sampled = _forced(logits, sampled, token_ids)
     carry = advance(carry, kv, sampled)
@@ -134,19 +137,13 @@ def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
 
     A token beyond a row's page table writes into the dummy page, and attends to what the table holds.
     """
-    batch, active, token_ids = carry.batch, carry.active, sampled.token_ids
+    batch, token_ids = carry.batch, sampled.token_ids
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
-    index = batch.seq_lens - 1 + active
-    column = index // page_size
-    width = batch.page_tables.shape[1]
-    page = batch.page_tables.gather(1, column.clamp(max=width - 1).long().unsqueeze(1)).squeeze(1)
-    page = torch.where(column < width, page, num_pages - 1)
-    slots = page * page_size + index % page_size
-    seq_lens = (batch.seq_lens + active).clamp(max=width * page_size)
+    positions, slots, seq_lens = next_places(batch.positions, batch.seq_lens, batch.page_tables, carry.active, num_pages, page_size)
     return replace(
         carry,
         kv=kv,
-        batch=replace(batch, input_ids=token_ids, positions=batch.positions + active, slots=slots, seq_lens=seq_lens),
+        batch=replace(batch, input_ids=token_ids, positions=positions, slots=slots, seq_lens=seq_lens),
         sampling=record(carry.sampling, token_ids),
         log=None if carry.log is None else _write(carry.log, sampled),
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .ops.draw import draw
+from .ops.draw import draw, highest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .types import Bool, Float, Float32, Int32, Int64, Tensor, brief_fields, register_value
 
@@ -107,7 +107,7 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
     if sampling.penalties is not None:
         x_BV = _penalised(x_BV.float(), sampling.penalties)
     if sampling.temperature is None:
-        ids = x_BV.argmax(1).int()
+        ids = highest(x_BV)
     else:
         keys = torch.stack((sampling.seeds, positions.long()), 1)
         ids = draw(x_BV, sampling.temperature, _least_kept(x_BV, sampling, sampling.temperature), keys)

@@ -6,6 +6,7 @@ feeds the drawn tokens back.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,23 +19,29 @@ from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .errors import BrokenInvariantError
 from .model import Model
+from .models import fused
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
+from .ops.rope_attend import FusedDecodePlan
 from .sharing import own_runs
 from .state.kv import KVState, pages_for
 from .types import Tensor
 
 GREEDY = sample.Features()
+FUSED_LEN = 4096  # tokens of a row up to which `rope_attend` is the faster attention
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
+
+
+Way = Literal["fused", "planned", "shared"]  # how a step attends: by `rope_attend`, FlashInfer's plan, or reading shared pages once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """What a graph is for: rows, what its sampling does, and whether pages that rows share are read once."""
+    """What a graph is for: rows, what its sampling does, and how it attends."""
 
     size: int
     features: sample.Features
-    cascade: bool
+    way: Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,9 +66,10 @@ class StepGraphs:
         usual: Seq[sample.Features],
         attention: Attention | None,
         cascades: Cascades | None,
+        fused_forward: Forward | None,
     ):
         """Steps attend by FlashInfer's plans of `attention`, or by `cascades` where a batch shares enough; one of the two may be None.
-        Graphs of `usual` features are kept for good."""
+        `fused_forward` runs small batches whose rows do not read what others write. Graphs of `usual` features are kept for good."""
         self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
@@ -69,6 +77,8 @@ class StepGraphs:
         self._static, self._active = self._buffers(max(sizes))
         self._decode_plans: dict[int, DecodePlan] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
+        self._fused = fused_forward
+        self._fused_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
         self.usual, self._recent = tuple(usual), []
         self._pool = torch.cuda.graph_pool_handle()
@@ -78,7 +88,7 @@ class StepGraphs:
         rows = len(host.input_ids)
         size = next(size for size in self.sizes if size >= rows)
         host = padded(host, size, **self._layout)
-        kind = StepKind(size=size, features=features, cascade=self._follow(host))
+        kind = StepKind(size=size, features=features, way=self._follow(host))
         if kind not in self._steps:
             self.capture(kv, kind)
             self._follow(host)
@@ -94,7 +104,7 @@ class StepGraphs:
         """Fill the rows of a loaded step in anew, which may hold other pages; False where they have to be loaded again."""
         rows, kind = len(host.input_ids), step.kind
         host = padded(host, kind.size, **self._layout)
-        if self._follow(host) != kind.cascade:
+        if self._follow(host) != kind.way:
             return False
         self._fill(host, rows)
         return True
@@ -113,34 +123,46 @@ class StepGraphs:
             seq_lens=np.ones(size, np.int32),
             page_counts=np.ones(size, np.int32),
         )
-        if kind.cascade:
-            self._cascade_plan(size).update(own_runs(nothing.page_counts))
-        else:
-            self._decode_plan(size).update(nothing.page_counts, nothing.page_tables)
+        match kind.way:
+            case "shared":
+                self._cascade_plan(size).update(own_runs(nothing.page_counts))
+            case "planned":
+                self._decode_plan(size).update(nothing.page_counts, nothing.page_tables)
+            case "fused":
+                pass
         self._fill(nothing, 0)
         carry = self._carry(kv, kind)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._run(carry)
+            self._run(carry, kind)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            out = self._run(carry)
+            out = self._run(carry, kind)
         self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out)
 
-    def _follow(self, host: HostBatch) -> bool:
-        """Make the plan for a padded batch; tells whether it is one that reads shared pages once."""
+    def way(self, size: int) -> Way:
+        """How rows attend that share nothing and are not long."""
+        if self._fused is not None and fused.serves(self._model.params, size):
+            return "fused"
+        return "shared" if self._attention is None else "planned"
+
+    def _follow(self, host: HostBatch) -> Way:
+        """Make the plan for a padded batch; tells how it attends."""
         size = len(host.input_ids)
         runs = None if self._cascades is None else self._cascades.policy.decode(host)
         if runs is not None and self._cascade_plan(size).update(runs):
-            return True
+            return "shared"
+        way = self.way(size)
+        if way == "fused" and int(host.seq_lens.max()) <= FUSED_LEN:
+            return way
         if self._attention is None:
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for a run of each")
-            return True
+            return "shared"
         self._decode_plan(size).update(host.page_counts, host.page_tables)
-        return False
+        return "planned"
 
     def _note_use(self, features: sample.Features) -> None:
         """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
@@ -160,6 +182,12 @@ class StepGraphs:
         if size not in self._cascade_plans:
             self._cascade_plans[size] = self._cascades.plan(size)
         return self._cascade_plans[size]
+
+    def _fused_plan(self, size: int) -> FusedDecodePlan:
+        if size not in self._fused_plans:
+            c = self._model.config
+            self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device)
+        return self._fused_plans[size]
 
     def _buffers(self, size: int) -> tuple[Batch, Tensor]:
         dummy = self._layout["dummy_page"]
@@ -189,7 +217,8 @@ class StepGraphs:
 
     def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
         batch, size = self._static, kind.size
-        plan = self._cascade_plan(size) if kind.cascade else self._decode_plan(size)
+        plans = {"fused": self._fused_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
+        plan = plans[kind.way](size)
         return DecodeCarry(
             kv=kv,
             batch=Batch(
@@ -204,9 +233,13 @@ class StepGraphs:
             active=self._active[:size],
         )
 
-    def _run(self, carry: DecodeCarry) -> DecodeOutput:
+    def _run(self, carry: DecodeCarry, kind: StepKind) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
-        after, out = decode_step(self._model.params, carry, self._model.config, forward=self._forward)
-        for name in ("input_ids", "positions", "slots", "seq_lens"):
-            getattr(carry.batch, name).copy_(getattr(after.batch, name))
+        forward = self._fused if kind.way == "fused" else self._forward
+        assert forward is not None
+        after, out = decode_step(self._model.params, carry, self._model.config, forward=forward)
+        names = ("input_ids", "positions", "slots", "seq_lens")
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [getattr(carry.batch, name) for name in names], [getattr(after.batch, name) for name in names]
+        )
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them

@@ -171,7 +171,7 @@ def lead(model: nv.Model, tokens: list[int]) -> float:
 def used_cascade(state: nv.EngineState) -> bool:
     executor = state.runtime.executor
     assert isinstance(executor, GraphExecutor)
-    return executor._loaded is not None and executor._loaded[0].kind.cascade
+    return executor._loaded is not None and executor._loaded[0].kind.way == "shared"
 
 
 def test_the_engine_with_and_without(model: nv.Model) -> None:

@@ -8,10 +8,10 @@ from ..batch import Batch
 from ..config import HF, ModelConfig
 from ..state.kv import KVState
 from ..types import Float, Tensor
-from . import cpu, llama, qwen3
+from . import cpu, fused, llama, qwen3
 from .params import Layer, ParamInfo, Params
 
-__all__ = ["REGISTRY", "Layer", "ModelSpec", "ParamInfo", "Params", "forward"]
+__all__ = ["REGISTRY", "Layer", "ModelSpec", "ParamInfo", "Params", "forward", "fused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from ..batch import Batch
 from ..config import RopeConfig
 from ..ops import kv_write, paged_decode, paged_prefill
 from ..ops.linear import linear
+from ..ops.rows import rotary_angles
 from ..types import Float, Float32, Tensor
 
 
@@ -70,9 +71,7 @@ def rope_angles(
 
     Once a forward: all layers share them.
     """
-    angles = positions_T.to(torch.float32)[:, None, None] * inv_freq
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return rotary_angles(positions_T, inv_freq, rope.attention_factor)
 
 
 def apply_rope(x_TXD: Float[Tensor, "T X D"], cos: Float32[Tensor, "T 1 D"], sin: Float32[Tensor, "T 1 D"]) -> Float[Tensor, "T X D"]:

@@ -3,9 +3,11 @@
 import torch
 
 from ..types import Float, Float32, Int32, Int64, Tensor
+from .backends import installed
 from .philox import uniforms
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define("highest(Tensor logits) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define("draw(Tensor logits, Tensor temperature, Tensor? least, Tensor keys) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -19,6 +21,16 @@ def draw(
     The token of a row that holds NaN is some id of the vocabulary; a row that is -inf throughout yields 0.
     """
     return torch.ops.nanovllm.draw.default(logits, temperature, least, keys)
+
+
+def highest(logits: Float[Tensor, "B V"]) -> Int32[Tensor, "B"]:
+    """The id of each row's largest logit, the lowest of a tie; some id of the vocabulary where a row holds NaN."""
+    return torch.ops.nanovllm.highest.default(logits)
+
+
+@torch.library.register_fake("nanovllm::highest", lib=_LIBRARY)
+def _fake_highest(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
 
 
 @torch.library.register_fake("nanovllm::draw", lib=_LIBRARY)
@@ -44,11 +56,25 @@ def _reference(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: 
     return ids.int()
 
 
+def _highest(logits: Tensor) -> Tensor:
+    return logits.argmax(1).int()
+
+
+def _cuda_highest(logits: Tensor) -> Tensor:
+    if logits.dtype == torch.float64 or not installed("triton"):
+        return _highest(logits)
+    from .triton_sampling import launch_highest
+
+    return launch_highest(logits)
+
+
 def _cuda(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
     from .triton_sampling import launch_draw  # triton is not installed without a GPU
 
     return launch_draw(logits, temperature, least, keys)
 
 
+_LIBRARY.impl("highest", _highest, "CPU")
+_LIBRARY.impl("highest", _cuda_highest, "CUDA")
 _LIBRARY.impl("draw", _reference, "CPU")
 _LIBRARY.impl("draw", _cuda, "CUDA")

@@ -9,6 +9,7 @@ import triton.language as tl
 from .philox import STREAM
 
 NUM_WARPS = 4
+BLOCK = 2048  # logits that one program of `highest` looks at
 COUNTERS = 512  # a program makes four numbers of each: 2,048 tokens
 _STREAM = tl.constexpr(STREAM)
 _FINE = tl.constexpr(2.0**-33)
@@ -62,6 +63,18 @@ def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, H
 
 
 @triton.jit
+def _highest_kernel(logits, stride, best, best_id, num, BLOCK: tl.constexpr):
+    """The largest of one block of one row: grid (blocks, rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
+    value = tl.max(y, 0)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(best + at, value)
+    tl.store(best_id + at, tl.min(tl.where(y == value, index, num - 1), 0))
+
+
+@triton.jit
 def _merge_kernel(best, best_id, out, num, num_blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCKS)
@@ -79,6 +92,24 @@ def launch_uniforms(keys: torch.Tensor, num: int) -> torch.Tensor:
             grid = (triton.cdiv(num, 4 * COUNTERS), keys.shape[0])
             kernel: Any = _uniforms_kernel
             kernel[grid](keys.contiguous(), out, num, COUNTERS=COUNTERS, num_warps=NUM_WARPS)
+    return out
+
+
+def launch_highest(logits: torch.Tensor) -> torch.Tensor:
+    """See `ops.draw.highest`; B is at most 65,535."""
+    rows, num = logits.shape
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return out
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_blocks = triton.cdiv(num, BLOCK)
+    best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        block_highest: Any = _highest_kernel
+        block_highest[(num_blocks, rows)](logits, logits.stride(0), best, best_id, num, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        merge: Any = _merge_kernel
+        merge[(rows,)](best, best_id, out, num, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1)
     return out
 
 

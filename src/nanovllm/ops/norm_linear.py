@@ -1,0 +1,110 @@
+"""`norm_linear`: a matrix product of few rows with what stands before and after it in a decoder layer, in one launch on a GPU."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..types import Float, Tensor
+from .backends import installed
+
+FEW = 2  # rows up to which products are summed in float32, without tensor cores
+ROWS = 16  # the most rows that the kernels take: beyond, the library's products are as fast
+WIDEST = 16384  # inputs that lie in the registers of one program
+NARROW = 16  # outputs of a program that works on tensor cores
+SHARED = 140_000  # bytes of weights that lie in its shared memory
+DTYPES = (torch.bfloat16, torch.float16)
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define(
+    "norm_linear(Tensor x, Tensor weight, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How a kernel cuts its work: outputs of a program, warps, and (on tensor cores) inputs that a warp takes in one step."""
+
+    outputs: int
+    warps: int
+    depth: int = 0
+
+
+def norm_linear(
+    x: Float[Tensor, "B K"],
+    weight: Float[Tensor, "out K"],
+    *,
+    gain: Float[Tensor, "K"] | None = None,
+    bias: Float[Tensor, "out"] | None = None,
+    residual: Float[Tensor, "B N"] | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+) -> Float[Tensor, "B N"]:
+    """`residual + (norm(x) @ weight.T + bias)`, where `norm` is the RMS norm with a gain, and what is None is left out.
+
+    `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `silu(gate) * up`, `[B, out / 2]`; without
+    bias and residual. Rounds to x's dtype where the plain functions do: after the norm, its gain, the product, silu, the residual.
+    """
+    return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated)
+
+
+@torch.library.register_fake("nanovllm::norm_linear", lib=_LIBRARY)
+def _fake(x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
+
+
+def _reference(
+    x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool
+) -> Tensor:
+    if gain is not None:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    y = F.linear(x, weight, bias)
+    if gated:
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
+    return y if residual is None else y + residual
+
+
+def _cuda(
+    x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool
+) -> Tensor:
+    if not serves(x.device, x.dtype, x.shape[0], x.shape[1], gated):
+        return _reference(x, weight, gain, bias, residual, eps, gated)
+    from . import triton_linear
+
+    gain, bias, residual = (None if t is None else t.contiguous() for t in (gain, bias, residual))
+    tile = tile_of(x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated)
+    pdl = dependent_launch(x.device)
+    return triton_linear.launch(x.contiguous(), weight.contiguous(), gain, bias, residual, eps, gated, tile, pdl)
+
+
+def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:
+    """Whether the kernels can run a product of `rows` rows over `width` inputs; plain torch serves everything else."""
+    if device.type != "cuda" or dtype not in DTYPES or not installed("triton") or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if rows <= FEW:
+        return width <= WIDEST
+    return rows <= ROWS and width % (4 * 64) == 0 and NARROW * width * (2 if gated else 1) * 2 <= SHARED
+
+
+def tile_of(rows: int, outputs: int, width: int, gated: bool) -> Tile:
+    """The cut that was fastest on an H200 among those tried, by shape."""
+    if rows <= FEW:
+        whole = 1 << (width - 1).bit_length()
+        return Tile(outputs=max(1, (2048 if gated else 4096) // whole), warps=2 if whole <= 1024 else 4 if whole <= 4096 else 8)
+    depth = next(depth for depth in (256, 128, 64) if width % (4 * depth) == 0)
+    wide = not gated and outputs >= 4096 and 2 * NARROW * width * 2 <= SHARED
+    return Tile(outputs=2 * NARROW if wide else NARROW, warps=4, depth=depth)
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether the GPU can start a kernel before the one ahead of it has ended (compute capability 9.0 or more)."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_LIBRARY.impl("norm_linear", _reference, "CPU")
+_LIBRARY.impl("norm_linear", _cuda, "CUDA")

@@ -1,0 +1,104 @@
+"""`rope_attend`: from a fused projection's output to attention's, for one new token a row, in one launch on a GPU."""
+
+import torch
+
+from ..types import Float, Float32, Int32, Tensor
+from .backends import installed
+from .kv_write import kv_write
+from .norm_linear import DTYPES, dependent_launch
+from .paged_decode import paged_decode
+from .plans import PlanMismatchError, lookup, register
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define(
+    "rope_attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, Tensor(a!) pages, SymInt layer, Tensor page_tables, "
+    "Tensor seq_lens, Tensor slots, float scale, float eps, SymInt plan) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class FusedDecodePlan:
+    """The memory in which programs of one launch meet, for batches of `batch_size` rows; shared by all layers of a step.
+
+    A row's tokens are cut in tiles of `tile`, dealt to `splits` programs a head. Launches that share a plan belong to one stream.
+    """
+
+    def __init__(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+        self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
+        self.tile, self.warps = 64, 4
+        self.splits = max(4, 32 >> (batch_size - 1).bit_length())  # a power of two
+        self.parts = torch.empty((batch_size, num_heads, self.splits, head_dim), dtype=torch.float32, device=device)
+        self.stats = torch.empty((batch_size, num_heads, self.splits, 2), dtype=torch.float32, device=device)
+        self.counts = torch.zeros((batch_size, num_heads), dtype=torch.int32, device=device)  # zero again after every launch
+        self.handle = register(self)
+
+
+def rope_attend(
+    qkv: Float[Tensor, "B width"],
+    q_norm: Float[Tensor, "D"] | None,
+    k_norm: Float[Tensor, "D"] | None,
+    cos: Float32[Tensor, "B 1 D"],
+    sin: Float32[Tensor, "B 1 D"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    layer: int,
+    page_tables: Int32[Tensor, "B P"],
+    seq_lens: Int32[Tensor, "B"],
+    slots: Int32[Tensor, "B"],
+    scale: float,
+    eps: float,
+    plan: int,
+) -> Float[Tensor, "B heads"]:
+    """Donates `pages`: norm (where there is a gain) and rotate q and k, write k and v into `slots` of one layer, attend; `[B, H D]`.
+
+    `qkv` is `[B, (H + 2K) D]`, of which q takes what k and v leave; `cos` and `sin` are those of `rope_angles`. No row may write what
+    another row of the batch reads. `plan` is the handle of a `FusedDecodePlan`, or what `paged_decode` takes: then step by step.
+    """
+    return torch.ops.nanovllm.rope_attend.default(
+        qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan
+    )
+
+
+@torch.library.register_fake("nanovllm::rope_attend", lib=_LIBRARY)
+def _fake(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan):
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pages.shape[3] * pages.shape[5])
+
+
+def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    if gain is None:
+        return x
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan) -> Tensor:
+    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k = _turned(_normed(q, q_norm, eps), cos, sin), _turned(_normed(k, k_norm, eps), cos, sin)
+    kv_write(pages, layer, k, v, slots)
+    return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan).flatten(1)
+
+
+def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan) -> Tensor:
+    found = lookup(plan) if plan else None
+    if not isinstance(found, FusedDecodePlan) or qkv.dtype not in DTYPES or not installed("triton"):
+        return _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan)
+    from . import triton_rope_attend
+
+    shape = (found.num_heads, found.num_kv_heads, found.head_dim)
+    given = (qkv.shape[1] // pages.shape[5] - 2 * pages.shape[3], pages.shape[3], pages.shape[5])
+    if shape != given or qkv.shape[0] > found.batch_size:
+        raise PlanMismatchError(f"plan {plan} is for {found.batch_size} rows of heads {shape}, got {qkv.shape[0]} of {given}")
+    return triton_rope_attend.launch(
+        qkv.contiguous(), q_norm, k_norm, cos.contiguous(), sin.contiguous(), pages[layer], page_tables, seq_lens.contiguous(),
+        slots.contiguous(), scale, eps, found, dependent_launch(qkv.device),
+    )  # fmt: skip
+
+
+_LIBRARY.impl("rope_attend", _steps, "CPU")
+_LIBRARY.impl("rope_attend", _cuda, "CUDA")

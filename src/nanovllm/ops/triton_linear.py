@@ -1,0 +1,141 @@
+"""The Triton kernels of `norm_linear`: matrix products of few rows, bound by reading the weights. Imported only where Triton is.
+
+A program asks for its weights before it waits for the kernel that makes its input (programmatic dependent launch): while one kernel
+computes, the weights of the next are on their way. So nothing else than weights and gains may be read before the wait.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..types import Float, Tensor
+
+if TYPE_CHECKING:
+    from .norm_linear import Tile
+
+
+@triton.jit
+def _finish(acc, b, n, bias, residual, y, N, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, mask):
+    """Round as the plain product does, before the residual is added."""
+    if BIAS:
+        acc += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
+    acc = acc.to(y.dtype.element_ty)
+    if RESIDUAL:
+        acc = (acc.to(tl.float32) + tl.load(residual + b * N + n, mask=mask, other=0.0).to(tl.float32)).to(y.dtype.element_ty)
+    tl.store(y + b * N + n, acc, mask=mask)
+
+
+@triton.jit
+def _few(
+    x, gain, w, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i makes outputs i * BN ... of every row; the whole of K lies in registers."""
+    if PDL:
+        gdc_launch_dependents()
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KP)
+    inside, there = k < K, n < N
+    at = w + n.to(tl.int64)[:, None] * K + k[None, :]
+    both = there[:, None] & inside[None, :]
+    weights = tl.load(at, mask=both, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        ups = tl.load(at + N.to(tl.int64) * K, mask=both, other=0.0, eviction_policy="evict_first")
+    if NORM:
+        gains = tl.load(gain + k, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+    for b in tl.static_range(B):
+        xx = tl.load(x + b * K + k, mask=inside, other=0.0)
+        if NORM:
+            wide = xx.to(tl.float32)
+            xx = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(xx.dtype) * gains  # pyright: ignore[reportPossiblyUnboundVariable]
+        wide = xx.to(tl.float32)
+        acc = tl.sum(weights.to(tl.float32) * wide[None, :], 1)
+        if GATED:
+            acc = acc.to(y.dtype.element_ty).to(tl.float32)
+            acc = (acc * tl.sigmoid(acc)).to(y.dtype.element_ty).to(tl.float32)
+            acc = acc * tl.sum(ups.to(tl.float32) * wide[None, :], 1).to(y.dtype.element_ty).to(tl.float32)  # pyright: ignore[reportPossiblyUnboundVariable]
+        _finish(acc, b, n, bias, residual, y, N, BIAS, RESIDUAL, there)
+
+
+@triton.jit
+def _many(
+    x, gain, w, bias, residual, y, B, N, eps, BP: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KC: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same on tensor cores: KS warps take KC of K each, in K / (KS KC) steps, and their sums are added up at the end."""
+    if PDL:
+        gdc_launch_dependents()
+    STEPS: tl.constexpr = K // (KS * KC)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    slices = tl.arange(0, KS)[:, None, None] * KC
+    across, down = slices + tl.arange(0, KC)[None, None, :], slices + tl.arange(0, KC)[None, :, None]
+    at = w + n.to(tl.int64)[None, :, None] * K + across
+    there = (n < N)[None, :, None]
+    weights = ()
+    ups = ()
+    for j in tl.static_range(STEPS):
+        weights += (tl.load(at + j * KS * KC, mask=there, other=0.0, eviction_policy="evict_first"),)
+    if GATED:
+        at += N.to(tl.int64) * K
+        for j in tl.static_range(STEPS):
+            ups += (tl.load(at + j * KS * KC, mask=there, other=0.0, eviction_policy="evict_first"),)
+    b = tl.arange(0, BP)
+    rows = (b < B)[None, None, :]
+    source = x + b[None, None, :] * K + down
+    acc = tl.zeros([KS, BN, BP], tl.float32)
+    other = tl.zeros([KS, BN, BP], tl.float32)
+    squares = tl.zeros([KS, BP], tl.float32)
+    if PDL:
+        gdc_wait()
+    if NORM:
+        for j in tl.static_range(STEPS):
+            wide = tl.load(source + j * KS * KC, mask=rows, other=0.0).to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, None, :]
+    for j in tl.static_range(STEPS):
+        xx = tl.load(source + j * KS * KC, mask=rows, other=0.0)
+        if NORM:
+            xx = (xx.to(tl.float32) * scale).to(xx.dtype) * tl.load(gain + j * KS * KC + down)  # pyright: ignore[reportPossiblyUnboundVariable]
+        acc = tl.dot(weights[j], xx, acc)
+        if GATED:
+            other = tl.dot(ups[j], xx, other)
+    total = tl.sum(acc, 0)
+    if GATED:
+        gate = total.to(y.dtype.element_ty).to(tl.float32)
+        gate = (gate * tl.sigmoid(gate)).to(y.dtype.element_ty).to(tl.float32)
+        total = gate * tl.sum(other, 0).to(y.dtype.element_ty).to(tl.float32)
+    mask = (b < B)[None, :] & (n < N)[:, None]
+    _finish(total, b[None, :], n[:, None], bias, residual, y, N, BIAS, RESIDUAL, mask)
+
+
+def launch(
+    x: Float[Tensor, "B K"],
+    weight: Float[Tensor, "out K"],
+    gain: Float[Tensor, "K"] | None,
+    bias: Float[Tensor, "N"] | None,
+    residual: Float[Tensor, "B N"] | None,
+    eps: float,
+    gated: bool,
+    tile: "Tile",
+    pdl: bool,
+) -> Float[Tensor, "B N"]:
+    """See `ops.norm_linear.norm_linear`. All tensors are contiguous; `tile.depth` times `tile.warps` divides K."""
+    rows, width = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    flags = (gain is not None, bias is not None, residual is not None, gated, pdl)
+    tensors = (x, x if gain is None else gain, weight, x if bias is None else bias, x if residual is None else residual, y)
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    grid = (triton.cdiv(outputs, tile.outputs),)
+    kernel: Any = _many if tile.depth else _few
+    with torch.cuda.device_of(x):
+        if tile.depth:
+            padded = max(8, triton.next_power_of_2(rows))
+            kernel[grid](*tensors, rows, outputs, eps, padded, width, tile.warps, tile.depth, tile.outputs, *flags, **options)
+        else:
+            kernel[grid](*tensors, outputs, eps, rows, width, triton.next_power_of_2(width), tile.outputs, *flags, **options)
+    return y

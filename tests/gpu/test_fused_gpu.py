@@ -1,0 +1,116 @@
+"""The kernels of a fused decode step on a GPU: against float64, on random and extreme weights, and whole steps against plain layers."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from nanovllm import models
+from nanovllm.batch import Batch
+from nanovllm.models import fused
+from nanovllm.ops.draw import highest
+from nanovllm.ops.norm_linear import norm_linear
+from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.ops.rows import next_places, rotary_angles
+from nanovllm.state.kv import KVState
+from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
+from nanovllm.testing.models import random_model, tiny_config
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error, of the largest value."""
+    return float((got.double() - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 11, 16])
+@pytest.mark.parametrize(
+    ("outputs", "width", "gated", "norm", "extras"),
+    [(4096, 1024, False, True, False), (1024, 2048, False, False, True), (3072, 1024, True, True, False), (1024, 3072, False, False, True),
+     (2048, 5632, False, False, True), (1003, 256, False, True, True)],
+)  # fmt: skip
+def test_products(rows: int, outputs: int, width: int, gated: bool, norm: bool, extras: bool, dtype: torch.dtype) -> None:
+    """No worse than plain torch, which rounds at the same places, by more than the order of sums."""
+    x, weight, gain, bias, residual, eps, _ = given = linear_problem(rows, outputs, width, gated, norm, extras, dtype, "cuda")
+    want = wide_norm_linear(*given)
+    got = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated)
+    plain = norm_linear(*(None if t is None else t.cpu() for t in (x, weight)), gain=None if gain is None else gain.cpu(),
+                        bias=None if bias is None else bias.cpu(), residual=None if residual is None else residual.cpu(),
+                        eps=eps, gated=gated)  # fmt: skip
+    assert error(got, want) < 1.5 * error(plain.cuda(), want) + 2e-3
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("lens", "heads", "kv_heads", "head_dim", "size"),
+    [([300], 16, 8, 128, 16), ([1, 64, 65, 2500, 17], 16, 8, 128, 16), ([700, 3], 32, 4, 64, 16), ([130, 9, 40], 6, 2, 96, 8)],
+)
+def test_attention(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
+    given = attention_problem(lens, heads, kv_heads, head_dim, size, norm, BF16, "cuda")
+    qkv, q_gain, k_gain, cos, sin, pages, *rest = given
+    double = [t.double().cpu() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
+    double = [t.cpu() if isinstance(t, torch.Tensor) else t for t in double]
+    want = rope_attend(*double, 0)
+    plan = FusedDecodePlan(len(lens), heads, kv_heads, head_dim, torch.device("cuda"))
+    for _ in range(3):
+        got = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, *rest, plan.handle)
+        assert error(got.cpu(), want) < 2e-2
+        assert error(pages[1].cpu(), double[5][1]) < 2e-2
+        assert not plan.counts.any()
+
+
+def test_small_steps() -> None:
+    positions = torch.tensor([0, 7, 40000, 131071], dtype=torch.int32, device="cuda")
+    inv_freq = 1e6 ** (-torch.arange(0, 128, 2, device="cuda").float() / 128)
+    for got, want in zip(rotary_angles(positions, inv_freq, 1.5), rotary_angles(positions.cpu(), inv_freq.cpu(), 1.5), strict=True):
+        torch.testing.assert_close(got.cpu(), want, atol=2e-4, rtol=1e-4)
+    seq_lens, active = (torch.tensor(v, dtype=torch.int32) for v in ([1, 8, 15, 16], [0, 1, 1, 1]))
+    tables = torch.arange(16, dtype=torch.int32).view(4, 4)
+    want = next_places(positions.cpu(), seq_lens, tables, active, 20, 4)
+    got = next_places(positions, seq_lens.cuda(), tables.cuda(), active.cuda(), 20, 4)
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+    logits = torch.randn(5, 151936, device="cuda").to(BF16)
+    logits[1, 77] = logits[1, 151935] = 9.0
+    logits[2] = -torch.inf
+    assert torch.equal(highest(logits).cpu(), highest(logits.cpu()))
+    logits[3] = torch.nan
+    assert 0 <= int(highest(logits)[3]) < 151936
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_a_whole_step(architecture: str, rows: int) -> None:
+    """Five kernels a layer against the plain layer, both in bfloat16, beside a run in float64."""
+    config = tiny_config(
+        architecture=architecture, num_layers=3, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
+        vocab_size=999, dtype="bfloat16",
+    )  # fmt: skip
+    model = random_model(config, device="cuda", dtype=BF16)
+    assert fused.serves(model.params, rows)
+    size, width = 16, 5
+    lens = torch.tensor([3 + 29 * (row % 3) for row in range(rows)], dtype=torch.int32)
+    tables = torch.randperm(rows * width).view(rows, width).int()
+    last = lens - 1
+    slots = (tables[torch.arange(rows), (last // size).long()] * size + last % size).int()
+    pages = torch.randn(3, rows * width + 1, 2, 2, size, 64).to(BF16)
+    ids = torch.randint(0, 999, (rows,), dtype=torch.int32)
+
+    def run(dtype: torch.dtype, device: str, plan: int, **kernels):
+        params = tree_map(lambda t: t.to(device, dtype) if t.dtype == BF16 else t.to(device), model.params)
+        batch = Batch(
+            input_ids=ids.to(device), positions=last.to(device), slots=slots.to(device), page_tables=tables.to(device),
+            seq_lens=lens.to(device), plan=plan,
+        )  # fmt: skip
+        kv = KVState(pools=(pages.to(device, dtype, copy=True),))
+        logits, kv = models.REGISTRY[architecture].forward(params, kv, batch, config, **kernels)
+        return logits, kv.pools[0]
+
+    plan = FusedDecodePlan(rows, 4, 2, 64, torch.device("cuda"))
+    got, kv = run(BF16, "cuda", plan.handle, layer=fused.decode_layer, head=fused.head)
+    plain, plain_kv = run(BF16, "cuda", 0)
+    want, want_kv = run(torch.float64, "cpu", 0)
+    assert error(got.cpu(), want) < 1.5 * error(plain.cpu(), want) + 5e-3
+    assert error(kv.cpu(), want_kv) < 1.5 * error(plain_kv.cpu(), want_kv) + 5e-3

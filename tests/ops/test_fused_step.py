@@ -1,0 +1,88 @@
+"""The kernels of a fused decode step against plain functions in float64; their logic under Triton's interpreter where Triton is."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from nanovllm.models.layers import rms_norm
+from nanovllm.ops import norm_linear as few
+from nanovllm.ops.norm_linear import Tile, norm_linear
+from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 and triton")
+
+
+CASES = [
+    (1, 24, 64, False, True, False), (2, 13, 96, False, False, True), (1, 8, 128, True, True, False), (2, 7, 64, True, False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_is_the_plain_functions(case) -> None:
+    x, weight, gain, bias, residual, eps, gated = linear_problem(*case, torch.float64)
+    got = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated)
+    torch.testing.assert_close(got, wide_norm_linear(x, weight, gain, bias, residual, eps, gated))
+
+
+def test_the_norm_of_the_reference_rounds_as_the_models_do() -> None:
+    x, weight, gain, *_ = linear_problem(3, 16, 64, False, True, False, torch.bfloat16)
+    assert gain is not None
+    want = torch.nn.functional.linear(rms_norm(x, gain, 1e-6), weight)
+    assert torch.equal(norm_linear(x, weight, gain=gain, eps=1e-6), want)
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES)
+def test_few_rows_interpreted(case) -> None:
+    from nanovllm.ops import triton_linear
+
+    given = linear_problem(*case, torch.float32)
+    got = triton_linear.launch(*given, Tile(outputs=4, warps=1), False)
+    torch.testing.assert_close(got.double(), wide_norm_linear(*given), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("case", [(3, 32, 128, False, True, False), (5, 20, 192, False, False, True), (9, 16, 128, True, True, False)])
+def test_many_rows_interpreted(case) -> None:
+    from nanovllm.ops import triton_linear
+
+    given = linear_problem(*case, torch.float32)
+    got = triton_linear.launch(*given, Tile(outputs=16, warps=2, depth=32), False)
+    torch.testing.assert_close(got.double(), wide_norm_linear(*given), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter with numpy 2
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("lens", "heads", "kv_heads", "head_dim", "size"), [([1, 5, 40, 17], 4, 2, 16, 4), ([33, 8], 3, 1, 24, 8)])
+def test_attention_interpreted(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
+    from nanovllm.ops import triton_rope_attend
+
+    qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = attention_problem(lens, heads, kv_heads, head_dim, size, norm, torch.float32)
+    mine = pages.clone()
+    want = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, layer, *rest, 0)
+    plan = FusedDecodePlan(len(lens), heads, kv_heads, head_dim, torch.device("cpu"))
+    plan.tile, plan.splits = 8, 4
+    for _ in range(2):  # the counters are as they were
+        got = triton_rope_attend.launch(qkv, q_gain, k_gain, cos, sin, mine[layer], *rest, plan, False)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(mine, pages)
+        assert not plan.counts.any()
+
+
+def test_what_the_kernels_serve() -> None:
+    gpu = torch.device("cuda")
+    assert not few.serves(torch.device("cpu"), torch.bfloat16, 1, 1024, False)
+    if torch.cuda.is_available():
+        assert few.serves(gpu, torch.bfloat16, 1, 1024, False) and not few.serves(gpu, torch.float32, 1, 1024, False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize(("outputs", "width", "gated"), [(4096, 1024, False), (1024, 3072, False), (3072, 1024, True), (2048, 5632, False)])
+def test_a_tile_covers_its_product(rows: int, outputs: int, width: int, gated: bool) -> None:
+    tile = few.tile_of(rows, outputs, width, gated)
+    assert tile.outputs >= 1 and (rows <= few.FEW or width % (tile.depth * tile.warps) == 0)
