@@ -28,7 +28,7 @@ from .state.kv import KVState, pages_for
 from .types import Tensor
 
 GREEDY = sample.Features()
-FUSED_LEN = 4096  # tokens of a row up to which `rope_attend` is the faster attention
+FUSED_TOKENS = 1 << 14  # tokens of a batch up to which `rope_attend` is the faster attention
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
 
 
@@ -155,7 +155,7 @@ class StepGraphs:
         if runs is not None and self._cascade_plan(size).update(runs):
             return "shared"
         way = self.way(size)
-        if way == "fused" and int(host.seq_lens.max()) <= FUSED_LEN:
+        if way == "fused" and int(host.seq_lens.sum()) <= FUSED_TOKENS:
             return way
         if self._attention is None:
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):

@@ -99,7 +99,7 @@ def test_a_whole_step(architecture: str, rows: int) -> None:
     ids = torch.randint(0, 999, (rows,), dtype=torch.int32)
 
     def run(dtype: torch.dtype, device: str, plan: int, **kernels):
-        params = tree_map(lambda t: t.to(device, dtype) if t.dtype == BF16 else t.to(device), model.params)
+        params = tree_map(lambda t: t if t is None else t.to(device, dtype) if t.dtype == BF16 else t.to(device), model.params)
         batch = Batch(
             input_ids=ids.to(device), positions=last.to(device), slots=slots.to(device), page_tables=tables.to(device),
             seq_lens=lens.to(device), plan=plan,

@@ -20,16 +20,16 @@ _LIBRARY.define(
 class FusedDecodePlan:
     """The memory in which programs of one launch meet, for batches of `batch_size` rows; shared by all layers of a step.
 
-    A row's tokens are cut in tiles of `tile`, dealt to `splits` programs a head. Launches that share a plan belong to one stream.
+    A row's tokens are cut in tiles of `tile`, dealt to `splits` programs a key head. Launches that share a plan belong to one stream.
     """
 
     def __init__(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
         self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
         self.tile, self.warps = 64, 4
-        self.splits = max(4, 32 >> (batch_size - 1).bit_length())  # a power of two
+        self.splits = max(4, min(32, 64 >> (batch_size - 1).bit_length()))  # a power of two
         self.parts = torch.empty((batch_size, num_heads, self.splits, head_dim), dtype=torch.float32, device=device)
         self.stats = torch.empty((batch_size, num_heads, self.splits, 2), dtype=torch.float32, device=device)
-        self.counts = torch.zeros((batch_size, num_heads), dtype=torch.int32, device=device)  # zero again after every launch
+        self.counts = torch.zeros((batch_size, num_kv_heads), dtype=torch.int32, device=device)  # zero again after every launch
         self.handle = register(self)
 
 

@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _finish(acc, b, n, bias, residual, y, N, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, mask):
+def _rounded(acc, bias, residual, dtype: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
     """Round as the plain product does, before the residual is added."""
     if BIAS:
-        acc += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
-    acc = acc.to(y.dtype.element_ty)
+        acc += bias.to(tl.float32)
+    acc = acc.to(dtype)
     if RESIDUAL:
-        acc = (acc.to(tl.float32) + tl.load(residual + b * N + n, mask=mask, other=0.0).to(tl.float32)).to(y.dtype.element_ty)
-    tl.store(y + b * N + n, acc, mask=mask)
+        acc = (acc.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    return acc
+
+
+@triton.jit
+def _gated(gate, up, dtype: tl.constexpr):
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -45,20 +51,25 @@ def _few(
         ups = tl.load(at + N.to(tl.int64) * K, mask=both, other=0.0, eviction_policy="evict_first")
     if NORM:
         gains = tl.load(gain + k, mask=inside, other=0.0)
+    biases = tl.load(bias + n, mask=there, other=0.0) if BIAS else 0.0
     if PDL:
         gdc_wait()
+    rows = ()  # all are asked for before the first is used: a store between them would keep them back
+    before = ()
     for b in tl.static_range(B):
-        xx = tl.load(x + b * K + k, mask=inside, other=0.0)
+        rows += (tl.load(x + b * K + k, mask=inside, other=0.0),)
+        before += (tl.load(residual + b * N + n, mask=there, other=0.0) if RESIDUAL else 0.0,)
+    for b in tl.static_range(B):
+        xx = rows[b]
         if NORM:
             wide = xx.to(tl.float32)
             xx = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(xx.dtype) * gains  # pyright: ignore[reportPossiblyUnboundVariable]
         wide = xx.to(tl.float32)
         acc = tl.sum(weights.to(tl.float32) * wide[None, :], 1)
         if GATED:
-            acc = acc.to(y.dtype.element_ty).to(tl.float32)
-            acc = (acc * tl.sigmoid(acc)).to(y.dtype.element_ty).to(tl.float32)
-            acc = acc * tl.sum(ups.to(tl.float32) * wide[None, :], 1).to(y.dtype.element_ty).to(tl.float32)  # pyright: ignore[reportPossiblyUnboundVariable]
-        _finish(acc, b, n, bias, residual, y, N, BIAS, RESIDUAL, there)
+            up = tl.sum(ups.to(tl.float32) * wide[None, :], 1)  # pyright: ignore[reportPossiblyUnboundVariable]
+            acc = _gated(acc, up, y.dtype.element_ty)
+        tl.store(y + b * N + n, _rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
 
 @triton.jit
@@ -83,33 +94,41 @@ def _many(
         at += N.to(tl.int64) * K
         for j in tl.static_range(STEPS):
             ups += (tl.load(at + j * KS * KC, mask=there, other=0.0, eviction_policy="evict_first"),)
+    gains = ()
+    if NORM:
+        for j in tl.static_range(STEPS):
+            gains += (tl.load(gain + j * KS * KC + down),)
     b = tl.arange(0, BP)
-    rows = (b < B)[None, None, :]
+    on = (b < B)[None, None, :]
     source = x + b[None, None, :] * K + down
     acc = tl.zeros([KS, BN, BP], tl.float32)
     other = tl.zeros([KS, BN, BP], tl.float32)
-    squares = tl.zeros([KS, BP], tl.float32)
+    mask = (b < B)[None, :] & (n < N)[:, None]
+    to = b[None, :] * N + n[:, None]
+    biases = tl.load(bias + n, mask=n < N, other=0.0)[:, None] if BIAS else 0.0
     if PDL:
         gdc_wait()
+    rows = ()
     if NORM:
         for j in tl.static_range(STEPS):
-            wide = tl.load(source + j * KS * KC, mask=rows, other=0.0).to(tl.float32)
+            rows += (tl.load(source + j * KS * KC, mask=on, other=0.0),)
+        squares = tl.zeros([KS, BP], tl.float32)
+        for j in tl.static_range(STEPS):
+            wide = rows[j].to(tl.float32)
             squares += tl.sum(wide * wide, 1)
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, None, :]
+    before = tl.load(residual + to, mask=mask, other=0.0) if RESIDUAL else 0.0
     for j in tl.static_range(STEPS):
-        xx = tl.load(source + j * KS * KC, mask=rows, other=0.0)
+        xx = rows[j] if NORM else tl.load(source + j * KS * KC, mask=on, other=0.0)
         if NORM:
-            xx = (xx.to(tl.float32) * scale).to(xx.dtype) * tl.load(gain + j * KS * KC + down)  # pyright: ignore[reportPossiblyUnboundVariable]
+            xx = (xx.to(tl.float32) * scale).to(xx.dtype) * gains[j]  # pyright: ignore[reportPossiblyUnboundVariable]
         acc = tl.dot(weights[j], xx, acc)
         if GATED:
             other = tl.dot(ups[j], xx, other)
     total = tl.sum(acc, 0)
     if GATED:
-        gate = total.to(y.dtype.element_ty).to(tl.float32)
-        gate = (gate * tl.sigmoid(gate)).to(y.dtype.element_ty).to(tl.float32)
-        total = gate * tl.sum(other, 0).to(y.dtype.element_ty).to(tl.float32)
-    mask = (b < B)[None, :] & (n < N)[:, None]
-    _finish(total, b[None, :], n[:, None], bias, residual, y, N, BIAS, RESIDUAL, mask)
+        total = _gated(total, tl.sum(other, 0), y.dtype.element_ty)
+    tl.store(y + to, _rounded(total, biases, before, y.dtype.element_ty, BIAS, RESIDUAL), mask=mask)
 
 
 def launch(

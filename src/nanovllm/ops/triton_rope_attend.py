@@ -20,49 +20,55 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _turned(row, gain, h, turned, cos, sin, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """One head's norm and rotation, rounded where the plain functions round; the gains are a pair (at h, at its partner)."""
-    own, far = tl.load(row + h, mask=inside, other=0.0), tl.load(row + turned, mask=inside, other=0.0)
+def _turned(own, far, gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotation of rows of heads `[M, DP]`, rounded where the plain functions round; `far` holds each channel's partner."""
     if NORM:
         wide = own.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-        own = (wide * scale).to(own.dtype) * gain[0]
-        far = (far.to(tl.float32) * scale).to(far.dtype) * gain[1]
-    return (own.to(tl.float32) * cos + far.to(tl.float32) * sin).to(own.dtype)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        own = (wide * scale).to(own.dtype) * gain[0][None, :]
+        far = (far.to(tl.float32) * scale).to(far.dtype) * gain[1][None, :]
+    return (own.to(tl.float32) * cos[None, :] + far.to(tl.float32) * sin[None, :]).to(own.dtype)
+
+
+@triton.jit
+def _tile(kv, tables, t, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+    """Keys and values `[T, DP]` of tokens t, of those before `old`."""
+    ok = t < old
+    pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
+    at = kv + pages[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
+    both = ok[:, None] & inside[None, :]
+    return tl.load(at, mask=both, other=0.0, cache_modifier=".cg"), tl.load(at + K * S * D, mask=both, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _rope_attend(
     qkv, q_gain, k_gain, cos, sin, kv, tables, seq_lens, slots, part, stat, count, out, table_stride, page_stride, scale, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (query head, split, row): tiles of T tokens split, split + SPLITS, ...; the last program of a head to arrive merges."""
+    """Program (key head, split, row): tiles of T tokens split, split + SPLITS, ... for the query heads of that key head, padded to M.
+
+    The last program of a head and row to arrive merges.
+    """
     if PDL:
         gdc_launch_dependents()
-    head, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    k, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
-    k = head // G
     last = tl.load(seq_lens + b, cache_modifier=".cg") - 1
     tiles = last // T + 1
     active = tl.minimum(tiles, SPLITS)
     if split < tiles:
         tables += b * table_stride
-        h = tl.arange(0, DP)
-        inside = h < D
+        h, m = tl.arange(0, DP), tl.arange(0, M)
+        inside, used = h < D, m < G
         turned = tl.where(h < D // 2, h + D // 2, h - D // 2)
         slot = tl.load(slots + b, cache_modifier=".cg")
         page = tl.load(tables + last // S, cache_modifier=".cg")
         here = page * S + last % S == slot  # a row that only reads, or has outgrown its table, writes elsewhere and reads what is there
         old = tl.where(here, last, last + 1)
-        own = here & (last // T % SPLITS == split)
+        mine = last // T % SPLITS == split
         t = split * T + tl.arange(0, T)
-        ok = t < old
-        pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
-        at = kv + pages[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
-        both = ok[:, None] & inside[None, :]
-        keys = tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
-        values = tl.load(at + K * S * D, mask=both, other=0.0, cache_modifier=".cg")
+        keys, values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)
         c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
         gains_q = (c, c)
         gains_k = (c, c)
@@ -72,62 +78,59 @@ def _rope_attend(
         if PDL:
             gdc_wait()
         row = qkv + b * (H + 2 * K) * D
-        q = _turned(row + head * D, gains_q, h, turned, c, s, inside, eps, D, NORM).to(tl.float32) * scale
-        highest = tl.full([], float("-inf"), tl.float32)
-        total = tl.zeros([], tl.float32)
-        mixed = tl.zeros([DP], tl.float32)
-        write = (head % G == 0) & (last // T % SPLITS == split)
-        if own | write:
-            new_key = _turned(row + (H + k) * D, gains_k, h, turned, c, s, inside, eps, D, NORM)
-            new_value = tl.load(row + (H + K + k) * D + h, mask=inside, other=0.0)
-            if write:
-                to = kv + (slot // S).to(tl.int64) * page_stride + (k * S + slot % S) * D + h
-                tl.store(to, new_key, mask=inside)
-                tl.store(to + K * S * D, new_value, mask=inside)
-            if own:
-                highest = tl.sum(q * new_key.to(tl.float32), 0)
+        head = k * G + m
+        there = used[:, None] & inside[None, :]
+        queries = row + head[:, None] * D
+        own, far = tl.load(queries + h[None, :], mask=there, other=0.0), tl.load(queries + turned[None, :], mask=there, other=0.0)
+        q = _turned(own, far, gains_q, c, s, eps, D, NORM)
+        highest = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        mixed = tl.zeros([M, DP], tl.float32)
+        if mine:
+            new = row + (H + k) * D
+            new_key, new_far = tl.load(new + h, mask=inside, other=0.0), tl.load(new + turned, mask=inside, other=0.0)
+            new_value = tl.load(new + K * D + h, mask=inside, other=0.0)
+            new_row = _turned(new_key[None, :], new_far[None, :], gains_k, c, s, eps, D, NORM)
+            written = kv + (slot // S).to(tl.int64) * page_stride + (k * S + slot % S) * D + h
+            tl.store(written, tl.reshape(new_row, [DP]), mask=inside)
+            tl.store(written + K * S * D, new_value, mask=inside)
+            if here:
+                highest = tl.sum(q.to(tl.float32) * new_row.to(tl.float32), 1) * scale
                 total += 1.0
-                mixed = new_value.to(tl.float32)
-        scores = tl.where(ok, tl.sum(keys.to(tl.float32) * q[None, :], 1), float("-inf"))
-        now = tl.maximum(highest, tl.max(scores, 0))
-        safe = tl.where(now == float("-inf"), 0.0, now)
-        faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe)
-        total = total * faded + tl.sum(weights, 0)
-        mixed = mixed * faded + tl.sum(values.to(tl.float32) * weights[:, None], 0)
-        highest = now
-        for tile in range(split + SPLITS, tiles, SPLITS):
-            t = tile * T + tl.arange(0, T)
+                mixed += new_value.to(tl.float32)[None, :]
+        for tile in range(split, tiles, SPLITS):
             ok = t < old
-            pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
-            at = kv + pages[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
-            both = ok[:, None] & inside[None, :]
-            keys = tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
-            values = tl.load(at + K * S * D, mask=both, other=0.0, cache_modifier=".cg")
-            scores = tl.where(ok, tl.sum(keys.to(tl.float32) * q[None, :], 1), float("-inf"))
-            now = tl.maximum(highest, tl.max(scores, 0))
+            t += SPLITS * T
+            next_keys, next_values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)  # before this tile is computed with
+            scores = tl.where(ok[None, :], tl.dot(q, tl.trans(keys), input_precision="ieee") * scale, float("-inf"))
+            now = tl.maximum(highest, tl.max(scores, 1))
             safe = tl.where(now == float("-inf"), 0.0, now)
-            faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe)
-            total = total * faded + tl.sum(weights, 0)
-            mixed = mixed * faded + tl.sum(values.to(tl.float32) * weights[:, None], 0)
+            faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
+            total = total * faded + tl.sum(weights, 1)
+            mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision="ieee")
             highest = now
-        to = out + (b * H + head) * D + h
+            keys, values = next_keys, next_values
+        to = out + (b * H + head)[:, None] * D + h[None, :]
         if active == 1:
-            tl.store(to, (mixed / total).to(out.dtype.element_ty), mask=inside)
+            tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=there)
         else:
-            first = (b * H + head) * SPLITS
-            tl.store(part + (first + split) * D + h, mixed, mask=inside)
-            tl.store(stat + (first + split) * 2, highest)
-            tl.store(stat + (first + split) * 2 + 1, total)
+            first = b * H * SPLITS + head
+            tl.store(part + (first + split * H)[:, None] * D + h[None, :], mixed, mask=there)
+            tl.store(stat + (first + split * H) * 2, highest, mask=used)
+            tl.store(stat + (first + split * H) * 2 + 1, total, mask=used)
             tl.debug_barrier()
-            if tl.atomic_add(count + b * H + head, 1, sem="acq_rel") == active - 1:
-                j = first + tl.arange(0, SPLITS)
-                on = tl.arange(0, SPLITS) < active
-                tops = tl.load(stat + j * 2, mask=on, other=float("-inf"))
-                shares = tl.exp2(tops - tl.max(tops, 0))
-                sums = tl.sum(tl.load(stat + j * 2 + 1, mask=on, other=0.0) * shares, 0)
-                parts = tl.load(part + j[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0)
-                tl.store(to, (tl.sum(parts * shares[:, None], 0) / sums).to(out.dtype.element_ty), mask=inside)
-                tl.store(count + b * H + head, 0)
+            if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
+                j = tl.arange(0, SPLITS)
+                on = j < active
+                for one in tl.static_range(G):
+                    place = b * H * SPLITS + k * G + one + j * H
+                    tops = tl.load(stat + place * 2, mask=on, other=float("-inf"))
+                    shares = tl.exp2(tops - tl.max(tops, 0))
+                    sums = tl.sum(tl.load(stat + place * 2 + 1, mask=on, other=0.0) * shares, 0)
+                    parts = tl.load(part + place[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0)
+                    result = (tl.sum(parts * shares[:, None], 0) / sums).to(out.dtype.element_ty)
+                    tl.store(out + (b * H + k * G + one) * D + h, result, mask=inside)
+                tl.store(count + b * K + k, 0)
 
 
 def launch(
@@ -152,9 +155,10 @@ def launch(
     options = {"num_warps": plan.warps} | ({"launch_pdl": True} if pdl else {})
     kernel: Any = _rope_attend
     with torch.cuda.device_of(qkv):
-        kernel[(num_heads, plan.splits, rows)](
+        kernel[(num_kv_heads, plan.splits, rows)](
             qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, page_tables, seq_lens, slots,
             plan.parts, plan.stats, plan.counts, out, page_tables.stride(0), kv.stride(0), scale * LOG2E, eps, num_heads, num_kv_heads,
-            head_dim, triton.next_power_of_2(head_dim), page_size, plan.tile, plan.splits, q_norm is not None, pdl, **options,
+            head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, plan.tile, plan.splits,
+            max(16, triton.next_power_of_2(num_heads // num_kv_heads)), q_norm is not None, pdl, **options,
         )  # fmt: skip
     return out
