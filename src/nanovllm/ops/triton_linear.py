@@ -4,6 +4,8 @@ A program asks for its weights before it waits for the kernel that makes its inp
 computes, the weights of the next are on their way. So nothing else than weights and gains may be read before the wait.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# (tuples that grow in an unrolled loop, and what a compile-time branch makes)
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +65,11 @@ def _few(
         xx = rows[b]
         if NORM:
             wide = xx.to(tl.float32)
-            xx = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(xx.dtype) * gains  # pyright: ignore[reportPossiblyUnboundVariable]
+            xx = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(xx.dtype) * gains
         wide = xx.to(tl.float32)
         acc = tl.sum(weights.to(tl.float32) * wide[None, :], 1)
         if GATED:
-            up = tl.sum(ups.to(tl.float32) * wide[None, :], 1)  # pyright: ignore[reportPossiblyUnboundVariable]
+            up = tl.sum(ups.to(tl.float32) * wide[None, :], 1)
             acc = _gated(acc, up, y.dtype.element_ty)
         tl.store(y + b * N + n, _rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
@@ -121,7 +123,7 @@ def _many(
     for j in tl.static_range(STEPS):
         xx = rows[j] if NORM else tl.load(source + j * KS * KC, mask=on, other=0.0)
         if NORM:
-            xx = (xx.to(tl.float32) * scale).to(xx.dtype) * gains[j]  # pyright: ignore[reportPossiblyUnboundVariable]
+            xx = (xx.to(tl.float32) * scale).to(xx.dtype) * gains[j]
         acc = tl.dot(weights[j], xx, acc)
         if GATED:
             other = tl.dot(ups[j], xx, other)

@@ -98,7 +98,7 @@ def _rope_attend(
                 highest = tl.sum(q.to(tl.float32) * new_row.to(tl.float32), 1) * scale
                 total += 1.0
                 mixed += new_value.to(tl.float32)[None, :]
-        for tile in range(split, tiles, SPLITS):
+        for _ in range(split, tiles, SPLITS):
             ok = t < old
             t += SPLITS * T
             next_keys, next_values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)  # before this tile is computed with
