@@ -141,6 +141,16 @@ class EagerExecutor:
         return 0 if self._plan is None else self._plan.handle
 
 
+def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
+    """How many steps over these rows may follow the next one before the host has looked at its tokens.
+
+    What such a step writes lies behind what a row holds, in pages of its own, so it can be thrown away; none may run where a row only
+    reads in the next step, because the page behind its tokens may still be shared.
+    """
+    left = ((min(len(s.pages) * page_size, s.request.max_len - 1) - len(s.tokens)) if s.todo else 0 for s in rows)
+    return max(0, min(left, default=0))
+
+
 def compiled_forward(model: Model) -> Forward:
     """The model's forward over one compiled layer function, which serves all layers and every number of tokens.
 

@@ -1,7 +1,9 @@
 """`GraphExecutor`: decode steps, and short prompts, as replays of CUDA graphs.
 
 A step is: host arrays into the static buffers (only where the rows or their pages changed), replay, tokens fetched. Steps over the same
-rows need nothing from the host. The few last tokens of a prompt, all others being filled, run as the rows of such a graph too.
+rows need nothing from the host, so the next one is launched before the host has seen the tokens of this one: it runs while the host
+settles them, and is thrown away where the rows changed. The few last tokens of a prompt, all others being filled, run as the rows of such a
+graph too.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from tqdm import tqdm
 from . import sample
 from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
-from .compile import Drawn, compiled_forward, decode_carry, draw_first, fused_forward, sample_prompts, sampling_rows, to_host
+from .compile import Drawn, compiled_forward, decode_carry, draw_first, fused_forward, sample_prompts, sampling_rows, steps_ahead, to_host
 from .config import EngineConfig
 from .decode import DecodeCarry
 from .errors import InvalidRequestError
@@ -85,6 +87,7 @@ class GraphExecutor:
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
+        self._ahead, self._launched = 0, False  # steps that may be launched before they are asked for; whether one was
         self._warm_up(model, kv, limits, progress)
 
     @_on_device
@@ -104,25 +107,35 @@ class GraphExecutor:
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`. The carry is the static memory of the graph for these rows."""
         features = sample.features([s.request.sampling for s in rows])
-        self._loaded = None
+        self._loaded, self._launched = None, False
         step = self._decode.load(kv, decode_batch(rows, **self._layout), sampling_rows(rows), features)
         self._loaded = step, len(rows)
+        # Counts of drawn tokens are written in place: a step that is thrown away would have counted.
+        self._ahead = 0 if features.penalties else steps_ahead(rows, self._layout["page_size"])
         return step.carry
 
     @_on_device
     def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
         step, _ = self._current(carry)
+        self._launched = False
         if self._decode.refresh(step, decode_batch(rows, **self._layout)):
+            self._ahead = 0 if step.kind.features.penalties else steps_ahead(rows, self._layout["page_size"])
             return step.carry
         return self.load(self._model, carry.kv, rows)
 
     @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """See `Executor`. One replay; waits for the tokens."""
+        """See `Executor`. One replay, of the step after this one where that may be; waits for this one's tokens."""
         step, rows = self._current(carry)
-        step.graph.replay()
-        return step.carry, to_host(step.out, rows)
+        if not self._launched:
+            step.graph.replay()
+        self._launched = False
+        results = step.fetch()
+        if self._ahead:
+            step.graph.replay()
+            self._ahead, self._launched = self._ahead - 1, True
+        return step.carry, results.wait(rows)
 
     @_on_device
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:

@@ -6,7 +6,7 @@ feeds the drawn tokens back.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from . import sample
 from .attention_plans import Attention, Cascades
 from .batch import Batch, HostBatch, padded, to_device
-from .compile import Forward
+from .compile import Drawn, Forward
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .errors import BrokenInvariantError
@@ -29,6 +29,7 @@ from .types import Tensor
 
 GREEDY = sample.Features()
 FUSED_TOKENS = 1 << 14  # tokens of a batch up to which `rope_attend` is the faster attention
+RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
 
 
@@ -45,13 +46,48 @@ class StepKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fetched:
+    """Results on their way to the host: pinned memory, and the event after which they are there."""
+
+    event: torch.cuda.Event
+    token_ids: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    def wait(self, rows: int) -> Drawn:
+        """The results of the first rows, in memory of their own: the pinned one is filled again by the next step."""
+        self.event.synchronize()
+
+        def copied(tensor: Tensor | None) -> np.ndarray | None:
+            return None if tensor is None else tensor[:rows].numpy().copy()
+
+        return Drawn(
+            token_ids=self.token_ids[:rows].numpy().copy(),
+            logprobs=copied(self.logprobs),
+            top_ids=copied(self.top_ids),
+            top_logprobs=copied(self.top_logprobs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedStep:
-    """A graph, the carry whose memory it reads and writes, and the memory of its results."""
+    """A graph, the carry whose memory it reads and writes, the memory of its results, and where they go on the host."""
 
     kind: StepKind
     graph: torch.cuda.CUDAGraph
     carry: DecodeCarry
     out: DecodeOutput
+    fetched: Fetched
+
+    def fetch(self) -> Fetched:
+        """Send the results of the step that was launched last; a step launched after this may overwrite them on the device."""
+        for name in RESULTS:
+            source, target = getattr(self.out, name), getattr(self.fetched, name)
+            if source is not None:
+                target.copy_(source, non_blocking=True)
+        self.fetched.event.record()
+        return self.fetched
 
 
 class StepGraphs:
@@ -140,7 +176,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             out = self._run(carry, kind)
-        self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out)
+        self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=_landing(out))
 
     def way(self, size: int) -> Way:
         """How rows attend that share nothing and are not long."""
@@ -243,3 +279,12 @@ class StepGraphs:
             [getattr(carry.batch, name) for name in names], [getattr(after.batch, name) for name in names]
         )
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
+
+
+def _landing(out: DecodeOutput) -> Fetched:
+    """Pinned memory for a step's results."""
+
+    def pinned(tensor: Tensor | None) -> Any:
+        return None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    return Fetched(event=torch.cuda.Event(), **{name: pinned(getattr(out, name)) for name in RESULTS})

@@ -193,3 +193,37 @@ def test_batch_sizes():
     assert batch_sizes(1) == [1]
     assert batch_sizes(12) == [1, 2, 4, 8, 12]
     assert batch_sizes(256)[-1] == 256 and batch_sizes(300)[-1] == 300
+
+
+def test_steps_that_nobody_asked_for_do_not_show(model: nv.Model, contexts: list[list[int]]):
+    """The next step is launched ahead: rows come, go and read pages that others hold in between, and draw what they draw alone."""
+    state = nv.init_state(model, **LIMITS)
+    want = []
+    for prompt in contexts[4:8]:
+        state, gen = nv.generate(model, state, prompt, GREEDY)
+        want.append(gen.token_ids)
+        state = nv.release(state, gen.chunk)
+    executor = state.runtime.executor
+    assert isinstance(executor, GraphExecutor)
+    state, long = nv.prefill(model, state, contexts[6])
+    state, short = nv.truncate(state, long, 21)  # whose last page holds what is valid in the other
+    state, alone = nv.generate(model, state, [short], GREEDY)
+    ids, ahead, done = [], 0, {}
+    for turn, prompt in enumerate([contexts[4], contexts[5], short, long, contexts[7]]):
+        state, rid = nv.submit(model, state, prompt, GREEDY)
+        ids.append(rid)
+        for _ in range(3 + turn):
+            state, outs = nv.step(model, state)
+            done.update({o.request_id: o.output for o in outs if o.output is not None})
+            ahead += executor._launched
+        if turn == 1:
+            state, gone = nv.submit(model, state, contexts[8], GREEDY)
+            state, _ = nv.step(model, state)
+            state = nv.cancel(model, state, gone)
+    state, rest = finish(model, state)
+    done |= rest
+    assert ahead > 5
+    for prompt, tokens, rid in zip(contexts[4:8], want, [ids[0], ids[1], ids[3], ids[4]], strict=True):
+        assert_same(model, prompt, done[rid].token_ids, tokens)
+    assert_same(model, contexts[6][:21], done[ids[2]].token_ids, alone.token_ids)
+    nv.check(state)

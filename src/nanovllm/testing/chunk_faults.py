@@ -12,7 +12,10 @@ from ..errors import ChunkFileError
 from ..state import prefix, request
 from ..state.chunk import EXACT
 from ..state.request import Sequence
+from . import ahead
+from .ahead import AheadExecutor
 from .chunk_machine import ChunkMachine, ModelChunkMachine
+from .engine_machine import EngineMachine
 from .faults import Fault, writes_without_copy
 
 COMPOSE = import_module("nanovllm.compose")  # in the package, the function of this name hides the module
@@ -30,6 +33,23 @@ def _keeps_gaps_behind_the_end(cut):
 
 def _forgets_older_gaps(gapped):
     return lambda chunk, start, stop, page_size: gapped(replace(chunk, gaps=()), start, stop, page_size)
+
+
+# Steps ahead of time
+
+
+def _runs_ahead_of_copies(steps_ahead):
+    return lambda rows, page_size: min((len(s.pages) * page_size - len(s.tokens) for s in rows), default=0)
+
+
+def _keeps_what_it_ran(load):
+    def faulty(self, model, kv, rows):
+        ready = self.ready
+        carry = load(self, model, kv, rows)
+        self.ready = ready
+        return carry
+
+    return faulty
 
 
 # Moves
@@ -178,6 +198,8 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("tokens behind a gap at wrong positions", _forgets_gaps, (request, "offset_after")),
     _fault("gaps behind the end of a truncated chunk", _keeps_gaps_behind_the_end, (chunks, "cut")),
     _fault("a gap that forgets those before it", _forgets_older_gaps, (COMPOSE, "gapped")),
+    _fault("a step ahead that writes into a page shared still", _runs_ahead_of_copies, (ahead, "steps_ahead"), machine=EngineMachine),
+    _fault("a step ahead of rows that changed", _keeps_what_it_ran, (AheadExecutor, "load"), machine=EngineMachine),
     _fault("a token left behind by a move", _moves_all_but_one, (ops, "move_kv")),
     _turning("keys composed and not turned", _turns_nothing, (COMPOSE, "joined")),
     _turning("keys turned the wrong way", _turns_back, (COMPOSE, "joined")),

@@ -11,7 +11,7 @@ from ..config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The arguments of `init_state` that bound an engine, and whether it reads shared pages once."""
+    """The arguments of `init_state` that bound an engine, and whether it reads shared pages once; and whether steps run ahead."""
 
     num_pages: int
     page_size: int
@@ -20,14 +20,15 @@ class Limits:
     max_num_batched_tokens: int
     seed: int = 0
     cascade: bool | None = None
+    ahead: bool = False
 
     def config(self) -> EngineConfig:
         """The bounds as the value that an `EngineState` holds."""
         return EngineConfig(**{name: value for name, value in self.options().items() if name != "cascade"})
 
     def options(self) -> dict[str, Any]:
-        """All of them as keyword arguments."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """All that `init_state` takes, as keyword arguments."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ahead"}
 
 
 def limits(
@@ -53,6 +54,7 @@ def limits(
         max_num_batched_tokens=st.one_of(st.integers(5, 16), st.integers(1, 4)),
         seed=st.integers(0, 3),
         cascade=st.sampled_from(cascade),
+        ahead=st.booleans(),
     )
 
 

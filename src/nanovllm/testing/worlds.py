@@ -21,6 +21,7 @@ from ..state.engine_state import EngineState, Lease
 from ..state.kv import KVState, init_kv, pages_for
 from ..state.request import Request, RequestOutput, Sequence
 from ..state.vector import IntVector
+from .ahead import AheadExecutor
 from .chunk_shadow import Cells, Oracle
 from .models import random_model, tiny_config
 from .reference import KeysValues, Reference
@@ -90,6 +91,10 @@ class FlakyExecutor:
         raise PlantedError("planted")
 
 
+def _tested(executor: Executor, limits: Limits) -> FlakyExecutor:
+    return FlakyExecutor(AheadExecutor(executor, limits.page_size) if limits.ahead else executor)
+
+
 class World(Protocol):
     """An engine and its oracle. `greedy_only`: drawn replies of this world cannot be foretold."""
 
@@ -139,7 +144,7 @@ class SymbolicWorld:
         config = limits.config()
         cascades = Cascades(self.model, config, cascade_policy(self.model, config, always=True)) if limits.cascade else None
         executor = EagerExecutor(limits.page_size, limits.num_pages, symbolic_forward, cascades)
-        return replace(state, runtime=Runtime(Lease(state.runtime.lease.model), FlakyExecutor(executor)))
+        return replace(state, runtime=Runtime(Lease(state.runtime.lease.model), _tested(executor, limits)))
 
     def decode(self, carry: DecodeCarry) -> tuple[DecodeCarry, DecodeOutput]:
         """See `World`."""
@@ -201,7 +206,7 @@ class ModelWorld:
     def init_state(self, limits: Limits) -> EngineState:
         """See `World`."""
         state = init_state(self.model, **limits.options())
-        return replace(state, runtime=Runtime(state.runtime.lease, FlakyExecutor(state.runtime.executor)))
+        return replace(state, runtime=Runtime(state.runtime.lease, _tested(state.runtime.executor, limits)))
 
     def decode(self, carry: DecodeCarry) -> tuple[DecodeCarry, DecodeOutput]:
         """See `World`."""
