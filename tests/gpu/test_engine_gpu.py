@@ -219,7 +219,7 @@ def test_steps_that_nobody_asked_for_do_not_show(model: nv.Model, contexts: list
         if turn == 1:
             state, gone = nv.submit(model, state, contexts[8], GREEDY)
             state, _ = nv.step(model, state)
-            state = nv.cancel(model, state, gone)
+            state = nv.cancel(state, gone)
     state, rest = finish(model, state)
     done |= rest
     assert ahead > 5

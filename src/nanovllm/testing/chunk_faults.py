@@ -5,6 +5,7 @@ from importlib import import_module
 from unittest.mock import patch
 
 import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine
 
 from .. import chunk_file, chunk_format, chunks, compile, engine, fill, ops
 from ..chunk_format import Head
@@ -185,7 +186,7 @@ def _loads_all_as_exact(chunk_of):
     return lambda model, state, sequence: chunk_of(model, state, replace(sequence, provenance=EXACT))
 
 
-def _fault(name, faulty, *targets, machine=ChunkMachine):
+def _fault(name, faulty, *targets, machine: type[RuleBasedStateMachine] = ChunkMachine):
     return Fault(name=name, machine=machine, targets=targets, faulty=faulty)
 
 
