@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from nanovllm.testing import (
+    AheadMachine,
     CascadeChunkMachine,
     CascadeMachine,
     ChunkMachine,
@@ -67,6 +68,7 @@ class SharedPages(CascadeMachine):
         (WideVocabulary, 8, 50),
         (RealModel, 5, 40),
         (RealLlama, 3, 40),
+        (AheadMachine, 5, 50),
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),

@@ -4,6 +4,7 @@ The machines are Hypothesis state machines; run one with `hypothesis.stateful.ru
 puts another engine, model or scheduler in its place.
 """
 
+from .ahead_machine import AheadMachine
 from .cascade_machine import CascadeChunkMachine, CascadeMachine
 from .chunk_machine import ChunkMachine, ModelChunkMachine
 from .engine_machine import EngineMachine
@@ -13,6 +14,7 @@ from .schedule_machine import ScheduleMachine
 from .worlds import ModelWorld, SymbolicWorld, World
 
 __all__ = [
+    "AheadMachine",
     "CascadeChunkMachine",
     "CascadeMachine",
     "ChunkMachine",

@@ -15,8 +15,8 @@ from ..state.chunk import EXACT
 from ..state.request import Sequence
 from . import ahead
 from .ahead import AheadExecutor
+from .ahead_machine import AheadMachine
 from .chunk_machine import ChunkMachine, ModelChunkMachine
-from .engine_machine import EngineMachine
 from .faults import Fault, writes_without_copy
 
 COMPOSE = import_module("nanovllm.compose")  # in the package, the function of this name hides the module
@@ -199,8 +199,8 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("tokens behind a gap at wrong positions", _forgets_gaps, (request, "offset_after")),
     _fault("gaps behind the end of a truncated chunk", _keeps_gaps_behind_the_end, (chunks, "cut")),
     _fault("a gap that forgets those before it", _forgets_older_gaps, (COMPOSE, "gapped")),
-    _fault("a step ahead that writes into a page shared still", _runs_ahead_of_copies, (ahead, "steps_ahead"), machine=EngineMachine),
-    _fault("a step ahead of rows that changed", _keeps_what_it_ran, (AheadExecutor, "load"), machine=EngineMachine),
+    _fault("a step ahead that writes into a page shared still", _runs_ahead_of_copies, (ahead, "steps_ahead"), machine=AheadMachine),
+    _fault("a step ahead of rows that changed", _keeps_what_it_ran, (AheadExecutor, "load"), machine=AheadMachine),
     _fault("a token left behind by a move", _moves_all_but_one, (ops, "move_kv")),
     _turning("keys composed and not turned", _turns_nothing, (COMPOSE, "joined")),
     _turning("keys turned the wrong way", _turns_back, (COMPOSE, "joined")),

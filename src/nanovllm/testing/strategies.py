@@ -39,6 +39,7 @@ def limits(
     min_tokens: int = 1,
     min_model_len: int = 2,
     cascade: Sequence[bool | None] = (None, True),
+    ahead: Sequence[bool] = (False, True),
 ) -> st.SearchStrategy[Limits]:
     """Pools of up to `max_tokens` tokens in pages of up to `max_page_size`, with every kind of bottleneck; most hold a few requests."""
 
@@ -54,7 +55,7 @@ def limits(
         max_num_batched_tokens=st.one_of(st.integers(5, 16), st.integers(1, 4)),
         seed=st.integers(0, 3),
         cascade=st.sampled_from(cascade),
-        ahead=st.booleans(),
+        ahead=st.sampled_from(ahead),
     )
 
 
