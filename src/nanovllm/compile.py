@@ -214,11 +214,16 @@ def decode_carry(model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch
     )
 
 
-def sampling_rows(rows: Seq[Sequence]) -> list[Any]:
-    """What `sample.build` needs to know of each sequence."""
-    return [
-        (s.request.sampling, s.request.seed, s.tokens.array(0, s.request.num_prompt), s.tokens.array(s.request.num_prompt)) for s in rows
-    ]
+def sampling_rows(rows: Seq[Sequence]) -> list[sample.Row]:
+    """What `sample.build` needs to know of each sequence: its token ids only where there are penalties."""
+
+    def row(s: Sequence) -> sample.Row:
+        params, prompt, drawn = s.request.sampling, sample.NO_IDS, sample.NO_IDS
+        if sample.penalises(params):
+            prompt, drawn = s.tokens.array(0, s.request.num_prompt), s.tokens.array(s.request.num_prompt)
+        return params, s.request.seed, prompt, drawn
+
+    return [row(s) for s in rows]
 
 
 def sampling_of(rows: Seq[Sequence], model: Model) -> sample.Sampling:

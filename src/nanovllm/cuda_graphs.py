@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -34,7 +33,7 @@ from .step_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NOTHING: sample.Row = (SamplingParams(temperature=0), 0, np.empty(0, np.int32), np.empty(0, np.int32))  # a row that nobody looks at
+NOTHING: sample.Row = (SamplingParams(temperature=0), 0, sample.NO_IDS, sample.NO_IDS)  # a row that nobody looks at
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
 
 

@@ -17,9 +17,10 @@ from .ops.draw import draw, highest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .types import Bool, Float, Float32, Int32, Int64, Tensor, brief_fields, register_value
 
-__all__ = ["Features", "Penalties", "Row", "Sampled", "Sampling", "build", "copy_into", "features", "record", "sample"]
+__all__ = ["NO_IDS", "Features", "Penalties", "Row", "Sampled", "Sampling", "build", "copy_into", "features", "penalises", "record", "sample"]
 
 Row = tuple[SamplingParams, int, np.ndarray, np.ndarray]  # options, seed, prompt ids, output ids
+NO_IDS = np.empty(0, np.int32)
 
 
 class Features(NamedTuple):
@@ -198,7 +199,7 @@ def features(params: Sequence[SamplingParams]) -> Features:
         top_k=top_k,
         top_p=top_p,
         min_p=any(p.min_p > 0 for p in random),
-        penalties=any(_penalises(p) for p in params),
+        penalties=any(penalises(p) for p in params),
         logit_bias=any(p.logit_bias is not None for p in params),
         # One number for all requests that want any: fewer graphs, and ties are reported alike whatever others ask for
         num_logprobs=None if not logprobs else MAX_LOGPROBS if max(logprobs) > 0 else 0,
@@ -206,7 +207,8 @@ def features(params: Sequence[SamplingParams]) -> Features:
     )
 
 
-def _penalises(p: SamplingParams) -> bool:
+def penalises(p: SamplingParams) -> bool:
+    """Whether a request's earlier tokens change its logits."""
     return (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
