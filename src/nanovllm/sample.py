@@ -17,7 +17,9 @@ from .ops.draw import draw, highest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .types import Bool, Float, Float32, Int32, Int64, Tensor, brief_fields, register_value
 
-__all__ = ["NO_IDS", "Features", "Penalties", "Row", "Sampled", "Sampling", "build", "copy_into", "features", "penalises", "record", "sample"]
+__all__ = [
+    "NO_IDS", "Features", "Penalties", "Row", "Sampled", "Sampling", "build", "copy_into", "features", "penalises", "record", "sample",
+]  # fmt: skip
 
 Row = tuple[SamplingParams, int, np.ndarray, np.ndarray]  # options, seed, prompt ids, output ids
 NO_IDS = np.empty(0, np.int32)
