@@ -84,5 +84,5 @@ def test_what_the_kernels_serve() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize(("outputs", "width", "gated"), [(4096, 1024, False), (1024, 3072, False), (3072, 1024, True), (2048, 5632, False)])
 def test_a_tile_covers_its_product(rows: int, outputs: int, width: int, gated: bool) -> None:
-    tile = few.tile_of(rows, outputs, width, gated)
+    tile = few.tile_of(rows, outputs, width, gated, 224 << 10)
     assert tile.outputs >= 1 and (rows <= few.FEW or width % (tile.depth * tile.warps) == 0)

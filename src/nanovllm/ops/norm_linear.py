@@ -13,7 +13,6 @@ FEW = 2  # rows up to which products are summed in float32, without tensor cores
 ROWS = 16  # the most rows that the kernels take: beyond, the library's products are as fast
 WIDEST = 16384  # inputs that lie in the registers of one program
 NARROW = 16  # outputs of a program that works on tensor cores
-SHARED = 140_000  # bytes of weights that lie in its shared memory
 DTYPES = (torch.bfloat16, torch.float16)
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -76,7 +75,7 @@ def _cuda(
     from . import triton_linear
 
     gain, bias, residual = (None if t is None else t.contiguous() for t in (gain, bias, residual))
-    tile = tile_of(x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated)
+    tile = tile_of(x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated, shared_memory(x.device))
     pdl = dependent_launch(x.device)
     return triton_linear.launch(x.contiguous(), weight.contiguous(), gain, bias, residual, eps, gated, tile, pdl)
 
@@ -87,16 +86,27 @@ def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gate
         return False
     if rows <= FEW:
         return width <= WIDEST
-    return rows <= ROWS and width % (4 * 64) == 0 and NARROW * width * (2 if gated else 1) * 2 <= SHARED
+    return rows <= ROWS and width % (4 * 64) == 0 and _memory(rows, width, gated, NARROW) <= shared_memory(device)
 
 
-def tile_of(rows: int, outputs: int, width: int, gated: bool) -> Tile:
-    """The cut that was fastest on an H200 among those tried, by shape."""
+def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
+    """Bytes of shared memory, at most, of a program on tensor cores: its weights and the rows."""
+    return 2 * width * (outputs * (2 if gated else 1) + max(8, 1 << (rows - 1).bit_length()))
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use, and some to spare for sums."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 8192
+
+
+def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
+    """The cut that was fastest on an H200 among those tried, by shape; `memory` bounds a program's shared memory, in bytes."""
     if rows <= FEW:
         whole = 1 << (width - 1).bit_length()
         return Tile(outputs=max(1, (2048 if gated else 4096) // whole), warps=2 if whole <= 1024 else 4 if whole <= 4096 else 8)
     depth = next(depth for depth in (256, 128, 64) if width % (4 * depth) == 0)
-    wide = not gated and outputs >= 4096 and 2 * NARROW * width * 2 <= SHARED
+    wide = not gated and outputs >= 4096 and _memory(rows, width, gated, 2 * NARROW) <= memory // 2
     return Tile(outputs=2 * NARROW if wide else NARROW, warps=4, depth=depth)
 
 
