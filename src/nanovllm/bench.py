@@ -165,6 +165,9 @@ class _Stopwatch:
         self.seconds += time.perf_counter() - start
         return result
 
+    def thrown_away(self) -> int:
+        return self.inner.thrown_away()
+
     def begin(self, model: Model, kv: KVState, rows: Any, ticket: int) -> DecodeCarry:
         return self.inner.begin(model, kv, rows, ticket)
 

@@ -74,6 +74,10 @@ class Executor(Protocol):
         """Donates `carry`. One token of every row."""
         ...
 
+    def thrown_away(self) -> int:
+        """Tokens run before they were asked for, and then not used, since the last call of this."""
+        ...
+
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """A carry over tensors of its own for steps that the caller runs; what it needs beside lives until `end` of its ticket."""
         ...
@@ -124,6 +128,10 @@ class EagerExecutor:
         """See `Executor`."""
         carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
         return carry, to_host(out)
+
+    def thrown_away(self) -> int:
+        """See `Executor`. Nothing runs ahead here."""
+        return 0
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`."""

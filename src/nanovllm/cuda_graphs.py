@@ -67,7 +67,8 @@ class GraphExecutor:
         self, model: Model, limits: EngineConfig, kv: KVState, *, cascade: bool | None = None, progress: bool | None = None
     ):
         """Compile, and capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
-        model's own `generation_config`; others, and those that read shared pages once, are captured when they are first asked for.
+        model's own `generation_config`; others, those that read shared pages once, and those of few rows with very many tokens, are
+        captured when they are first asked for.
 
         `kv` is the memory that the graphs will read and write; of its contents only the dummy page changes. `cascade`: see `init_state`.
         """
@@ -87,6 +88,7 @@ class GraphExecutor:
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
         self._ahead, self._launched = 0, False  # steps that may be launched before they are asked for; whether one was
+        self._unused = 0  # rows of such steps that were thrown away
         self._warm_up(model, kv, limits, progress)
 
     @_on_device
@@ -105,8 +107,10 @@ class GraphExecutor:
     @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`. The carry is the static memory of the graph for these rows."""
+        self._require_weights(model)
         features = sample.features([s.request.sampling for s in rows])
-        self._loaded, self._launched = None, False
+        self._drop()
+        self._loaded = None
         step = self._decode.load(kv, decode_batch(rows, **self._layout), sampling_rows(rows), features)
         self._loaded = step, len(rows)
         # Counts of drawn tokens are written in place: a step that is thrown away would have counted.
@@ -117,7 +121,7 @@ class GraphExecutor:
     def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
         step, _ = self._current(carry)
-        self._launched = False
+        self._drop()
         if self._decode.refresh(step, decode_batch(rows, **self._layout)):
             self._ahead = 0 if step.kind.features.penalties else steps_ahead(rows, self._layout["page_size"])
             return step.carry
@@ -126,6 +130,7 @@ class GraphExecutor:
     @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`. One replay, of the step after this one where that may be; waits for this one's tokens."""
+        self._require_weights(model)
         step, rows = self._current(carry)
         if not self._launched:
             step.graph.replay()
@@ -135,6 +140,11 @@ class GraphExecutor:
             step.graph.replay()
             self._ahead, self._launched = self._ahead - 1, True
         return step.carry, results.wait(rows)
+
+    def thrown_away(self) -> int:
+        """See `Executor`."""
+        unused, self._unused = self._unused, 0
+        return unused
 
     @_on_device
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
@@ -172,6 +182,16 @@ class GraphExecutor:
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host))
+
+    def _drop(self) -> None:
+        """Throw a step away that was launched ahead."""
+        if self._launched and self._loaded is not None:
+            self._unused += self._loaded[1]
+        self._launched = False
+
+    def _require_weights(self, model: Model) -> None:
+        if model.params is not self._model.params:
+            raise InvalidRequestError(f"{model!r} has other weights than this state's graphs were captured with: make a state for it")
 
     def _current(self, carry: DecodeCarry) -> tuple[CapturedStep, int]:
         assert self._loaded is not None and self._loaded[0].carry is carry

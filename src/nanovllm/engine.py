@@ -50,7 +50,8 @@ def submit(model: Model, state: EngineState, context: Context, sampling_params: 
 def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput]]:
     """Run one step of every request that the token budget and the pool allow: one token each of those that decode, then prompts in chunks.
 
-    Returns what each drew; an empty list means only that no reply moved on, or that nothing is left to do.
+    Returns what each drew; an empty list means only that no reply moved on, or that nothing is left to do. On a GPU the next step may
+    run already when this returns: all calls with an engine's states belong on one CUDA stream.
     """
     state = enter_with(model, state)
     with guarded(state) as taken:
@@ -77,6 +78,8 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
         prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill)
     if plan.decode:
         loaded, decoded = _decode(model, state, plan, kv)
+    unused = state.runtime.executor.thrown_away()
+    state = replace(state, stats=state.stats.add(decode_tokens=unused, discarded_tokens=unused))
     return _settle(model, state, plan, kv, prefilled, loaded, decoded)
 
 

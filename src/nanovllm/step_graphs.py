@@ -28,7 +28,6 @@ from .state.kv import KVState, pages_for
 from .types import Tensor
 
 GREEDY = sample.Features()
-FUSED_TOKENS = 1 << 14  # tokens of a batch up to which `rope_attend` is the faster attention
 RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
 
@@ -191,7 +190,7 @@ class StepGraphs:
         if runs is not None and self._cascade_plan(size).update(runs):
             return "shared"
         way = self.way(size)
-        if way == "fused" and int(host.seq_lens.sum()) <= FUSED_TOKENS:
+        if way == "fused" and self._fused_plan(size).serves(host.seq_lens):
             return way
         if self._attention is None:
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):

@@ -56,7 +56,8 @@ def test_attention(lens: list[int], heads: int, kv_heads: int, head_dim: int, si
     plan = FusedDecodePlan(len(lens), heads, kv_heads, head_dim, torch.device("cuda"))
     for _ in range(3):
         got = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, *rest, plan.handle)
-        assert error(got.cpu(), want) < 2e-2
+        for row in range(len(lens)):  # each by itself: a long row's values are small
+            assert error(got[row].cpu(), want[row]) < 2e-2
         assert error(pages[1].cpu(), double[5][1]) < 2e-2
         assert not plan.counts.any()
 

@@ -84,5 +84,11 @@ def test_what_the_kernels_serve() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize(("outputs", "width", "gated"), [(4096, 1024, False), (1024, 3072, False), (3072, 1024, True), (2048, 5632, False)])
 def test_a_tile_covers_its_product(rows: int, outputs: int, width: int, gated: bool) -> None:
-    tile = few.tile_of(rows, outputs, width, gated, 224 << 10)
-    assert tile.outputs >= 1 and (rows <= few.FEW or width % (tile.depth * tile.warps) == 0)
+    """On an H200, an A100 and a small card; what does not fit is not served."""
+    for memory in (200_000, 158_720, 93_184):
+        if few.fits(rows, width, gated, memory):
+            tile = few.tile_of(rows, outputs, width, gated, memory)
+            held = tile.outputs * (2 if gated else 1) + max(8, rows)
+            assert rows <= few.FEW or (width % (tile.depth * tile.warps) == 0 and 2 * width * held <= memory)
+    assert few.fits(rows, 1024, gated, 200_000)
+    assert few.fits(rows, 5632, gated, 200_000) == (rows <= few.FEW)

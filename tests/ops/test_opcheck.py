@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanovllm import ops
+import nanovllm  # noqa: F401, registers the ops
+from nanovllm.testing.fused import attention_problem, linear_problem
 
 
 def pool(dtype=torch.float32):
@@ -23,11 +24,19 @@ def arguments(name):
         "copy_pages": (pool(), int32([0, 3]), int32([2, 1])),
         "paged_prefill": (q, pool(), 1, tables, seq_lens, int32([0, 2, 3]), 0.3, 0),
         "paged_decode": (q[:2], pool(), 1, tables, seq_lens, 0.3, 0),
+        "norm_linear": linear_problem(3, 8, 16, False, True, True, torch.float32),
+        "rope_attend": (*attention_problem([5, 9], 4, 2, 8, 4, True, torch.float32), 0),
+        "rotary_angles": (int32([0, 9]), torch.rand(4), 1.0),
+        "next_places": (int32([2, 9]), int32([1, 8]), tables, int32([0, 1]), 5, 4),
+        "highest": (torch.randn(3, 7),),
     }[name]
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode"])
+@pytest.mark.parametrize(
+    "name",
+    ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode", "norm_linear", "rope_attend", "rotary_angles", "next_places",
+     "highest"],
+)  # fmt: skip
 def test_opcheck(name):
-    assert callable(getattr(ops, name))  # importing the package registers the ops
     torch.library.opcheck(getattr(torch.ops.nanovllm, name).default, arguments(name))

@@ -12,6 +12,7 @@ from .backends import installed
 FEW = 2  # rows up to which products are summed in float32, without tensor cores
 ROWS = 16  # the most rows that the kernels take: beyond, the library's products are as fast
 WIDEST = 16384  # inputs that lie in the registers of one program
+LARGEST = 200_000  # bytes of shared memory
 NARROW = 16  # outputs of a program that works on tensor cores
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -70,23 +71,30 @@ def _reference(
 def _cuda(
     x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool
 ) -> Tensor:
-    if not serves(x.device, x.dtype, x.shape[0], x.shape[1], gated):
+    # A copy that makes a weight contiguous would be read before it is waited for.
+    whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
+    if not whole or not serves(x.device, x.dtype, x.shape[0], x.shape[1], gated):
         return _reference(x, weight, gain, bias, residual, eps, gated)
     from . import triton_linear
 
-    gain, bias, residual = (None if t is None else t.contiguous() for t in (gain, bias, residual))
+    residual = None if residual is None else residual.contiguous()
     tile = tile_of(x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated, shared_memory(x.device))
     pdl = dependent_launch(x.device)
-    return triton_linear.launch(x.contiguous(), weight.contiguous(), gain, bias, residual, eps, gated, tile, pdl)
+    return triton_linear.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, pdl)
 
 
 def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:
     """Whether the kernels can run a product of `rows` rows over `width` inputs; plain torch serves everything else."""
     if device.type != "cuda" or dtype not in DTYPES or not installed("triton") or torch.cuda.get_device_capability(device) < (8, 0):
         return False
+    return fits(rows, width, gated, shared_memory(device))
+
+
+def fits(rows: int, width: int, gated: bool, memory: int) -> bool:
+    """Whether a product's parts fit into a program with so many bytes of shared memory."""
     if rows <= FEW:
         return width <= WIDEST
-    return rows <= ROWS and width % (4 * 64) == 0 and _memory(rows, width, gated, NARROW) <= shared_memory(device)
+    return rows <= ROWS and width % (4 * 64) == 0 and _memory(rows, width, gated, NARROW) <= memory
 
 
 def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
@@ -96,8 +104,8 @@ def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use, and some to spare for sums."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 8192
+    """Bytes that one program may use, less some for sums; no more than what was measured to pay."""
+    return min(LARGEST, torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 8192)
 
 
 def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:

@@ -1,5 +1,6 @@
 """`rope_attend`: from a fused projection's output to attention's, for one new token a row, in one launch on a GPU."""
 
+import numpy as np
 import torch
 
 from ..types import Float, Float32, Int32, Tensor
@@ -8,6 +9,8 @@ from .kv_write import kv_write
 from .norm_linear import DTYPES, dependent_launch
 from .paged_decode import paged_decode
 from .plans import PlanMismatchError, lookup, register
+
+MOST_TOKENS, MOST_TILES = 1 << 14, 8  # of a batch; of one program
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -31,6 +34,10 @@ class FusedDecodePlan:
         self.stats = torch.empty((batch_size, num_heads, self.splits, 2), dtype=torch.float32, device=device)
         self.counts = torch.zeros((batch_size, num_kv_heads), dtype=torch.int32, device=device)  # zero again after every launch
         self.handle = register(self)
+
+    def serves(self, lens: Int32[np.ndarray, "B"]) -> bool:
+        """Whether rows of these lengths are read about as fast as by a kernel that splits each as its length asks for."""
+        return int(lens.sum()) <= MOST_TOKENS and int(lens.max()) <= MOST_TILES * self.tile * self.splits
 
 
 def rope_attend(
@@ -86,7 +93,10 @@ def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, s
 
 def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan) -> Tensor:
     found = lookup(plan) if plan else None
-    if not isinstance(found, FusedDecodePlan) or qkv.dtype not in DTYPES or not installed("triton"):
+    # What the kernel reads before it waits must not come from a copy made here.
+    whole = all(t is None or t.is_contiguous() for t in (q_norm, k_norm, cos, sin, seq_lens, slots)) and page_tables.stride(-1) == 1
+    if not isinstance(found, FusedDecodePlan) or qkv.dtype not in DTYPES or not installed("triton") or not whole:
+        plan = 0 if isinstance(found, FusedDecodePlan) else plan
         return _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan)
     from . import triton_rope_attend
 
@@ -95,8 +105,8 @@ def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, sl
     if shape != given or qkv.shape[0] > found.batch_size:
         raise PlanMismatchError(f"plan {plan} is for {found.batch_size} rows of heads {shape}, got {qkv.shape[0]} of {given}")
     return triton_rope_attend.launch(
-        qkv.contiguous(), q_norm, k_norm, cos.contiguous(), sin.contiguous(), pages[layer], page_tables, seq_lens.contiguous(),
-        slots.contiguous(), scale, eps, found, dependent_launch(qkv.device),
+        qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], page_tables, seq_lens, slots, scale, eps, found,
+        dependent_launch(qkv.device),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels of `norm_linear`: matrix products of few rows, bound by reading the weights. Imported only where Triton is.
 
 A program asks for its weights before it waits for the kernel that makes its input (programmatic dependent launch): while one kernel
-computes, the weights of the next are on their way. So nothing else than weights and gains may be read before the wait.
+computes, the weights of the next are on their way. So nothing else than weights, gains and biases may be read before the wait.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

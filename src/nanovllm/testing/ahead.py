@@ -18,6 +18,7 @@ class AheadExecutor:
     page_size: int
     left: int = 0
     ready: tuple[DecodeCarry, Drawn] | None = None
+    unused: int = 0
 
     def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
@@ -25,12 +26,12 @@ class AheadExecutor:
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        self.left, self.ready = steps_ahead(rows, self.page_size), None
+        self._drop(rows)
         return self.inner.load(model, kv, rows)
 
     def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        self.left, self.ready = steps_ahead(rows, self.page_size), None
+        self._drop(rows)
         return self.inner.refresh(carry, rows)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
@@ -42,6 +43,11 @@ class AheadExecutor:
             self.ready = self.inner.decode(model, after)
         return after, drawn
 
+    def thrown_away(self) -> int:
+        """See `Executor`."""
+        unused, self.unused = self.unused, 0
+        return unused + self.inner.thrown_away()
+
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`."""
         return self.inner.begin(model, kv, rows, ticket)
@@ -49,3 +55,9 @@ class AheadExecutor:
     def end(self, ticket: int) -> None:
         """See `Executor`."""
         self.inner.end(ticket)
+
+    def _drop(self, rows: Seq[Sequence]) -> None:
+        """Forget what was run ahead, for these rows stand in its place."""
+        if self.ready is not None:
+            self.unused += len(self.ready[1].token_ids)
+        self.left, self.ready = steps_ahead(rows, self.page_size), None

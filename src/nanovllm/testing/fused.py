@@ -42,7 +42,7 @@ def linear_problem(
 def attention_problem(
     lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[Any, ...]:
-    """Inputs of `rope_attend`: rows of these lengths, the last of which only reads when its slot is the dummy page's."""
+    """Inputs of `rope_attend`: rows of these lengths, of several the last only reads: its slot is the dummy page's."""
     torch.manual_seed(len(lens) * head_dim)
     rows, width = len(lens), max(-(-n // size) for n in lens) + 1
     num_pages = rows * width + 1
@@ -51,7 +51,8 @@ def attention_problem(
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     last = seq_lens - 1
     slots = tables[torch.arange(rows), (last // size).long()] * size + last % size
-    slots[-1] = (num_pages - 1) * size
+    if rows > 1:
+        slots[-1] = (num_pages - 1) * size
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     angles = torch.rand(rows, 1, head_dim // 2, device=device) * 6
     cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)

@@ -71,6 +71,10 @@ class FlakyExecutor:
         """See `Executor`."""
         return self._run(lambda: self.inner.decode(model, carry))
 
+    def thrown_away(self) -> int:
+        """See `Executor`."""
+        return self.inner.thrown_away()
+
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`."""
         return self._run(lambda: self.inner.begin(model, kv, rows, ticket))
