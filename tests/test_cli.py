@@ -1,5 +1,6 @@
 """The command line, in this process, as a subprocess and on a pseudo-terminal."""
 
+import gc
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nanovllm as nv
-from nanovllm import chat, cli
+from nanovllm import chat, cli, collector
 from nanovllm.llm import LLM
 from nanovllm.messages import render
 from nanovllm.terminal import View
@@ -463,3 +464,18 @@ def test_start_up_does_not_import_transformers():
 def test_the_command_is_installed():
     script = Path(sys.executable).with_name("nanovllm")
     assert subprocess.run([script, "--version"], capture_output=True, text=True, check=True).stdout.startswith("nanovllm ")
+
+
+def test_only_a_process_of_our_own_is_frozen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before, calls = gc.get_freeze_count(), []
+    monkeypatch.setattr(cli.collector, "freeze", lambda: calls.append(1))
+    arguments = ["generate", "--max-tokens", "2", "Once upon a time"]
+    assert cli.main(arguments) == 0 and not calls
+    monkeypatch.setattr(sys, "argv", ["nanovllm", *arguments])
+    assert cli.main() == 0 and calls == [1]
+    monkeypatch.undo()
+    try:
+        collector.freeze()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import collector
 from .compile import Drawn, Executor
 from .config import ModelConfig, RopeConfig
 from .decode import DecodeCarry
@@ -271,6 +272,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     start = time.perf_counter()
     engine = Engine(model, max_model_len=min(model.config.max_position_embeddings, 20480))
     figures = {"init_s": round(time.perf_counter() - start, 2)}
+    collector.freeze()
     figures |= run_workloads(engine.generate, which, model.config.vocab_size, options.repeats)
     if "host" in which:
         for size in (1, 64):

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import chat, memory_demo
+from . import chat, collector, memory_demo
 from .compose import MODES
 from .errors import InvalidRequestError, NanoVLLMError
 from .init import init_state
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack a character of the reply
     measures = arguments[:1] in (["bench"], ["eval-reuse"])
-    options = build_parser(with_bench=measures).parse_args(arguments, argparse.Namespace(arguments=arguments[1:]))
+    options = build_parser(with_bench=measures).parse_args(arguments, argparse.Namespace(arguments=arguments[1:], alone=argv is None))
     try:
         with one_line_warnings():
             return options.run(options)
@@ -140,6 +140,7 @@ def run_generate(options: argparse.Namespace) -> int:
     texts = _lines(options.prompts) if options.prompts is not None else [_prompt(options)]
     model = load_model(options.model, options.device, options.dtype)
     llm = LLM(model, **_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
+    _settle(options)
     params = sampling(options, llm.model)
     prompts = [_as_prompt(llm, text, options) for text in texts]
     if options.prompts is not None:
@@ -174,7 +175,14 @@ def run_chat(options: argparse.Namespace) -> int:
     params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
+    _settle(options)
     return chat.run(model, state, params, system=options.system, thinking=not options.no_think, retain=options.retain)
+
+
+def _settle(options: argparse.Namespace) -> None:
+    """The engine stands: what is alive now stays, where this process is ours alone."""
+    if options.alone:
+        collector.freeze()
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
