@@ -28,10 +28,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# Two processes: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook.
+# Three processes: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook;
+# Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
 test: lint
-	$(BIN)/python -m pytest -q -m "not compile and not gpu" --jaxtyping-packages=nanovllm,beartype.beartype
+	$(BIN)/python -m pytest -q -m "not compile and not gpu and not interpret" --jaxtyping-packages=nanovllm,beartype.beartype
 	$(BIN)/python -m pytest -q -m "compile and not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpret
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
