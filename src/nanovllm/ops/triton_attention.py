@@ -73,7 +73,7 @@ def _cascade_decode(
 ):  # fmt: skip
     """Program i takes the (item, key/value head) pairs i, i + programs, ...; items of shared runs come first."""
     for work in range(tl.program_id(0), tl.load(num_items) * K, programs):
-        item, k = items + work // K * FIELDS, work % K
+        item, k = items + work // K * FIELDS, work % K  # pyright: ignore[reportOperatorIssue]
         row, count, first = tl.load(item), tl.load(item + 4), tl.load(item + 3)
         begin, end = tl.load(item + 1) * S, tl.load(item + 2) * S
         if count * G <= NARROW:

@@ -4,8 +4,8 @@ A program asks for its weights before it waits for the kernel that makes its inp
 computes, the weights of the next are on their way. So nothing else than weights, gains and biases may be read before the wait.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# (tuples that grow in an unrolled loop, and what a compile-time branch makes)
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# (tuples that grow in an unrolled loop, what a compile-time branch makes, and the loop itself, whose range has no `__next__`)
 from typing import TYPE_CHECKING, Any
 
 import torch

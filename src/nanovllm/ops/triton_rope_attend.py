@@ -68,7 +68,7 @@ def _rope_attend(
         old = tl.where(here, last, last + 1)
         mine = last // T % SPLITS == split
         t = split * T + tl.arange(0, T)
-        keys, values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)
+        keys, values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)  # pyright: ignore[reportGeneralTypeIssues]
         c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
         gains_q = (c, c)
         gains_k = (c, c)

@@ -24,7 +24,7 @@ def _uniforms(seed, position, first_counter, COUNTERS: tl.constexpr):
     zero = c0 * 0
     c2 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     c3 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, zero + _STREAM, c2, c3)
+    w0, w1, w2, w3 = tl.philox(seed, c0, zero + _STREAM, c2, c3)  # pyright: ignore[reportGeneralTypeIssues]
     w = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     coarse = ((w >> 9) * 2 + 1).to(tl.float32) * _COARSE
     fine = (w * 2 + 1).to(tl.float32) * _FINE
@@ -102,7 +102,7 @@ def launch_highest(logits: torch.Tensor) -> torch.Tensor:
     if rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    num_blocks = triton.cdiv(num, BLOCK)
+    num_blocks = -(-num // BLOCK)
     best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):
@@ -121,11 +121,11 @@ def launch_draw(logits: torch.Tensor, temperature: torch.Tensor, least: torch.Te
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     temperature = temperature.contiguous()
-    num_blocks = triton.cdiv(num, 4 * COUNTERS)
+    num_blocks = -(-num // (4 * COUNTERS))
     best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):
-        block_argmax: Any = _draw_kernel  # pyright cannot see what triton.jit returns where triton is absent
+        block_argmax: Any = _draw_kernel
         block_argmax[(num_blocks, rows)](
             logits,
             logits.stride(0),
