@@ -1,6 +1,7 @@
 """One thread, because machines are shared, and a Hypothesis profile that draws the same examples every time."""
 
 import os
+from importlib.util import find_spec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports transformers: no test may look at the network
 
@@ -16,6 +17,15 @@ COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [Health
 settings.register_profile("ci", derandomize=True, **COMMON)
 settings.register_profile("nightly", **COMMON)  # other examples every time; the machines run many more of them
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Triton's interpreter is chosen when a kernel is defined: a process that did not start with it skips what it would run."""
+    missing = [] if find_spec("triton") else ["triton"]
+    missing += [] if os.environ.get("TRITON_INTERPRET") == "1" else ["TRITON_INTERPRET=1"]
+    for item in items:
+        if missing and item.get_closest_marker("interpret"):
+            item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(missing)}"))
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """Cascade attention on the reference, and its kernels under Triton's interpreter, against plain attention in float64."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -159,40 +156,59 @@ def test_plans_refuse_what_they_were_not_made_for():
         paged_decode(q, tree.pages, 0, tables[:2], lens[:2], tree.scale, handle)
 
 
-INTERPRETED = """
-import sys
-import numpy as np
-import torch
-sys.path.insert(0, {tests!r})
-from test_cascade import CPU, KV_HEADS, Tree, always
-from nanovllm.ops import triton_attention as kernels
-from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, merge_parts
-from nanovllm.sharing import own_runs, shared_runs
+def interpreted_decode(tree, runs, target=None):
+    """What the kernels make of `runs`, with partial results where memory was not a number before."""
+    from nanovllm.ops import triton_attention
 
-for rows, page_size, group, head_dim in ((3, 16, 2, 16), (12, 4, 3, 24), (70, 1, 1, 32)):
+    rows, heads = len(tree.tables), KV_HEADS * tree.group
+    space = CascadeWorkspace(rows, heads, tree.head_dim, CPU)
+    space.out = torch.full((space.num_parts, heads, tree.head_dim), torch.nan)
+    space.lse = torch.full((space.num_parts, heads), torch.nan)
+    plan = CascadePlan(space, rows, heads, KV_HEADS, tree.page_size, CPU)
+    plan.target = target or plan.target
+    assert plan.update(runs)
+    q = tree.queries(rows).float()
+    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan.views(), space, 5)
+    torch.testing.assert_close(got, tree.expected(q.double(), np.ones(rows, np.int64)).float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("rows", "page_size", "group", "head_dim"),
+    [(1, 1, 3, 24), (3, 16, 2, 16), (12, 4, 3, 24), (9, 4, 8, 16), (20, 1, 1, 32), (2, 4, 8, 80)],
+)
+def test_decode_interpreted(rows, page_size, group, head_dim):
     tree = Tree(rows, page_size, group, head_dim=head_dim)
-    space = CascadeWorkspace(rows, KV_HEADS * group, head_dim, CPU)
-    space.out = torch.full((space.num_parts, KV_HEADS * group, head_dim), torch.nan)
-    space.lse = torch.full((space.num_parts, KV_HEADS * group), torch.nan)
-    q, pages = tree.queries(rows).float(), tree.pages[0].float()
-    want = tree.expected(q.double(), np.ones(rows, np.int64)).float()
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
-        plan = CascadePlan(space, rows, KV_HEADS * group, KV_HEADS, page_size, CPU)
-        assert plan.update(runs)
-        got = kernels.cascade_decode(q, pages, *tree.on_device[:2], tree.scale, plan.views(), space, 5)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-outs, lses = torch.randn(40, 3, 24), torch.randn(40, 3)
-starts, places = torch.tensor([0, 1, 20, 39], dtype=torch.int32), torch.randperm(40)[:39].int()
-out = torch.empty(3, 3, 24)
-kernels.merge_into(outs, lses, starts, places, out)
-torch.testing.assert_close(out, merge_parts(outs, lses, starts, places))
-"""
+        interpreted_decode(tree, runs)
 
 
-def test_triton_kernels_under_the_interpreter():
-    pytest.importorskip("triton")
-    script = INTERPRETED.format(tests=os.path.dirname(__file__))
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
+@pytest.mark.interpret
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 24), (8, 72)])
+@pytest.mark.parametrize("lens", [[63, 16, 64, 128, 65], [1, 15, 17, 16, 33]])
+def test_lengths_around_a_turn_of_the_loop_interpreted(lens, group, head_dim):
+    """A turn takes 64 keys, 16 where heads are long; one program takes a whole row, or a part of it that may not be reached yet."""
+    tree = Tree(5, 16, group, head_dim=head_dim)
+    assert (np.array(lens) <= tree.counts * 16).all()
+    tree.lens[:] = lens  # `on_device` shares its memory
+    for target in (1, 16):
+        interpreted_decode(tree, own_runs(tree.counts), target)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 24)])
+def test_merging_interpreted(heads, head_dim, dtype):
+    """Numbers of parts on either side of the 16 of a turn; some parts saw no token, never all of a row."""
+    from nanovllm.ops import triton_attention
+
+    counts = torch.tensor([1, 15, 16, 17, 33])
+    starts, num = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), int(counts.sum())
+    outs, lses = torch.randn(num, heads, head_dim).to(dtype), torch.randn(num, heads) * 3
+    lses[2::5] = -torch.inf
+    lses[starts[4] : starts[4] + 16] = -torch.inf
+    for places in (None, ((3 * torch.arange(num) + 1) % num).int()):
+        out = torch.empty(len(counts), heads, head_dim, dtype=dtype)
+        triton_attention.merge_into(outs, lses, starts, places, out)
+        order = torch.arange(num, dtype=torch.int32) if places is None else places
+        torch.testing.assert_close(out, merge_parts(outs, lses, starts, order))

@@ -29,3 +29,19 @@ def test_a_page_outside_the_pool_is_refused():
     pages = torch.zeros(1, 3, 2, 1, 4, 8)
     with pytest.raises(IndexError):
         copy_pages(pages, torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "page_size", "head_dim"), [(1, 1, 12), (2, 16, 64), (3, 16, 43), (2, 16, 128)])
+def test_the_kernel_interpreted(kv_heads, page_size, head_dim, dtype):
+    """Pages of less than a block of 4,096 numbers, of one, a little more, and two."""
+    from nanovllm.ops import triton_kv
+
+    pages = torch.randn(2, PAGES, 2, kv_heads, page_size, head_dim).to(dtype)
+    want = pages.clone()
+    for src, dst in (([], []), ([3], [0]), ([1, 1, 7], [4, 6, 2])):
+        pairs = [torch.tensor(ids, dtype=torch.int32) for ids in (src, dst)]
+        copy_pages(want, *pairs)
+        triton_kv.copy_pages(pages, *pairs)
+        assert torch.equal(pages, want)

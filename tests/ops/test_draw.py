@@ -1,14 +1,15 @@
 """`draw` against the Gumbel-max trick in double precision, row by row."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.ops.draw import draw, gumbel
+from nanovllm.ops.draw import draw, gumbel, highest
 from nanovllm.ops.philox import to_unit, uniforms
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 def reference(logits, temperature, least, seed, position):
@@ -59,11 +60,11 @@ def test_greedy_takes_the_lowest_id_of_a_tie_and_reads_any_float():
 
 
 def test_rows_without_a_proper_maximum():
-    nan, keys = float("nan"), torch.tensor([[5, 5]])
+    keys = torch.tensor([[5, 5]])
     for temperature in (torch.zeros(1), torch.ones(1)):
         assert draw(torch.full((1, 5), -INF), temperature, None, keys).item() == 0
         assert draw(torch.full((1, 5), -INF), temperature, torch.tensor([-INF]), keys).item() == 0
-        for bad in ([nan] * 5, [0.0, nan, 1.0, 2.0, 3.0], [INF, INF, 0.0, nan, -INF]):
+        for bad in ([NAN] * 5, [0.0, NAN, 1.0, 2.0, 3.0], [INF, INF, 0.0, NAN, -INF]):
             assert 0 <= draw(torch.tensor([bad]), temperature, torch.tensor([0.5]), keys).item() < 5
         assert draw(torch.tensor([[-INF, -INF, -5.0, -INF]]), temperature, None, keys).item() == 2
 
@@ -76,3 +77,51 @@ def test_opcheck():
     logits, temperature, keys = torch.randn(3, 9), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([[1, 2], [3, 4], [5, 6]])
     for least in (None, torch.zeros(3)):
         torch.library.opcheck(torch.ops.nanovllm.draw.default, (logits, temperature, least, keys))
+
+
+SIZES = [1, 3, 2047, 2048, 2049, 4099]  # on either side of the 2,048 of a program
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("num", SIZES)
+def test_drawing_interpreted(num):
+    from nanovllm.ops import triton_sampling
+
+    keys = torch.tensor([[0, 0], [2**63 - 1, 2**31 - 1], [12345678901234, 77], [5, 2**40]])
+    logits = torch.randn(4, num, generator=torch.Generator().manual_seed(num))
+    temperature, least = torch.tensor([0.0, 0.7, 1.0, 3.0]), torch.tensor([0.5, 0.5, -0.5, -INF])
+    for x in (logits, logits.bfloat16(), logits.t().contiguous().t()):
+        for cut in (None, torch.minimum(least, x.amax(1).float())):
+            assert torch.equal(triton_sampling.launch_draw(x, temperature, cut, keys), draw(x, temperature, cut, keys))
+    one = (logits[1:2], temperature[1:2], None, keys[1:2])
+    assert torch.equal(triton_sampling.launch_draw(*one), draw(*one))
+    assert triton_sampling.launch_draw(logits[:0], temperature[:0], None, keys[:0]).shape == (0,)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("num", SIZES)
+def test_the_highest_interpreted(num):
+    from nanovllm.ops import triton_sampling
+
+    logits = torch.randn(5, num, generator=torch.Generator().manual_seed(num))
+    logits[1, num // 2 :: num] = logits[1, num - 1] = 9.0  # a tie, of two blocks where there are two
+    logits[2] = -INF
+    logits[3, num - 1] = INF
+    for x in (logits, logits.bfloat16(), logits.t().contiguous().t(), logits[:1], logits[:0]):
+        assert torch.equal(triton_sampling.launch_highest(x), highest(x))
+
+
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's maximum leaves NaN out, as a GPU's does
+@pytest.mark.parametrize("num", [2048, 2049])
+def test_rows_without_a_proper_maximum_interpreted(num):
+    from nanovllm.ops import triton_sampling
+
+    keys = torch.tensor([[5, 5]])
+    for bad in ([NAN] * num, [0.0, NAN] + [1.0] * (num - 2), [INF, INF, NAN] + [-INF] * (num - 3)):
+        logits = torch.tensor([bad])
+        assert 0 <= triton_sampling.launch_highest(logits).item() < num
+        for temperature in (torch.zeros(1), torch.ones(1)):
+            assert 0 <= triton_sampling.launch_draw(logits, temperature, torch.tensor([0.5]), keys).item() < num
+    for temperature in (torch.zeros(1), torch.ones(1)):
+        assert triton_sampling.launch_draw(torch.full((1, num), -INF), temperature, torch.tensor([-INF]), keys).item() == 0

@@ -1,7 +1,6 @@
-"""The kernels of a fused decode step against plain functions in float64; their logic under Triton's interpreter where Triton is."""
+"""The kernels of a fused decode step against plain functions in float64; their logic under Triton's interpreter."""
 
-import os
-from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +10,6 @@ from nanovllm.ops import norm_linear as few
 from nanovllm.ops.norm_linear import Tile, norm_linear
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 and triton")
-
 
 CASES = [
     (1, 24, 64, False, True, False), (2, 13, 96, False, False, True), (1, 8, 128, True, True, False), (2, 7, 64, True, False, False),
@@ -35,19 +30,25 @@ def test_the_norm_of_the_reference_rounds_as_the_models_do() -> None:
     assert torch.equal(norm_linear(x, weight, gain=gain, eps=1e-6), want)
 
 
-@interpreted
-@pytest.mark.parametrize("case", CASES)
-def test_few_rows_interpreted(case) -> None:
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", [*CASES, (1, 1, 33, False, True, True), (2, 5, 128, False, True, True)])
+@pytest.mark.parametrize("outputs", [1, 4])
+def test_few_rows_interpreted(case, outputs: int) -> None:
     from nanovllm.ops import triton_linear
 
     given = linear_problem(*case, torch.float32)
-    got = triton_linear.launch(*given, Tile(outputs=4, warps=1), False)
+    got = triton_linear.launch(*given, Tile(outputs=outputs, warps=1), False)
     torch.testing.assert_close(got.double(), wide_norm_linear(*given), rtol=1e-4, atol=1e-4)
 
 
-@interpreted
-@pytest.mark.parametrize("case", [(3, 32, 128, False, True, False), (5, 20, 192, False, False, True), (9, 16, 128, True, True, False)])
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "case",
+    [(1, 16, 64, False, False, False), (3, 32, 128, False, True, False), (5, 20, 192, False, False, True), (8, 33, 64, False, True, True),
+     (9, 16, 128, True, True, False), (16, 7, 192, True, False, False)],
+)  # fmt: skip
 def test_many_rows_interpreted(case) -> None:
+    """One step of the loop over the inputs, two and three."""
     from nanovllm.ops import triton_linear
 
     given = linear_problem(*case, torch.float32)
@@ -55,23 +56,57 @@ def test_many_rows_interpreted(case) -> None:
     torch.testing.assert_close(got.double(), wide_norm_linear(*given), rtol=1e-4, atol=1e-4)
 
 
-@interpreted
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter with numpy 2
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize(("lens", "heads", "kv_heads", "head_dim", "size"), [([1, 5, 40, 17], 4, 2, 16, 4), ([33, 8], 3, 1, 24, 8)])
-def test_attention_interpreted(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
+@pytest.mark.interpret
+@pytest.mark.parametrize("tile", [Tile(outputs=4, warps=1), Tile(outputs=16, warps=2, depth=32)])
+@pytest.mark.parametrize("case", [(2, 13, 128, False, True, True), (2, 13, 128, True, True, False)])
+def test_the_kernels_round_where_the_plain_functions_do(case, tile: Tile) -> None:
+    from nanovllm.ops import triton_linear
+
+    x, weight, gain, bias, residual, eps, gated = given = linear_problem(*case, torch.float16)
+    got = triton_linear.launch(*given, tile, False)
+    want = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated)
+    torch.testing.assert_close(got, want, rtol=2**-10, atol=2**-10)
+    if not gated:  # a product that was not rounded would leave its last bits
+        got = triton_linear.launch(x, weight, gain, None, -norm_linear(x, weight, gain=gain, eps=eps), eps, gated, tile, False)
+        assert (got == 0).double().mean() > 0.8
+
+
+def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int) -> None:
+    """Twice, because the first launch must leave the plan's counters as they were."""
     from nanovllm.ops import triton_rope_attend
 
-    qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = attention_problem(lens, heads, kv_heads, head_dim, size, norm, torch.float32)
-    mine = pages.clone()
+    qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
+    mine, (_, _, _, kv_heads, _, head_dim) = pages.clone(), pages.shape
     want = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, layer, *rest, 0)
-    plan = FusedDecodePlan(len(lens), heads, kv_heads, head_dim, torch.device("cpu"))
-    plan.tile, plan.splits = 8, 4
-    for _ in range(2):  # the counters are as they were
+    plan = FusedDecodePlan(len(qkv), want.shape[1] // head_dim, kv_heads, head_dim, torch.device("cpu"))
+    plan.tile, plan.splits = tile, splits
+    plan.parts.fill_(torch.nan)
+    plan.stats.fill_(torch.nan)
+    for _ in range(2):
         got = triton_rope_attend.launch(qkv, q_gain, k_gain, cos, sin, mine[layer], *rest, plan, False)
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(mine, pages)
         assert not plan.counts.any()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("lens", "heads", "kv_heads", "head_dim", "size"),
+    [([1, 5, 40, 17], 4, 2, 16, 4), ([33, 8], 3, 1, 24, 8), ([7, 8, 9, 1], 2, 2, 12, 1), ([31, 32, 33, 64, 65], 8, 1, 16, 4)],
+)
+def test_attention_interpreted(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
+    """Lengths on either side of a tile, 8, and of the tiles of all programs, 32."""
+    interpreted_attention(attention_problem(lens, heads, kv_heads, head_dim, size, norm, torch.float32), 8, 4)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("length", [1, 16, 17, 100])
+def test_attention_of_one_row_interpreted(length: int) -> None:
+    """A row that writes; the second one of the problem only reads, and is left out."""
+    given = attention_problem([length, 1], 6, 2, 24, 16, True, torch.float32)
+    qkv, q_gain, k_gain, cos, sin, pages, layer, tables, lens, slots, *rest = given
+    interpreted_attention((qkv[:1], q_gain, k_gain, cos[:1], sin[:1], pages, layer, tables[:1], lens[:1], slots[:1], *rest), 16, 4)
 
 
 def test_what_the_kernels_serve() -> None:

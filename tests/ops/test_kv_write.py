@@ -58,3 +58,21 @@ def test_a_slot_outside_the_pool_is_refused():
     pages = torch.zeros(1, 3, 2, 1, 4, 8)
     with pytest.raises(IndexError):
         kv_write(pages, 0, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), torch.tensor([12], dtype=torch.int32))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "page_size", "head_dim"), [(0, 1, 4, 8), (1, 1, 1, 12), (5, 8, 1, 16), (7, 3, 4, 24), (33, 2, 16, 8)]
+)
+def test_the_kernel_interpreted(tokens, kv_heads, page_size, head_dim, dtype):
+    from nanovllm.ops import triton_kv
+
+    pages = torch.randn(3, PAGES, 2, kv_heads, page_size, head_dim).to(dtype)
+    want, slots = pages.clone(), torch.randperm(PAGES * page_size)[:tokens].int()
+    qkv = torch.randn(tokens, 4 * kv_heads, head_dim).to(dtype)
+    own, turned = qkv[:, 2 * kv_heads : 3 * kv_heads], torch.randn(head_dim, kv_heads, tokens).to(dtype).permute(2, 1, 0)
+    for k, v in ((own, qkv[:, 3 * kv_heads :]), (own, turned), (turned, own)):
+        kv_write(want, 1, k, v, slots)
+        triton_kv.kv_write(pages[1], k, v, slots)
+        assert torch.equal(pages, want)

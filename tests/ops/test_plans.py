@@ -73,3 +73,17 @@ def test_what_flashinfer_cannot_serve_goes_to_the_reference(device, dtype, head_
 )
 def test_the_prefill_kernel_is_the_one_measured_faster(rows, tokens, faster):
     assert prefill_kernel(tokens, rows, 16) == faster
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("rows", [1, 3, 1023, 1024, 1025])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_lengths_in_last_pages_interpreted(rows, page_size):
+    """Rows on either side of the 1,024 of a program; where more pages are planned than are reached, lengths are not positive."""
+    from nanovllm.ops import triton_kv
+
+    pages, seq_lens = torch.randint(1, 5, (rows,)), torch.randint(1, 4 * page_size + 1, (rows,), dtype=torch.int32)
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    out = torch.full((rows + 1,), -99, dtype=torch.int32)
+    triton_kv.last_page_lens(out[:rows], seq_lens, indptr, page_size)
+    assert out.tolist() == [n - (count - 1) * page_size for n, count in zip(seq_lens.tolist(), pages.tolist(), strict=True)] + [-99]
