@@ -69,7 +69,7 @@ def _cuda_highest(logits: Tensor) -> Tensor:
 
 
 def _cuda(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
-    from .triton_sampling import launch_draw  # triton is not installed without a GPU
+    from .triton_sampling import launch_draw  # triton need not be installed without a GPU
 
     return launch_draw(logits, temperature, least, keys)
 

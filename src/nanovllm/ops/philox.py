@@ -59,7 +59,7 @@ def _reference(keys: Tensor, num: int) -> Tensor:
 
 
 def _cuda(keys: Tensor, num: int) -> Tensor:
-    from .triton_sampling import launch_uniforms  # triton is not installed without a GPU
+    from .triton_sampling import launch_uniforms  # triton need not be installed without a GPU
 
     return launch_uniforms(keys, num)
 
