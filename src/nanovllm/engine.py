@@ -78,8 +78,6 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
         prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill)
     if plan.decode:
         loaded, decoded = _decode(model, state, plan, kv)
-    unused = state.runtime.executor.thrown_away()
-    state = replace(state, stats=state.stats.add(decode_tokens=unused, discarded_tokens=unused))
     return _settle(model, state, plan, kv, prefilled, loaded, decoded)
 
 
@@ -269,11 +267,13 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         rid, output = sequence.request.request_id, result(model, sequence, "length", now)
         outputs.append(StepOutput(request_id=rid, token_ids=(), finish_reason="length", output=output))
         pool, kept = _end(pool, kept, sequence)
+    unused = state.runtime.executor.thrown_away()
     stats = state.stats.add(
         prefill_tokens=prompt_run,
-        decode_tokens=reply_run,
+        decode_tokens=reply_run + unused,
         reused_tokens=plan.num_reused,
         rerun_tokens=rerun,
+        discarded_tokens=unused,
         preemptions=plan.num_preempted,
     )
     state = replace(state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.models.layers import rms_norm
 from nanovllm.ops import norm_linear as few
 from nanovllm.ops.norm_linear import Tile, norm_linear
+from nanovllm.ops.plain import rms_norm
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 

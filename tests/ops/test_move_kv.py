@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import RopeConfig
-from nanovllm.models.layers import apply_rope, inverse_frequencies, rope_angles
+from nanovllm.models.layers import inverse_frequencies, rope_angles
 from nanovllm.ops import move_kv
+from nanovllm.ops.plain import apply_rope
 
 SLOTS, SIZE, HEADS, DIM = 24, 4, 2, 8
 ROPE = RopeConfig(theta=10000.0)

@@ -1,4 +1,4 @@
-"""What the architectures share: RMS norm, rotary embedding, attention through the pages, the gated MLP.
+"""What the architectures share: rotary angles, attention through the pages, the gated MLP, the head.
 
 Legend of shape suffixes: T tokens · M hidden_size · H query heads · K key/value heads · D head_dim · X any heads · F intermediate_size.
 """
@@ -12,18 +12,9 @@ from ..batch import Batch
 from ..config import RopeConfig
 from ..ops import kv_write, paged_decode, paged_prefill
 from ..ops.linear import linear
+from ..ops.plain import rms_norm
 from ..ops.rows import rotary_angles
-from ..types import Float, Float32, Tensor
-
-
-def rms_norm(x: Float[Tensor, "*rows M"], gain: Float[Tensor, "..."], eps: float) -> Float[Tensor, "*rows M"]:
-    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), its statistics in float32 or wider; `gain` broadcasts over `x`."""
-    if x.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x, x.shape[-1:], None, eps) * gain
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    # The cast stands before the gain: the reference implementations round here, and large gains amplify a difference.
-    return gain * wide.to(x.dtype)
+from ..types import Float32, Tensor
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "half"]:
@@ -72,12 +63,6 @@ def rope_angles(
     Once a forward: all layers share them.
     """
     return rotary_angles(positions_T, inv_freq, rope.attention_factor)
-
-
-def apply_rope(x_TXD: Float[Tensor, "T X D"], cos: Float32[Tensor, "T 1 D"], sin: Float32[Tensor, "T 1 D"]) -> Float[Tensor, "T X D"]:
-    """Rotate channel i with channel i + D/2, in float32 or wider, and round once."""
-    wide = x_TXD.to(torch.promote_types(x_TXD.dtype, torch.float32))
-    return torch.addcmul(wide * cos, wide.roll(x_TXD.shape[-1] // 2, -1), sin).to(x_TXD.dtype)
 
 
 def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch) -> Tensor:

@@ -11,9 +11,10 @@ from ..batch import Batch
 from ..config import HF, ModelConfig, read_bool, read_dtype, read_float, read_ids, read_int, read_rope
 from ..errors import CheckpointError
 from ..ops.linear import linear
+from ..ops.plain import apply_rope, rms_norm
 from ..state.kv import KVState
 from ..types import Float, Tensor
-from .layers import apply_rope, attention, head, mlp, rms_norm, rope_angles
+from .layers import attention, head, mlp, rope_angles
 from .params import Layer, ParamInfo, Params, loaded, rope_info
 
 

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from ..types import Float, Tensor
 from .backends import installed
+from .linear import linear
+from .plain import rms_norm
 
 FEW = 2  # rows up to which products are summed in float32, without tensor cores
 ROWS = 16  # the most rows that the kernels take: beyond, the library's products are as fast
@@ -58,10 +60,7 @@ def _fake(x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, r
 def _reference(
     x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool
 ) -> Tensor:
-    if gain is not None:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        x = gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    y = F.linear(x, weight, bias)
+    y = linear(x if gain is None else rms_norm(x, gain, eps), weight, bias)
     if gated:
         gate, up = y.chunk(2, -1)
         return F.silu(gate) * up

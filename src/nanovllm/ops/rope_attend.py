@@ -8,6 +8,7 @@ from .backends import installed
 from .kv_write import kv_write
 from .norm_linear import DTYPES, dependent_launch
 from .paged_decode import paged_decode
+from .plain import apply_rope, rms_norm
 from .plans import PlanMismatchError, lookup, register
 
 MOST_TOKENS, MOST_TILES = 1 << 14, 8  # of a batch; of one program
@@ -70,23 +71,12 @@ def _fake(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, sl
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pages.shape[3] * pages.shape[5])
 
 
-def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    if gain is None:
-        return x
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
-
-
 def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan) -> Tensor:
     (_, _, _, num_kv_heads, _, head_dim) = pages.shape
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
-    q, k = _turned(_normed(q, q_norm, eps), cos, sin), _turned(_normed(k, k_norm, eps), cos, sin)
+    q, k = (x if gain is None else rms_norm(x, gain, eps) for x, gain in ((q, q_norm), (k, k_norm)))
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     kv_write(pages, layer, k, v, slots)
     return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan).flatten(1)
 

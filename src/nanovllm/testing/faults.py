@@ -178,6 +178,7 @@ def _leaks_on_preemption(preempt):
 
 
 def writes_without_copy(reserve):
+    """A `reserve` that leaves a partly filled shared page in its place."""
     def faulty(state, sequence, length, page_size):
         missing = max(0, pages_for(length, page_size) - len(sequence.pages))
         taken = pool.allocate(state, missing)
