@@ -47,4 +47,4 @@ def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor
     """The final norm and the logits: `layers.head`."""
     if x.shape[0] <= few.FEW:
         return norm_linear(x, weight, gain=gain, eps=eps)
-    return linear(F.rms_norm(x, x.shape[-1:], None, eps) * gain, weight)  # rounded between, as `layers.rms_norm` does
+    return linear(F.rms_norm(x, x.shape[-1:], None, eps) * gain, weight)  # rounded between, as `rms_norm` does, in fewer launches
