@@ -56,9 +56,7 @@ class Drawn:
 class Executor(Protocol):
     """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values."""
 
-    def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
-    ) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens; draw for the sequences that are whole afterwards (None where none is, or not `draw`)."""
         ...
 
@@ -105,9 +103,7 @@ class EagerExecutor:
         self._plan: CascadePlan | None = None  # of the last carry; a session's lives until its end
         self._sessions: dict[int, CascadePlan | None] = {}
 
-    def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
-    ) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         host = prefill_batch(rows, draw=draw, **self._layout)
         batch = to_device(host, model.device, 0 if self._cascades is None else self._cascades.prompts(host))
@@ -184,11 +180,6 @@ def compiled_forward(model: Model) -> Forward:
             return models.forward(params, kv, batch, config, layer=layer if whole else model.spec.layer)
 
     return forward
-
-
-def fused_forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
-    """The model's forward over the kernels of `models/fused.py`; `batch.plan` is a `FusedDecodePlan`."""
-    return models.REGISTRY[config.architecture].forward(params, kv, batch, config, layer=models.fused.decode_layer, head=models.fused.head)
 
 
 def sample_prompts(limits: EngineConfig) -> list[HostBatch]:

@@ -19,11 +19,12 @@ from tqdm import tqdm
 from . import sample
 from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
-from .compile import Drawn, compiled_forward, decode_carry, draw_first, fused_forward, sample_prompts, sampling_rows, steps_ahead, to_host
+from .compile import Drawn, compiled_forward, decode_carry, draw_first, sample_prompts, sampling_rows, steps_ahead, to_host
 from .config import EngineConfig
 from .decode import DecodeCarry
 from .errors import InvalidRequestError
 from .model import Model
+from .models import fused
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .sampling_params import SamplingParams, from_generation_config
@@ -63,9 +64,7 @@ def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable
 class GraphExecutor:
     """See `compile.Executor`. Holds what cannot be a value: compiled functions, graphs, static buffers, attention plans."""
 
-    def __init__(
-        self, model: Model, limits: EngineConfig, kv: KVState, *, cascade: bool | None = None, progress: bool | None = None
-    ):
+    def __init__(self, model: Model, limits: EngineConfig, kv: KVState, *, cascade: bool | None = None, progress: bool | None = None):
         """Compile, and capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
         model's own `generation_config`; others, those that read shared pages once, and those of few rows with very many tokens, are
         captured when they are first asked for.
@@ -79,11 +78,14 @@ class GraphExecutor:
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
-        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused_forward)
+        served = fused.serves(model.params)
+        forward = fused.forward if served else self._forward
+        self._decode = StepGraphs(model, limits, sizes, forward, usual, self._attention, self._cascades, fused=served)
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
-        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, self._attention if within is None else None, within, None)
+        attention = self._attention if within is None else None
+        self._extend = StepGraphs(model, limits, sizes, forward, usual, attention, within, fused=False)
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
@@ -92,9 +94,7 @@ class GraphExecutor:
         self._warm_up(model, kv, limits, progress)
 
     @_on_device
-    def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
-    ) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         features = sample.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
@@ -208,7 +208,7 @@ class GraphExecutor:
             for graphs, rows in kinds:
                 bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
                 for features in graphs.usual:
-                    graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way(rows)))
+                    graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way()))
                 bar.update()
             for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for
                 bar.set_postfix_str(f"compile {len(host.seq_lens)}")
