@@ -96,12 +96,12 @@ class Attention:
         """A plan of its own for decode batches of `size` rows."""
         return DecodePlan(self._workspace, size, *self._shape)
 
-    def plan_prompt(self, host: HostBatch) -> int:
-        """The handle for a batch of prompts."""
+    def plan_prompt(self, host: HostBatch, *, together: bool) -> int:
+        """The handle for a batch of prompts. `together`: `paged_prefill` is given the new tokens' keys and values, too."""
         assert host.cu_seqlens is not None
         runs: list[Run] | None = None if self.policy is None else self.policy.prompts(host)
         if runs is not None:
             self._cascade.update(host.seq_lens, host.cu_seqlens, host.page_tables, runs)
             return self._cascade.handle
-        self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables)
+        self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables, together=together)
         return self._prompt.handle

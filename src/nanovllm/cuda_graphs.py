@@ -75,19 +75,19 @@ class GraphExecutor:
         """
         self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
-        self._forward = compiled_forward(model)
+        served = fused.serves(model.params)
+        self._forward = fused.forward if served else compiled_forward(model)
         policy = None if cascade is False else cascade_policy(model, limits, always=bool(cascade))
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
-        served = fused.serves(model.params)
-        forward = fused.forward if served else self._forward
-        self._decode = StepGraphs(model, limits, sizes, forward, usual, self._attention, self._cascades, fused=served)
+        self._together = served
+        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=served)
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
-        self._extend = StepGraphs(model, limits, sizes, forward, usual, attention, within, fused=False)
+        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False)
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
@@ -190,7 +190,7 @@ class GraphExecutor:
         return to_host(step.out).at(host.logit_indices) if len(host.logit_indices) else None
 
     def _prompt(self, host: HostBatch) -> Batch:
-        return to_device(host, self._device, self._attention.plan_prompt(host))
+        return to_device(host, self._device, self._attention.plan_prompt(host, together=self._together))
 
     def _restart(self, step: CapturedStep, rows: Seq[Sequence]) -> None:
         # Counts of drawn tokens are written in place: a step that is thrown away would have counted.

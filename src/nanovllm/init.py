@@ -26,7 +26,7 @@ def init_state(
     page_size: int = 16,
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 8192,
+    max_num_batched_tokens: int | None = None,
     memory_fraction: float = 0.9,
     seed: int = 0,
     compile: bool | None = None,
@@ -36,7 +36,8 @@ def init_state(
     """An empty engine for `model`.
 
     `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
-    what `memory_fraction` of a GPU's memory leaves. `compile`: None is on for CUDA and off for a CPU, where decode
+    what `memory_fraction` of a GPU's memory leaves. `max_num_batched_tokens`: None is 8,192, and on a GPU of 64 GiB or more what takes a
+    prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
     steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
     requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
     `progress`: None draws bars on a terminal.
@@ -56,7 +57,7 @@ def init_state(
         page_size=page_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_batched_tokens=_default_tokens(model) if max_num_batched_tokens is None else max_num_batched_tokens,
         seed=seed,
     )
     if max_model_len > config.max_position_embeddings:
@@ -93,6 +94,11 @@ def _executor(
     except AttentionUnavailableError as error:
         warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
         return EagerExecutor(*pages, compiled_forward(model), cascades)
+
+
+def _default_tokens(model: Model) -> int:
+    large = model.device.type == "cuda" and torch.cuda.get_device_properties(model.device).total_memory >= 64 << 30
+    return 16384 + 512 if large else 8192
 
 
 def _default_pages(model: Model, limits: EngineConfig, memory_fraction: float) -> int:

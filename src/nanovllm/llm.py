@@ -62,7 +62,7 @@ class LLM:
         memory_fraction: float = 0.9,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
+        max_num_batched_tokens: int | None = None,
         seed: int = 0,
         compile: bool | None = None,
         cascade: bool | None = None,

@@ -329,6 +329,29 @@ def test_prefill_with_hoppers_own_kernel(rows):
         pool.close(prefill(pool, plan, q, cu.tolist(), seq_lens.tolist(), layer), want)
 
 
+@pytest.mark.parametrize("rows", [[(1500, 1500)], [(33, 33), (700, 700), (128, 128)], [(900, 900), (40, 30)]], ids=["one", "more", "prefix"])
+def test_prefill_where_new_keys_and_values_lie_together(rows):
+    """Read there, in views of a fused projection, where no row has others; out of the pages where one has."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 is for compute capability 9.0")
+    pool, cu, seq_lens, q, wants = prefill_case(SHAPES[0], rows)
+    plan = PrefillPlan(pool.workspace(), 64, 2100 // pool.page_size + 1, *pool.sizes(), backend="fa3")
+    plan.update(cu, seq_lens, pool.tables, together=True)
+    assert plan.together == all(length == new for length, new in rows)
+    heads, kv_heads = q.shape[1], pool.kv_heads
+    for layer, want in enumerate(wants):
+        k, v = (torch.cat([row[layer, length - new :] for row, (length, new) in zip(part, rows, strict=True)]) for part in (pool.k, pool.v))
+        fused = torch.cat((q, k, v), 1)
+        if plan.together:
+            pool.pages[layer].fill_(torch.nan)
+        q_view, k_view, v_view = fused.split((heads, kv_heads, kv_heads), 1)
+        given = (q_view, pool.pages, layer, pool.device_tables, int32(seq_lens.tolist()), int32(cu.tolist()), pool.scale, plan.handle)
+        pool.close(paged_prefill(*given, k_view, v_view), want)
+        if plan.together:
+            with pytest.raises(PlanMismatchError):
+                paged_prefill(*given)
+
+
 def test_a_captured_prefill_serves_other_batches():
     shape, space = SHAPES[0], None
     steps = [[(100, 20), (17, 17)], [(300, 60)], [(40, 1), (50, 3), (64, 64)]]

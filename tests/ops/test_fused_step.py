@@ -9,7 +9,7 @@ from nanovllm.ops import norm_linear as few
 from nanovllm.ops.norm_linear import Tile, norm_linear
 from nanovllm.ops.paged_decode import paged_decode
 from nanovllm.ops.plain import rms_norm
-from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend, rope_write
 from nanovllm.ops.wide import WideTile, linear_add_norm, wide_tile
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 
@@ -115,11 +115,20 @@ def test_what_is_written_before_attention_interpreted(heads: int, kv_heads: int,
 
     given = attention_problem([9, 1, 30], heads, kv_heads, head_dim, size, norm, torch.float32)
     qkv, q_gain, k_gain, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
-    mine = pages.clone()
     want = rope_attend(*given, 0)
-    q = triton_rope_attend.write(qkv, q_gain, k_gain, cos, sin, mine[layer], slots, eps, False)
-    torch.testing.assert_close(mine, pages)
-    torch.testing.assert_close(paged_decode(q, mine, layer, tables, lens, scale, 0).flatten(1), want)
+    turned, held = qkv.clone(), pages.clone()
+    _, k, v = rope_write(turned, q_gain, k_gain, cos, sin, held, layer, slots, eps)
+    torch.testing.assert_close(held, pages)
+    for keep in (False, True):
+        mine, fresh = pages.clone().fill_(7), qkv.clone()
+        q = triton_rope_attend.write(fresh, q_gain, k_gain, cos, sin, mine[layer], slots, eps, keep, False)
+        assert int((mine != 7).any(-1).sum()) == 3 * 2 * kv_heads  # the slots of three tokens
+        mine = torch.where(mine == 7, pages, mine)
+        torch.testing.assert_close(mine, pages)
+        torch.testing.assert_close(paged_decode(q, mine, layer, tables, lens, scale, 0).flatten(1), want)
+        torch.testing.assert_close(fresh, turned if keep else qkv)
+    torch.testing.assert_close(v.flatten(1), qkv[:, -kv_heads * head_dim :])
+    torch.testing.assert_close(k.flatten(1), turned[:, heads * head_dim : -kv_heads * head_dim])
 
 
 @pytest.mark.interpret

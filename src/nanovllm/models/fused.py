@@ -1,4 +1,4 @@
-"""A decode step on a GPU as few kernels that follow each other closely: five a layer for few rows, seven for many.
+"""Steps on a GPU as few kernels that follow each other closely: five a layer for few tokens, seven or nine for many.
 
 It agrees with a model's own `forward` within rounding, for every architecture whose layers are those of `params.Layer`.
 """
@@ -13,7 +13,8 @@ from ..ops import norm_linear as few
 from ..ops.backends import HALVES, installed
 from ..ops.linear import linear
 from ..ops.norm_linear import norm_linear
-from ..ops.rope_attend import rope_attend
+from ..ops.paged_prefill import paged_prefill
+from ..ops.rope_attend import rope_attend, rope_write
 from ..ops.wide import linear_add_norm
 from ..state.kv import KVState
 from ..types import Float, Float32, Tensor
@@ -22,21 +23,21 @@ from .params import Layer, Params
 
 
 def serves(params: Params[Tensor]) -> bool:
-    """Whether the kernels can run this model's decode steps."""
+    """Whether the kernels can run this model."""
     embed = params.embed
     plain = all(w.gate_up_bias is None for w in params.layers)
     return plain and embed.device.type == "cuda" and embed.dtype in HALVES and installed("triton")
 
 
-def follows_closely(params: Params[Tensor], num_rows: int) -> bool:
-    """Whether so few rows are run by `decode_layer`."""
+def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
+    """Whether so few tokens are run by `decode_layer`."""
     first, embed = params.layers[0], params.embed
     shapes = ((first.qkv, False), (first.o, False), (first.gate_up, True), (first.down, False))
-    return all(few.serves(embed.device, embed.dtype, num_rows, w.shape[1], gated) for w, gated in shapes)
+    return all(few.serves(embed.device, embed.dtype, num_tokens, w.shape[1], gated) for w, gated in shapes)
 
 
 def forward(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Float[Tensor, "R V"], KVState]:
-    """A model's `forward` over one token a row; donates `kv`. `batch.plan` is what `rope_attend` takes."""
+    """A model's `forward`; donates `kv`. `batch.plan` is what `rope_attend` takes, or for prompts `paged_prefill`."""
     (pages,) = kv.pools
     cos, sin = rope_angles(batch.positions, params.inv_freq, config.rope)
     x = F.embedding(batch.input_ids, params.embed)
@@ -44,25 +45,25 @@ def forward(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConf
     if follows_closely(params, x.shape[0]):
         for index, w in enumerate(params.layers):
             x = decode_layer(w, x, pages, index, cos, sin, batch, config)
-        return head(x, params.final_norm, weight, eps), kv
+        return head(x if batch.logit_indices is None else x[batch.logit_indices], params.final_norm, weight, eps), kv
     h = _norm(x, params.layers[0].input_norm, eps)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
     for index, (w, (_, gain)) in enumerate(zip(params.layers, pairwise(gains), strict=True)):
-        x, h = many_rows_layer(w, x, h, gain, pages, index, cos, sin, batch, config)
-    return linear(h, weight), kv
+        x, h = wide_layer(w, x, h, gain, pages, index, cos, sin, batch, config)
+    return linear(h if batch.logit_indices is None else h[batch.logit_indices], weight), kv
 
 
 def decode_layer(
     w: Layer[Tensor],
-    x: Float[Tensor, "B M"],
+    x: Float[Tensor, "T M"],
     pages: Float[Tensor, "L N 2 K S D"],
     index: int,
-    cos: Float32[Tensor, "B 1 D"],
-    sin: Float32[Tensor, "B 1 D"],
+    cos: Float32[Tensor, "T 1 D"],
+    sin: Float32[Tensor, "T 1 D"],
     batch: Batch,
     config: ModelConfig,
-) -> Float[Tensor, "B M"]:
-    """One decoder layer of few rows, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
+) -> Float[Tensor, "T M"]:
+    """One decoder layer of few tokens, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps), pages, index, cos, sin, batch, config)
     x = norm_linear(a, w.o, bias=w.o_bias, residual=x)
@@ -70,18 +71,18 @@ def decode_layer(
     return norm_linear(h, w.down, bias=w.down_bias, residual=x)
 
 
-def many_rows_layer(
+def wide_layer(
     w: Layer[Tensor],
-    x: Float[Tensor, "B M"],
-    h: Float[Tensor, "B M"],
+    x: Float[Tensor, "T M"],
+    h: Float[Tensor, "T M"],
     gain: Float[Tensor, "M"],
     pages: Float[Tensor, "L N 2 K S D"],
     index: int,
-    cos: Float32[Tensor, "B 1 D"],
-    sin: Float32[Tensor, "B 1 D"],
+    cos: Float32[Tensor, "T 1 D"],
+    sin: Float32[Tensor, "T 1 D"],
     batch: Batch,
     config: ModelConfig,
-) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
     """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's."""
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias), pages, index, cos, sin, batch, config)
@@ -96,14 +97,17 @@ def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor
     return linear(_norm(x, gain, eps), weight)
 
 
-def _norm(x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], eps: float) -> Float[Tensor, "B M"]:
+def _norm(x: Float[Tensor, "T M"], gain: Float[Tensor, "M"], eps: float) -> Float[Tensor, "T M"]:
     """`plain.rms_norm` in fewer launches: it rounds between, too."""
     return F.rms_norm(x, x.shape[-1:], None, eps) * gain
 
 
 def _attend(
     w: Layer[Tensor], qkv: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
-) -> Float[Tensor, "B heads"]:
+) -> Float[Tensor, "T heads"]:
     scale, eps = config.head_dim**-0.5, config.rms_norm_eps
     tables, seq_lens, slots = batch.page_tables, batch.seq_lens, batch.slots
+    if batch.cu_seqlens is not None:
+        q, k, v = rope_write(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, slots, eps)
+        return paged_prefill(q, pages, index, tables, seq_lens, batch.cu_seqlens, scale, batch.plan, k, v).flatten(1)
     return rope_attend(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, tables, seq_lens, slots, scale, eps, batch.plan)

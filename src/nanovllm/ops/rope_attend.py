@@ -1,4 +1,5 @@
-"""`rope_attend`: from a fused projection's output to attention's, for one new token a row, in one launch on a GPU."""
+"""`rope_attend`: from a fused projection's output to attention's, for one new token a row, in one launch on a GPU; `rope_write` is its
+first half, for tokens of prompts."""
 
 import numpy as np
 import torch
@@ -15,6 +16,11 @@ PIPELINED = 16  # rows beyond which there are programs enough to keep many tiles
 LONG = 1024  # tokens of a row of such a batch that do not hold the others up
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define(
+    "rope_write(Tensor(a!) qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, Tensor(b!) pages, SymInt layer, Tensor slots, "
+    "float eps) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _LIBRARY.define(
     "rope_attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, Tensor(a!) pages, SymInt layer, Tensor page_tables, "
     "Tensor seq_lens, Tensor slots, float scale, float eps, SymInt plan) -> Tensor",
@@ -77,6 +83,52 @@ def rope_attend(
     )
 
 
+def rope_write(
+    qkv: Float[Tensor, "T width"],
+    q_norm: Float[Tensor, "D"] | None,
+    k_norm: Float[Tensor, "D"] | None,
+    cos: Float32[Tensor, "T 1 D"],
+    sin: Float32[Tensor, "T 1 D"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    layer: int,
+    slots: Int32[Tensor, "T"],
+    eps: float,
+) -> tuple[Float[Tensor, "T H D"], Float[Tensor, "T K D"], Float[Tensor, "T K D"]]:
+    """Donates `qkv` and `pages`: norm and rotate q and k where they lie, and write k and v into `slots` of one layer.
+
+    Returns q, k and v, views of `qkv`. Arguments as in `rope_attend`.
+    """
+    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
+    torch.ops.nanovllm.rope_write.default(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps)
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q, k, v
+
+
+@torch.library.register_fake("nanovllm::rope_write", lib=_LIBRARY)
+def _fake_write(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps):
+    return None
+
+
+def _write_steps(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps) -> None:
+    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    for part, gain in ((q, q_norm), (k, k_norm)):
+        part.copy_(apply_rope(part if gain is None else rms_norm(part, gain, eps), cos, sin))
+    kv_write(pages, layer, k, v, slots)
+
+
+def _write_cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps) -> None:
+    # What the kernel reads before it waits must not come from a copy made here.
+    whole = all(t is None or t.is_contiguous() for t in (qkv, q_norm, k_norm, cos, sin, slots))
+    if qkv.dtype not in HALVES or not installed("triton") or not whole:
+        return _write_steps(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps)
+    from . import triton_rope_attend
+
+    triton_rope_attend.write(qkv, q_norm, k_norm, cos, sin, pages[layer], slots, eps, True, dependent_launch(qkv.device))
+
+
 @torch.library.register_fake("nanovllm::rope_attend", lib=_LIBRARY)
 def _fake(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pages.shape[3] * pages.shape[5])
@@ -102,7 +154,8 @@ def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, sl
     from . import triton_rope_attend
 
     if not isinstance(found, FusedDecodePlan):
-        q = triton_rope_attend.write(qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], slots, eps, dependent_launch(qkv.device))
+        pdl = dependent_launch(qkv.device)
+        q = triton_rope_attend.write(qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], slots, eps, False, pdl)
         return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan).flatten(1)
     shape = (found.num_heads, found.num_kv_heads, found.head_dim)
     given = (qkv.shape[1] // pages.shape[5] - 2 * pages.shape[3], pages.shape[3], pages.shape[5])
@@ -114,5 +167,7 @@ def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, sl
     )  # fmt: skip
 
 
+_LIBRARY.impl("rope_write", _write_steps, "CPU")
+_LIBRARY.impl("rope_write", _write_cuda, "CUDA")
 _LIBRARY.impl("rope_attend", _steps, "CPU")
 _LIBRARY.impl("rope_attend", _cuda, "CUDA")

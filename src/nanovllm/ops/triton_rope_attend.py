@@ -168,13 +168,16 @@ def _rope_attend(
 
 @triton.jit
 def _rope_write(
-    qkv, q_gain, k_gain, cos, sin, kv, slots, out, page_stride, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv, q_gain, k_gain, cos, sin, kv, slots, out, out_stride, page_stride, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, S: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, group): X heads, first the groups of q, which go to `out`, then those of k and of v, which go to the row's slot."""
+    """Program (row, group): X heads, first the groups of q, which go to `out`, then those of k and of v, which go to the row's slot.
+
+    KEEP: `out` is `qkv`, and k goes there too.
+    """
     if PDL:
         gdc_launch_dependents()
-    b, group = tl.program_id(0), tl.program_id(1)
+    b, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     QUERIES: tl.constexpr = (H + X - 1) // X
     KEYS: tl.constexpr = (K + X - 1) // X
     h = tl.arange(0, DP)
@@ -188,13 +191,15 @@ def _rope_write(
         gains = (tl.load(gain + h, mask=inside, other=0.0), tl.load(gain + turned, mask=inside, other=0.0))
     if PDL:
         gdc_wait()
-    row = qkv + b.to(tl.int64) * ((H + 2 * K) * D)
+    row = qkv + b * ((H + 2 * K) * D)
     if group < QUERIES:
         x = group * X + tl.arange(0, X)
         there = (x < H)[:, None] & inside[None, :]
         own = tl.load(row + x[:, None] * D + h[None, :], mask=there, other=0.0)
         far = tl.load(row + x[:, None] * D + turned[None, :], mask=there, other=0.0)
-        tl.store(out + (b * H + x)[:, None] * D + h[None, :], _turned(own, far, gains, c, s, eps, D, NORM), mask=there)
+        if KEEP:
+            tl.debug_barrier()  # no warp may overwrite what another has yet to read
+        tl.store(out + b * out_stride + x[:, None] * D + h[None, :], _turned(own, far, gains, c, s, eps, D, NORM), mask=there)
     else:
         values = group - QUERIES >= KEYS
         x = (group - QUERIES) % KEYS * X + tl.arange(0, X)
@@ -202,7 +207,12 @@ def _rope_write(
         source = row + (H + tl.where(values, K, 0) + x)[:, None] * D
         own = tl.load(source + h[None, :], mask=there, other=0.0)
         if not values:
-            own = _turned(own, tl.load(source + turned[None, :], mask=there, other=0.0), gains, c, s, eps, D, NORM)
+            far = tl.load(source + turned[None, :], mask=there, other=0.0)
+            if KEEP:
+                tl.debug_barrier()
+            own = _turned(own, far, gains, c, s, eps, D, NORM)
+            if KEEP:
+                tl.store(source + h[None, :], own, mask=there)
         to = kv + (slot // S).to(tl.int64) * page_stride + ((tl.where(values, K, 0) + x) * S + slot % S)[:, None] * D + h[None, :]
         tl.store(to, own, mask=there)
 
@@ -247,18 +257,20 @@ def write(
     kv: Float[Tensor, "N 2 K S D"],
     slots: Int32[Tensor, "B"],
     eps: float,
+    keep: bool,
     pdl: bool,
 ) -> Float[Tensor, "B H D"]:
-    """The first half of `rope_attend`: k and v are written, and q is returned."""
+    """The first half of `rope_attend`: k and v are written, and q is returned; with `keep`, q and k change in place in `qkv`."""
     (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
     num_heads = width // head_dim - 2 * num_kv_heads
-    out = torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    heads = qkv.view(rows, -1, head_dim)
+    out = heads[:, :num_heads] if keep else torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     options = {"num_warps": 2} | ({"launch_pdl": True} if pdl else {})
     kernel: Any = _rope_write
     with torch.cuda.device_of(qkv):
         kernel[(rows, triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS))](
-            qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, slots, out, kv.stride(0), eps,
-            num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, HEADS, q_norm is not None, pdl,
-            **options,
+            qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, slots, out, out.stride(0),
+            kv.stride(0), eps, num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, HEADS,
+            q_norm is not None, keep, pdl, **options,
         )  # fmt: skip
     return out
