@@ -329,7 +329,10 @@ def test_prefill_with_hoppers_own_kernel(rows):
         pool.close(prefill(pool, plan, q, cu.tolist(), seq_lens.tolist(), layer), want)
 
 
-@pytest.mark.parametrize("rows", [[(1500, 1500)], [(33, 33), (700, 700), (128, 128)], [(900, 900), (40, 30)]], ids=["one", "more", "prefix"])
+FRESH = [[(1500, 1500)], [(33, 33), (700, 700), (128, 128)], [(900, 900), (40, 30)]]
+
+
+@pytest.mark.parametrize("rows", FRESH, ids=["one", "more", "prefix"])
 def test_prefill_where_new_keys_and_values_lie_together(rows):
     """Read there, in views of a fused projection, where no row has others; out of the pages where one has."""
     if torch.cuda.get_device_capability()[0] != 9:
