@@ -44,7 +44,7 @@ class Settings:
     steps: int = 48
 
 
-ON_CPU = Settings(batches=(1, 2, 4, 8, 16, 32, 64), contexts=(1024, 2048, 4096))
+ON_CPU = Settings(batches=(1, 2, 4, 8, 16, 32, 64), contexts=(256, 512, 1024, 1792))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
