@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from nanovllm import cli
+from nanovllm.bench import Engine
 from nanovllm.bench.kernels import NAME, NO_OP, kernels, short, table
+from nanovllm.bench.profile import profile_decode
+from nanovllm.testing.models import random_model, tiny_config
 
 RUN = ["profile", "--model", "tiny", "--device", "cpu"]
 
@@ -70,6 +73,13 @@ def test_profile_of_prompts_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(kernel["share"] for kernel in result["kernels"]) == pytest.approx(1, abs=0.01)
 
 
+def test_all_rows_decode_although_prompts_come_in_chunks() -> None:
+    engine = Engine(random_model(tiny_config()), num_pages=64, max_num_batched_tokens=16)
+    found = profile_decode(engine, 3, 40, 5)
+    assert len(engine.state.running) == 3 and 0 < found.host_us < found.step_us
+    assert min(s.num_generated for s in engine.state.running) > 2 * 5
+
+
 def test_too_much_context_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*RUN, "--context", "2040"]) == 2
+    assert cli.main([*RUN, "--context", "2030"]) == 2
     assert "more than the model's 2048 positions" in capsys.readouterr().err

@@ -129,6 +129,11 @@ def start_decoding(model: Model, state: EngineState, prompts: Sequence[list[int]
     return state, tuple(ids)
 
 
+def room_for(rows: int, length: int, steps: int, max_num_batched_tokens: int) -> int:
+    """Tokens that a row must be allowed to draw so that all of them decode for so many steps: some more while other rows' prompts run."""
+    return steps + 8 + -(-rows * length // max(1, max_num_batched_tokens - rows))
+
+
 def time_steps(model: Model, state: EngineState, count: int) -> tuple[EngineState, StepTimes]:
     """Run `count` steps of requests that all decode, or fewer where one of them ends."""
     size, whole, inside = len(state.running), [], []

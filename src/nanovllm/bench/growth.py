@@ -16,7 +16,7 @@ from ..engine import cancel
 from ..model import Model
 from ..state.engine_state import EngineState
 from ..state.kv import pages_for
-from .engine import Engine, StepTimes, start_decoding, time_steps
+from .engine import Engine, StepTimes, room_for, start_decoding, time_steps
 from .roofline import Ceiling, decode_work, limit_seconds, step_bytes
 from .shapes import random_model
 from .workloads import random_tokens
@@ -143,20 +143,16 @@ def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], 
         )
 
 
-def _room(limits: EngineConfig, rows: int, length: int, steps: int) -> int:
-    """Tokens a row may draw: those of the steps, and of the steps in which other rows' prompts still run."""
-    return steps + 8 + -(-rows * length // limits.max_num_batched_tokens)
-
-
 def _fits(limits: EngineConfig, rows: int, length: int, steps: int) -> bool:
-    whole = length + _room(limits, rows, length, steps)
+    whole = length + room_for(rows, length, steps, limits.max_num_batched_tokens)
     enough = rows * pages_for(whole + 64, limits.page_size) <= limits.num_pages  # 64: a sequence takes pages ahead
     return rows <= limits.max_num_seqs and whole <= limits.max_model_len and enough
 
 
 def _decode_times(model: Model, state: EngineState, prompts: Sequence[list[int]], steps: int) -> tuple[EngineState, StepTimes]:
     """The times of `steps` decode steps of these prompts, which are cancelled then."""
-    state, ids = start_decoding(model, state, prompts, _room(state.config, len(prompts), len(prompts[0]), steps))
+    room = room_for(len(prompts), len(prompts[0]), steps, state.config.max_num_batched_tokens)
+    state, ids = start_decoding(model, state, prompts, room)
     state, times = time_steps(model, state, steps)
     for rid in ids:
         state = cancel(state, rid)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +18,15 @@ from .. import collector
 from ..engine import step
 from ..errors import InvalidRequestError
 from ..model import Model
+from ..terminal import note
 from .command import add_model_arguments, find_model, positive, require_folder
-from .engine import Engine, start_decoding, time_steps
+from .engine import Engine, room_for, start_decoding, time_steps
 from .kernels import Kernel, as_json, kernels, table
 from .record import record
 from .workloads import random_tokens
 
 AHEAD = 64  # tokens that a sequence takes pages for in advance
+BUDGET = 8192  # tokens of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +57,18 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     require_folder(options.trace)
     model, _ = find_model(options)
     length = options.prefill or options.context
-    longest = length + 1 if options.prefill else length + 2 * options.steps + AHEAD
+    longest = length + (1 if options.prefill else room_for(options.batch, length, 2 * options.steps, BUDGET))
     if longest > model.config.max_position_embeddings:
         raise InvalidRequestError(f"{longest} tokens a row are more than the model's {model.config.max_position_embeddings} positions")
     pages = options.batch * (-(-(longest + AHEAD) // 16) + 1)
-    limits = {"num_pages": pages, "max_model_len": longest, "max_num_seqs": options.batch, "compile": False if options.eager else None}
-    engine = Engine(model, **limits)
+    limits = {"num_pages": pages, "max_model_len": longest, "max_num_seqs": options.batch, "max_num_batched_tokens": BUDGET}
+    engine = Engine(model, **limits, compile=False if options.eager else None)
     collector.freeze()
     run = profile_prompts if options.prefill else profile_decode
     found = run(engine, options.batch, length, options.steps, options.trace)
     cuda = model.device.type == "cuda"
+    if not found.kernels:
+        note("the profiler saw no kernels: CUPTI may be missing, or in use by another profiler")
     what = f"{options.batch} x {length} tokens of prompt" if options.prefill else f"{options.batch} x {length} tokens of context"
     figures: dict[str, Any] = {"what": what, "step_us": found.step_us, "host_us": found.host_us, "kernels": as_json(found.kernels)}
     result = record(model, figures, arguments)
@@ -86,7 +91,8 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int, trace: 
     """Decode steps of `batch` rows behind `context` tokens each: timed first, then under the profiler."""
     model, random = engine.model, Random(5)
     prompts = [random_tokens(random, context, model.config.vocab_size) for _ in range(batch)]
-    engine.state, _ = start_decoding(model, engine.state, prompts, 2 * steps + AHEAD // 2)
+    room = room_for(batch, context, 2 * steps, engine.state.config.max_num_batched_tokens)
+    engine.state, _ = start_decoding(model, engine.state, prompts, room)
     engine.state, times = time_steps(model, engine.state, steps)
 
     def more() -> None:
@@ -121,6 +127,8 @@ def profile_prompts(engine: Engine, batch: int, length: int, steps: int, trace: 
 def _profiled(model: Model, run: Callable[[], object], steps: int, trace: Path | None) -> tuple[Kernel, ...]:
     """The kernels of a run of so many steps. Those of a CUDA graph are seen by CUPTI as they run, whoever launched them."""
     cuda = model.device.type == "cuda"
+    if not cuda:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes marks of its own to stderr; on a GPU it may have errors to tell
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as seen:
         start = time.perf_counter()

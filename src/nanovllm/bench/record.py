@@ -37,11 +37,11 @@ def commit() -> str:
 
 def record(model: Model, figures: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """One run's object: where, what, with which command, and the figures."""
-    cuda = model.device.type == "cuda"
+    cuda, threads = model.device.type == "cuda", torch.get_num_threads()
     return {
         "engine": "nanovllm",
         "gpu": torch.cuda.get_device_name(model.device) if cuda else None,
-        "cpu": None if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "cpu": None if cuda else f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
         "commit": commit(),
         "versions": versions(),
         "command": "nanovllm bench " + " ".join(arguments),

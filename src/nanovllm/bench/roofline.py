@@ -113,10 +113,10 @@ def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     """Read a large tensor (summed, and copied, which reads and writes it) and multiply large matrices, each for a moment; the best counts.
 
-    Takes less than a second, and on a GPU 4 GiB for that time.
+    Takes less than a second, and on a GPU up to 4 GiB for that time.
     """
     cuda = device.type == "cuda"
-    elements, side, repeats = ((1 << 29), 8192, 12) if cuda else ((1 << 25), 768, 5)
+    elements, side, repeats = (min(1 << 29, torch.cuda.mem_get_info(device)[0] // 16), 8192, 12) if cuda else (1 << 25, 768, 5)
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
