@@ -176,7 +176,8 @@ def test_tables_are_aligned(grown: dict[str, Any]) -> None:
             assert len({len(line) for line in lines}) == 1, lines
     rates = next(rows for _, head, rows in report.sections(result) if head[0] == "workload")
     assert rates[0][0] == "<b1>" and rates[0][-2:] == ("20%", "0")
-    assert report.HOST in text and "| workload |" in report.markdown(result)
+    document = report.markdown(result | {"command": "nanovllm bench --which b1 --output a/b.json --json"})
+    assert report.HOST in text and "| workload |" in document and "(`nanovllm bench --which b1`)" in document
     assert "workload" not in report.text(bench.record(MODEL, {}, []))
 
 

@@ -1,5 +1,6 @@
 """One run's figures: as rows for JSON, and from the JSON object as a table for a terminal or for a document."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from .roofline import Ceiling, decode_bytes, limit_seconds, prompt_bytes
 from .workloads import Measured
 
 Cells = tuple[str, ...]
-WORDS = ("", "workload", "first token", "kernel", "op")  # columns of words
+WORDS = ("", "workload", "kernel", "op")  # columns of words
+WHERE_TO = re.compile(r" --(?:output|plot|commit)[ =]\S+| --json")  # options that no figure depends on
 HOST = (
     "host: the share of the time outside the model's calls (scheduling, page tables, settling). On a GPU the next step runs\n"
     "meanwhile, so it costs time only where it comes near 100%."
@@ -57,7 +59,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """A run's JSON object for a document: what it ran on, and a table a section."""
-    lines = [f"{about(result)} (`{result['command'].strip()}`)."]
+    lines = [f"{about(result)} (`{WHERE_TO.sub('', result['command']).strip()}`)."]
     for title, head, rows in sections(result):
         shown = (title[0].upper() + title[1:] + ":") if title else "Workloads:"
         lines += ["", shown, "", _bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
@@ -80,8 +82,8 @@ def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells
         head = ("workload", "", "tok/s", "ms a step", "MB a step", "roofline tok/s", "of it", "host", *peers)
         yield "", head, [_rate(one, peers) for one in rates]
     if firsts:
-        head = ("first token", "", "ms", "roofline ms", "of it", "host", *peers)
-        yield "", head, [_first(one, peers) for one in firsts]
+        head = ("workload", "", "ms", "roofline ms", "of it", "host", *peers)
+        yield "first token", head, [_first(one, peers) for one in firsts]
     hosts = [size for size in (1, 64) if f"b{size}_host_us" in result]
     if hosts:
         cells = [(f"{n} row{'s' * (n > 1)}", f"{result[f'b{n}_step_us']:,.0f}", f"{result[f'b{n}_host_us']:,.0f}") for n in hosts]
