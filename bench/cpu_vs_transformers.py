@@ -15,25 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from nanovllm.bench import SHAPES, Engine, random_tokens, random_weights, record
-from nanovllm.model import TINY, Model, load_model
+from nanovllm.bench.peers import in_transformers
+from nanovllm.model import load_model
 from nanovllm.types import dtype_of
-
-
-def reference(model: Model, name: str) -> Any:
-    """The same model in transformers: the same weights for `tiny`, random ones of the same shape otherwise."""
-    if name == "tiny":
-        return transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=model.dtype).eval()
-    c = model.config
-    config = transformers.AutoConfig.for_model(
-        "qwen3" if c.architecture.startswith("Qwen3") else "llama",
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
-        tie_word_embeddings=c.tie_word_embeddings, max_position_embeddings=c.max_position_embeddings,
-    )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
 
 
 def timed(call: Any) -> tuple[float, Any]:
@@ -46,7 +32,7 @@ def timed(call: Any) -> tuple[float, Any]:
 def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats: int, compiled: bool) -> dict[str, Any]:
     """Decode tokens a second of both, prefill taken off by the time of a one-token reply, and their ratio."""
     model = load_model(name, "cpu", dtype) if name == "tiny" else random_weights(name, device="cpu", dtype=dtype)
-    other = reference(model, name)
+    other = in_transformers(model, name)
     other.generation_config.eos_token_id = None  # min_new_tokens would forbid the token instead of ignoring it
     engine = Engine(model, num_pages=2048, max_model_len=1024, compile=compiled or None)
     random, figures = Random(0), {}

@@ -9,6 +9,7 @@ import pytest
 
 import nanovllm as nv
 from nanovllm import bench
+from nanovllm.bench import engine
 from nanovllm.testing.models import random_model, tiny_config
 
 MODEL = random_model(tiny_config())
@@ -24,10 +25,12 @@ def test_host_time_leaves_the_executor_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert set(figures) == {"b2_step_us", "b2_host_us"}
     assert runtime.executor is executor
 
-    def failing(model: nv.Model, state: nv.EngineState) -> None:
-        raise nv.OutOfPagesError("in the middle")
+    def failing(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, list[nv.StepOutput]]:
+        if runtime.executor is not executor:
+            raise nv.OutOfPagesError("in the middle")
+        return nv.step(model, state)
 
-    monkeypatch.setattr(bench, "step", failing)
+    monkeypatch.setattr(engine, "step", failing)
     with pytest.raises(nv.OutOfPagesError):
         bench.host_time(MODEL, state, 2, steps=4)
     assert runtime.executor is executor

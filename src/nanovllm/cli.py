@@ -1,4 +1,5 @@
-"""The command line: `nanovllm generate`, `nanovllm chat`, `nanovllm memory`, `nanovllm bench`, `nanovllm eval-reuse`."""
+"""The command line: `nanovllm generate`, `nanovllm chat`, `nanovllm memory`, `nanovllm bench`, `nanovllm profile`,
+`nanovllm eval-reuse`."""
 
 import argparse
 import io
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack a character of the reply
-    measures = arguments[:1] in (["bench"], ["eval-reuse"])
+    measures = arguments[:1] in (["bench"], ["profile"], ["eval-reuse"])
     options = build_parser(with_bench=measures).parse_args(arguments, argparse.Namespace(arguments=arguments[1:], alone=argv is None))
     try:
         with one_line_warnings():
@@ -79,12 +80,12 @@ def _version() -> str:
 
 
 def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
-    """The parser of all commands; the options of `bench` and `eval-reuse` cost imports and are left out unless asked for."""
+    """The parser of all commands; the options of `bench`, `profile` and `eval-reuse` cost imports and are left out unless asked for."""
     parser = argparse.ArgumentParser(
         prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,bench,eval-reuse}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,bench,profile,eval-reuse}")
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
     generate.add_argument("prompt", nargs="*", help="the text to continue; several words are joined; without any, stdin is read")
@@ -118,13 +119,17 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     memory.set_defaults(run=memory_demo.run)
 
     bench = commands.add_parser("bench", help="measure the speed of this machine")
+    profiled = commands.add_parser("profile", help="show which kernels a step is made of")
     quality = commands.add_parser("eval-reuse", help="measure what reuse of KV costs in quality")
     if with_bench:
         from . import bench as module
+        from .bench import profile
         from .eval_reuse import command
 
         module.add_arguments(bench)
         bench.set_defaults(run=lambda options: module.main(options, options.arguments))
+        profile.add_arguments(profiled)
+        profiled.set_defaults(run=lambda options: profile.main(options, options.arguments))
         command.add_arguments(quality)
         _add_model_options(quality, num_pages="what the measurement needs")
         quality.set_defaults(run=lambda options: command.main(options, _limits(options)))

@@ -3,13 +3,11 @@
 from collections.abc import Iterable
 from itertools import groupby
 from math import log2
-from typing import TypeAlias
-from xml.sax.saxutils import escape
 
 from .memory import MemoryReport, PageRun
-from .memory_text import Cell, Family, Line, Look, cells_of, clean, describe, listed, look_of, outline, size
+from .memory_text import Cell, Family, Line, Look, cells_of, describe, listed, look_of, outline, size
+from .svg import FAINT, INK, LINE, Length, document, rect, text
 
-Length: TypeAlias = "int | float"  # units of the picture, about a pixel
 WIDTH, MARGIN = 1000, 32
 INNER = WIDTH - 2 * MARGIN
 COLUMNS, CELLS, CELL = 64, 2048, 14.625  # of the map: in a row, at most, and the distance from one to the next
@@ -23,8 +21,6 @@ SHADES: dict[Family, tuple[str, ...]] = {
     "free": ("#f3f4f6",),
 }
 LEVELS = {1: "1", 2: "2", 3: "3-4", 5: "5-9", 10: "10+"}  # owners from which on a shade is taken, and how it is marked
-INK, FAINT, LINE = "#1f2933", "#6b7683", "#c3cad2"
-FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 NAMES: dict[Family, str] = {
     "chunk": "chunks",
     "request": "requests",
@@ -41,12 +37,7 @@ def draw(report: MemoryReport) -> str:
     for section in (_head, _bar, _map, _tree):
         drawn, height = section(report, height)
         parts.extend(drawn)
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" '
-        f'font-family="{FONT}" font-size="12" fill="{INK}">\n<title>{report.num_used:,} of {report.num_pages:,} pages used</title>\n'
-        f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>\n{body}\n</svg>\n'
-    )
+    return document(WIDTH, height, f"{report.num_used:,} of {report.num_pages:,} pages used", parts)
 
 
 def _head(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
@@ -58,11 +49,11 @@ def _head(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
         (held, f"held in place of {wanted}"),
         (f"{report.num_idle:,}", "pages only in the index"),
     )
-    parts = [_text(MARGIN, top + 8, "KV memory", size=20, weight=600)]
-    parts.append(_text(WIDTH - MARGIN, top + 8, f"{report.page_size} tokens, {size(report.page_bytes)} a page", FAINT, anchor="end"))
+    parts = [text(MARGIN, top + 8, "KV memory", size=20, weight=600)]
+    parts.append(text(WIDTH - MARGIN, top + 8, f"{report.page_size} tokens, {size(report.page_bytes)} a page", FAINT, anchor="end"))
     for i, (figure, what) in enumerate(cards):
         x = MARGIN + i * INNER / len(cards)
-        parts += [_text(x, top + 50, figure, size=24, weight=600), _text(x, top + 69, what, FAINT)]
+        parts += [text(x, top + 50, figure, size=24, weight=600), text(x, top + 69, what, FAINT)]
     return parts, top + 92
 
 
@@ -74,7 +65,7 @@ def _bar(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
         for shade, alike in groupby(sorted((look for look in looks if look.family == family), reverse=True), key=_fill):
             count = len(list(alike))
             width = INNER * count / report.num_pages
-            parts.append(_rect(x, top, width, 16, shade, f"{_pages(count)}: {NAMES[family]}"))
+            parts.append(rect(x, top, width, 16, shade, f"{_pages(count)}: {NAMES[family]}"))
             x += width
     parts.append(f'<rect x="{MARGIN}" y="{top}" width="{INNER}" height="16" fill="none" stroke="{LINE}"/>')
     return parts, top + 48
@@ -84,14 +75,14 @@ def _map(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
     cells = cells_of(report, CELLS, COLUMNS)
     per, stop = cells[0].stop - cells[0].start, cells[-1].stop
     title = "Pages, with the number of their owners" if per == 1 else f"Pages, {per} in a cell, which shows what most of them are"
-    parts = [_text(MARGIN, top, title, size=14, weight=600)]
+    parts = [text(MARGIN, top, title, size=14, weight=600)]
     top += 14
     for i, cell in enumerate(cells):
         x, y = MARGIN + i % COLUMNS * CELL, top + i // COLUMNS * CELL
         parts += _cell(x, y, CELL - 2, cell.look, _told(report, cell))
     top += -(-len(cells) // COLUMNS) * CELL + 6
     if stop < report.num_pages:
-        parts.append(_text(MARGIN, top + 8, f"and {report.num_pages - stop:,} more free pages", FAINT))
+        parts.append(text(MARGIN, top + 8, f"and {report.num_pages - stop:,} more free pages", FAINT))
         top += 20
     legend, top = _legend(top + 6)
     return parts + legend, top + 40
@@ -101,11 +92,11 @@ def _legend(top: Length) -> tuple[list[str], Length]:
     parts, x = [], MARGIN
     for family, name in NAMES.items():
         for (level, mark), shade in zip(LEVELS.items(), SHADES[family], strict=False):
-            parts.append(_rect(x, top, 22, 13, shade))
+            parts.append(rect(x, top, 22, 13, shade))
             if len(SHADES[family]) > 1:
                 parts.append(_mark(x + 11, top + 9.5, mark, level > 2))
             x += 22
-        parts.append(_text(x + 6, top + 10.5, name, FAINT))
+        parts.append(text(x + 6, top + 10.5, name, FAINT))
         x += 28 + 6.3 * len(name)
     return parts, top + 12
 
@@ -117,7 +108,7 @@ def _tree(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
         return [], top - 16
     cut = any(line.run is not None and len(line.run.pages) > WHOLE for line in lines)
     title = "Chunks and requests, each branch behind what it shares" + (f" (runs above {WHOLE} pages shortened)" if cut else "")
-    parts = [_text(MARGIN, top, title, size=14, weight=600)]
+    parts = [text(MARGIN, top, title, size=14, weight=600)]
     top += 14
     ends = _ends(lines)
     cell = min(CELL - 1, STRIP / max(ends, default=1))
@@ -134,11 +125,11 @@ def _tree(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
             parts += _strip(report, line.run, x, y - 6.5, end - x, cell)
             above[level:] = [(end - cell / 2, y)]
         told, room = describe(report, line), int((WIDTH - MARGIN - end - 7) / LETTER)
-        parts.append(_text(end + 7, y + 4, _short(told, room), INK if line.run else FAINT, full=told))
+        parts.append(text(end + 7, y + 4, _short(told, room), INK if line.run else FAINT, full=told))
         top += ROW
     if empty:
         told = f"without pages: {listed(empty, 4)}"
-        parts.append(_text(MARGIN, top + 16, _short(told, int(INNER / LETTER)), FAINT, full=told))
+        parts.append(text(MARGIN, top + 16, _short(told, int(INNER / LETTER)), FAINT, full=told))
         top += ROW
     return parts, top + 24
 
@@ -177,7 +168,7 @@ def _cell(x: Length, y: Length, side: Length, look: Look, told: str) -> Iterable
 
 
 def _box(x: Length, y: Length, width: Length, height: Length, look: Look, told: str, marked: bool) -> Iterable[str]:
-    yield _rect(x, y, width, height, _fill(look), told, round=2 if width > 6 else 0, line="#dfe3e8" if look.family == "free" else None)
+    yield rect(x, y, width, height, _fill(look), told, round=2 if width > 6 else 0, line="#dfe3e8" if look.family == "free" else None)
     if marked and 1 < look.num_owners < 100:
         yield _mark(x + width / 2, y + height / 2 + 3, str(look.num_owners), look.num_owners > 2)
 
@@ -209,35 +200,6 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _rect(
-    x: Length, y: Length, width: Length, height: Length, fill: str, told: str = "", *, round: Length = 0, line: str | None = None
-) -> str:
-    shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"'
-    shape += (f' rx="{round}"' if round else "") + (f' stroke="{line}" stroke-width="0.75"' if line else "")
-    return f"{shape}><title>{_safe(told)}</title></rect>" if told else f"{shape}/>"
-
-
-def _mark(x: Length, y: Length, text: str, dark: bool) -> str:
+def _mark(x: Length, y: Length, count: str, dark: bool) -> str:
     style = f'font-size="8.5" text-anchor="middle" fill="{"#ffffff" if dark else INK}" pointer-events="none"'
-    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{text}</text>'
-
-
-def _text(
-    x: Length,
-    y: Length,
-    text: str,
-    fill: str = INK,
-    *,
-    size: Length = 12,
-    weight: int = 400,
-    anchor: str = "start",
-    full: str | None = None,
-) -> str:
-    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
-    hover = f"<title>{_safe(full)}</title>" if full is not None and full != text else ""
-    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{hover}{_safe(text)}</text>'
-
-
-def _safe(text: str) -> str:
-    """Text as XML allows it: names may hold what markup is made of, and characters that no document may have."""
-    return escape("".join(char if char not in "\ufffe\uffff" else "\ufffd" for char in clean(text)))
+    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{count}</text>'

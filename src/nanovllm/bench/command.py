@@ -1,0 +1,168 @@
+"""`nanovllm bench`: the workloads that engines are compared by, on random weights at real shapes or on a model of yours."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import collector
+from ..errors import InvalidRequestError
+from ..model import Model, load_model, resolve_device
+from ..terminal import note
+from . import growth, report
+from .engine import Engine, host_time
+from .peers import PEERS, find_peers
+from .plot import draw
+from .record import record
+from .roofline import measure_ceiling
+from .shapes import SHAPES, random_weights
+from .workloads import TIMED, WORKLOADS, Generate, Measured, measure
+
+GPU_MODEL = "qwen3-0.6b"  # unless told otherwise
+CPU_WORKLOADS = ("b1", "b8", "host")
+MODEL_LEN = 20480  # tokens that `prefix` needs, and some
+PEER_MEMORY = 0.5  # of a GPU's, where peers want the rest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `nanovllm bench`."""
+    add_model_arguments(parser)
+    parser.add_argument("--which", default=None, help=f"comma-separated: {', '.join(WORKLOADS)} (default: all; on a CPU b1,b8,host)")
+    repeats = "runs of each workload but offline, of which the median counts (default: %(default)s)"
+    parser.add_argument("--repeats", type=positive, default=3, help=repeats)
+    many = "numbers, comma-separated, at which growth is measured (default: %s; on a CPU %s)"
+    for name in ("batches", "contexts"):
+        on = (growth.Settings(), growth.ON_CPU)
+        parser.add_argument(f"--{name}", type=_positives, default=None, help=many % tuple(",".join(map(str, getattr(s, name))) for s in on))
+    peer = f"another engine to run the same workloads after ours, slowly: {', '.join(PEERS)}; may be given several times"
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME", help=peer)
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json", help="also write that object to this file")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE.svg", help="draw the figures (default: beside --output)")
+    parser.add_argument("--commit", default=None, help="the commit to record where the source tree is not a checkout")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is measured, and where."""
+    where = f"tiny, a folder, a repository, or random weights of one of {', '.join(SHAPES)} (default: {GPU_MODEL} on a GPU, tiny on a CPU)"
+    parser.add_argument("--model", default=None, help=where)
+    parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU where there is one)")
+    parser.add_argument("--dtype", default=None, help="float32, bfloat16, ... (default: bfloat16 on a GPU, float32 on a CPU)")
+
+
+def find_model(options: argparse.Namespace) -> tuple[Model, str]:
+    """The model that the options name, and its name."""
+    device = resolve_device(options.device)
+    name = options.model or (GPU_MODEL if device.type == "cuda" else "tiny")
+    return (random_weights(name, device=device, dtype=options.dtype) if name in SHAPES else load_model(name, device, options.dtype)), name
+
+
+def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
+    """Run the chosen workloads, print tables or one JSON object, write the files that were asked for. Returns 0."""
+    device = resolve_device(options.device)
+    cuda = device.type == "cuda"
+    which = options.which.split(",") if options.which else list(WORKLOADS if cuda else CPU_WORKLOADS)
+    if unknown := set(which) - set(WORKLOADS):
+        raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WORKLOADS)}")
+    peers = find_peers(options.peer)
+    require_folder(options.output)
+    plot = _plot_path(options)
+    require_folder(plot)
+    model, name = find_model(options)
+    settings = _settings(options, cuda)
+    ceiling = measure_ceiling(device, model.dtype)
+    limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN)}
+    if "growth" in which:
+        limits["max_model_len"] = max(limits["max_model_len"], growth.model_len(settings, model.config))
+    if peers and cuda:
+        limits["memory_fraction"] = PEER_MEMORY
+    start = time.perf_counter()
+    engine = Engine(model, **limits)
+    figures: dict[str, Any] = {"init_s": round(time.perf_counter() - start, 2)}
+    collector.freeze()
+    measured = _run(engine.generate, engine.name, which, model, options.repeats, engine)
+    figures |= {one.key: one.figure for one in measured}
+    if "host" in which:
+        for size in (1, 64):
+            engine.state, host = host_time(model, engine.state, size)
+            figures |= host
+    figures["roofline"] = report.ceiling_json(ceiling)
+    figures["workloads"] = [report.row(one, model.config, model.dtype, ceiling) for one in measured]
+    if "growth" in which:
+        figures["growth"] = growth.grow(engine, ceiling, settings).as_json()
+    for make in peers:
+        peer = make(model, name)
+        theirs = _run(peer.generate, peer.name, which, model, options.repeats)
+        figures.setdefault("peers", {})[peer.name] = {one.key: one.figure for one in theirs}
+    result = record(model, figures, arguments)
+    if options.commit:
+        result["commit"] = options.commit
+    print(json.dumps(result, indent=2) if options.json else report.text(result))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    if plot:
+        plot.write_text(draw(result), encoding="utf-8")
+    return 0
+
+
+def _run(generate: Generate, name: str, which: Sequence[str], model: Model, repeats: int, engine: Engine | None = None) -> list[Measured]:
+    """The workloads that any engine can run. Where a peer's memory runs out, what it had measured before counts."""
+    found: list[Measured] = []
+    if not set(TIMED) & set(which):
+        return found
+    try:
+        for one in measure(generate, which, model.config.vocab_size, repeats, None if engine is None else lambda: engine.spent):
+            found.append(one)
+            _tell(f"{name}: {one.key} {one.figure:,}")
+    except torch.OutOfMemoryError:
+        if engine is not None:
+            raise
+        note(f"{name}: out of memory; what it ran before counts")
+    return found
+
+
+def _settings(options: argparse.Namespace, cuda: bool) -> growth.Settings:
+    chosen = growth.Settings() if cuda else growth.ON_CPU
+    return replace(chosen, **{name: getattr(options, name) for name in ("batches", "contexts") if getattr(options, name)})
+
+
+def _plot_path(options: argparse.Namespace) -> Path | None:
+    path = options.plot or (options.output.with_suffix(".svg") if options.output else None)
+    if path is not None and path.suffix != ".svg":
+        raise InvalidRequestError(f"--plot {path}: the picture is an SVG file; give a name that ends with .svg")
+    return path
+
+
+def require_folder(path: Path | None) -> None:
+    """Before minutes of measuring: the file can be written. Raises `InvalidRequestError`."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: {error.strerror}") from None
+    if path.is_dir():
+        raise InvalidRequestError(f"{path} is a folder, not a file to write")
+
+
+def _tell(what: str) -> None:
+    """Where a run stands, for who waits at a terminal."""
+    if sys.stderr.isatty():
+        note(what)
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))

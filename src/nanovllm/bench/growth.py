@@ -1,0 +1,159 @@
+"""How the time of a decode step grows: with the batch, with the context, with the pool, and with the requests that have ended.
+
+The first two run the model under measurement. What the pool and ended requests cost is the host's alone, so it is measured on a model of
+almost no size, on the CPU, where a pool of a million pages fits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from ..config import EngineConfig, ModelConfig, RopeConfig
+from ..engine import cancel
+from ..model import Model
+from ..state.engine_state import EngineState
+from ..state.kv import pages_for
+from .engine import Engine, StepTimes, room_for, start_decoding, time_steps
+from .roofline import Ceiling, decode_work, limit_seconds, step_bytes
+from .shapes import random_model
+from .workloads import random_tokens
+
+LEAST = ModelConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=64, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=2, rms_norm_eps=1e-6, rope=RopeConfig(), tie_word_embeddings=True, max_position_embeddings=1024,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is varied. Batches run at `context` tokens, contexts at each number of rows; `pools` in pages, `ended` in requests.
+
+    Host times are those of `host_rows` rows. Every point is the median of `steps` steps.
+    """
+
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    context: int = 256
+    contexts: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    rows: tuple[int, ...] = (1, 8)
+    pools: tuple[int, ...] = (1 << 10, 1 << 13, 1 << 16, 1 << 20)
+    ended: tuple[int, ...] = (0, 100, 1000, 5000)
+    host_rows: int = 8
+    steps: int = 48
+
+
+ON_CPU = Settings(batches=(1, 2, 4, 8, 16, 32, 64), contexts=(256, 512, 1024, 1792))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One decode step at `rows` rows of about `context` tokens: microseconds as a whole, of these outside the model's calls, and the
+    least that the bytes and the arithmetic leave; bytes that it must read."""
+
+    rows: int
+    context: int
+    tok_s: float
+    step_us: float
+    host_us: float
+    step_bytes: int
+    limit_us: float
+    roofline_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPoint:
+    """The host's microseconds of one decode step in a pool of `num_pages`, `num_cached` of them held by the index for later prompts,
+    after `ended` requests."""
+
+    num_pages: int
+    ended: int
+    num_cached: int
+    host_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """All curves; a point that the engine has no room for is left out."""
+
+    settings: Settings
+    batch: tuple[Point, ...] = ()
+    context: tuple[Point, ...] = ()
+    pool: tuple[HostPoint, ...] = ()
+    ended: tuple[HostPoint, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+
+def model_len(settings: Settings, limits: ModelConfig) -> int:
+    """The context that an engine needs for all curves, as far as the model has it."""
+    return min(limits.max_position_embeddings, max((*settings.contexts, settings.context)) + 256)
+
+
+def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Growth:
+    """All curves of an engine that is at rest."""
+    return Growth(
+        settings=settings,
+        batch=tuple(_points(engine, ceiling, [(rows, settings.context) for rows in settings.batches], settings.steps)),
+        context=tuple(_points(engine, ceiling, [(r, context) for r in settings.rows for context in settings.contexts], settings.steps)),
+        pool=tuple(host_point(num_pages, 0, settings) for num_pages in settings.pools),
+        ended=tuple(host_point(max(settings.pools), ended, settings) for ended in settings.ended),
+    )
+
+
+def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
+    """The host's part of a step, in a fresh engine of a model of almost no size, after requests of two pages each have ended."""
+    model = random_model("least", LEAST, device="cpu", dtype="float32")
+    engine, random = Engine(model, num_pages=num_pages, compile=False), Random(3)
+    length, together = 2 * engine.state.config.page_size, engine.state.config.max_num_seqs
+    for start in range(0, ended, together):
+        count = min(ended - start, together)
+        engine.generate([random_tokens(random, length, LEAST.vocab_size) for _ in range(count)], [1] * count, 0.0)
+    cached = num_pages - engine.state.pages.num_free
+    prompts = [random_tokens(random, 32, LEAST.vocab_size) for _ in range(settings.host_rows)]
+    _, times = _decode_times(model, engine.state, prompts, 4 * settings.steps)
+    return HostPoint(num_pages=num_pages, ended=ended, num_cached=cached, host_us=round(1e6 * float(np.median(times.host)), 1))
+
+
+def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], steps: int) -> Iterator[Point]:
+    """A point for each (rows, tokens of context) that fits."""
+    model, random = engine.model, Random(4)
+    config, dtype = model.config, model.dtype
+    for rows, context in sizes:
+        # The middle of the steps stands at the context that is asked for.
+        length = max(1, context - steps // 2)
+        if not _fits(engine.state.config, rows, length, steps):
+            continue
+        prompts = [random_tokens(random, length, config.vocab_size) for _ in range(rows)]
+        engine.state, times = _decode_times(model, engine.state, prompts, steps)
+        seconds = float(np.median(times.whole))
+        limit = limit_seconds(config, dtype, decode_work([context - 1] * rows, [2] * rows), ceiling)
+        yield Point(
+            rows=rows,
+            context=context,
+            tok_s=round(rows / seconds, 1),
+            step_us=round(1e6 * seconds, 1),
+            host_us=round(1e6 * float(np.median(times.host)), 1),
+            step_bytes=step_bytes(config, dtype, rows, context),
+            limit_us=round(1e6 * limit, 1),
+            roofline_percent=round(100 * limit / seconds, 1),
+        )
+
+
+def _fits(limits: EngineConfig, rows: int, length: int, steps: int) -> bool:
+    whole = length + room_for(rows, length, steps, limits.max_num_batched_tokens)
+    enough = rows * pages_for(whole + 64, limits.page_size) <= limits.num_pages  # 64: a sequence takes pages ahead
+    return rows <= limits.max_num_seqs and whole <= limits.max_model_len and enough
+
+
+def _decode_times(model: Model, state: EngineState, prompts: Sequence[list[int]], steps: int) -> tuple[EngineState, StepTimes]:
+    """The times of `steps` decode steps of these prompts, which are cancelled then."""
+    room = room_for(len(prompts), len(prompts[0]), steps, state.config.max_num_batched_tokens)
+    state, ids = start_decoding(model, state, prompts, room)
+    state, times = time_steps(model, state, steps)
+    for rid in ids:
+        state = cancel(state, rid)
+    return state, times

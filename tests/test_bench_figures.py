@@ -1,0 +1,253 @@
+"""What `nanovllm bench` says of a workload: bytes and limits by hand, tables and pictures from its JSON, growth, other engines."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import nanovllm as nv
+from nanovllm import bench, cli
+from nanovllm.bench import growth, peers, report
+from nanovllm.bench.plot import decades, draw, number, steps
+from nanovllm.bench.roofline import Ceiling, decode_bytes, decode_work, limit_seconds, num_weights, prompt_work, prompts_and_decode
+from nanovllm.bench.workloads import Measured, Spent
+from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
+
+# By hand: of a layer q 8x4, k and v 2x4 each, o 4x8, gate and up 6x4 each, down 4x6; two layers; a head of 10x4.
+SMALL = ModelConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=10, hidden_size=4, intermediate_size=6, num_layers=2, num_heads=4, num_kv_heads=1,
+    head_dim=2, rms_norm_eps=1e-6, rope=RopeConfig(), tie_word_embeddings=True,
+)  # fmt: skip
+LAYERS, HEAD = 2 * (32 + 8 + 8 + 32 + 24 + 24 + 24), 40
+TOKEN = 2 * 2 * 2  # layers, keys and values, head_dim of one head
+CEILING = Ceiling(read_bytes=1e3, flops=1e5)
+MODEL = random_model(tiny_config(max_position_embeddings=1024))
+FAST = growth.Settings(batches=(1, 2, 512), context=24, contexts=(32, 64, 4096), rows=(1, 2), pools=(64, 128), ended=(0, 40), steps=4)
+
+
+def test_bytes_of_a_step_by_hand() -> None:
+    assert num_weights(SMALL) == (LAYERS, HEAD)
+    assert num_weights(replace(SMALL, tie_word_embeddings=False)) == (LAYERS, HEAD)
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        assert bench.step_bytes(SMALL, dtype, 3, 10) == size * (LAYERS + HEAD + 3 * 10 * TOKEN)
+        assert bench.step_bytes(SMALL, dtype, 3, 10, shared=8) == size * (LAYERS + HEAD + (8 + 3 * 2) * TOKEN)
+
+
+def test_bytes_of_a_real_shape() -> None:
+    """Qwen3-0.6B reads 596 million weights a token; its KV takes 112 KiB a token."""
+    config = bench.SHAPES["qwen3-0.6b"]
+    assert bench.step_bytes(config, torch.bfloat16, 1, 0) == pytest.approx(2 * 596e6, rel=1e-3)
+    assert bench.step_bytes(config, torch.bfloat16, 1, 1) - bench.step_bytes(config, torch.bfloat16, 1, 0) == 112 * 1024
+
+
+def test_work_adds_up_step_by_step() -> None:
+    lengths, counts, shared = [5, 9, 7], [4, 1, 3], 5
+    found = decode_work(lengths, counts, shared)
+    read = tokens = 0
+    for step in range(1, max(counts)):
+        rows = [length for length, count in zip(lengths, counts, strict=True) if count > step]
+        tokens += len(rows)
+        read += shared + sum(length - shared + step for length in rows)
+    assert (found.steps, found.tokens, found.kv_tokens) == (3, tokens, read)
+    assert decode_bytes(SMALL, torch.float32, found) == 4 * (3 * (LAYERS + HEAD) + read * TOKEN)
+    prompts = prompt_work(lengths, 4)
+    assert (prompts.prompt_tokens, prompts.num_prompts, prompts.found_tokens) == (1 + 5 + 3, 3, 4)
+    assert prompts.pairs == sum(position for length in lengths for position in range(5, length + 1))
+    both = prompts_and_decode(lengths, counts, shared)
+    assert both == replace(prompt_work(lengths, shared), steps=found.steps, tokens=found.tokens, kv_tokens=found.kv_tokens)
+
+
+def test_limits_by_hand() -> None:
+    read = decode_work([9], [2])
+    assert limit_seconds(SMALL, torch.float32, read, CEILING) == 4 * (LAYERS + HEAD + 10 * TOKEN) / 1e3
+    many = decode_work([1] * 500, [2] * 500)
+    slow = replace(CEILING, flops=1e4)
+    assert limit_seconds(SMALL, torch.float32, many, slow) == 2 * (LAYERS + HEAD) * 500 / 1e4  # bound by arithmetic
+    prompt = prompt_work([200])
+    flops = 2 * LAYERS * 200 + 2 * HEAD + 4 * 2 * 4 * 2 * (200 * 201 // 2)
+    assert limit_seconds(SMALL, torch.float32, prompt, CEILING) == flops / 1e5
+    warm = prompt_work([501], found=500)
+    assert limit_seconds(SMALL, torch.float32, warm, CEILING) == 4 * (LAYERS + HEAD + 500 * TOKEN) / 1e3
+
+
+def test_the_ceiling_is_that_of_a_machine() -> None:
+    found = bench.measure_ceiling(torch.device("cpu"), torch.float32)
+    assert 1e8 < found.read_bytes < 1e14 and 1e8 < found.flops < 1e15
+
+
+def test_a_row_of_the_report_by_hand() -> None:
+    work = decode_work([9], [3])
+    one = Measured(workload="b1", what="", key="b1_decode_tok_s", work=work, tokens=2, seconds=20.0, steps=2, host=0.25)
+    row = report.row(one, SMALL, torch.float32, CEILING)
+    limit = limit_seconds(SMALL, torch.float32, work, CEILING)
+    assert row["step_bytes"] == 4 * (LAYERS + HEAD) + 4 * TOKEN * (10 + 11) // 2
+    assert (row["tok_s"], row["step_ms"], row["host_percent"]) == (0.1, 10000.0, 25.0)
+    assert row["roofline_percent"] == round(100 * limit / 20, 1) and row["roofline_tok_s"] == round(2 / limit, 1)
+    first = Measured(workload="b1", what="", key="b1_ttft_ms", work=prompt_work([9]), tokens=1, seconds=0.5)
+    row = report.row(first, SMALL, torch.float32, CEILING)
+    assert row["step_ms"] == first.figure == 500.0 and "tok_s" not in row and row["host_percent"] is None
+
+
+def test_an_engine_tells_what_its_calls_cost() -> None:
+    engine = bench.Engine(MODEL, num_pages=64)
+    replies = engine.generate([[1, 2, 3], [4, 5]], [5, 2], 0.0)
+    assert list(map(len, replies)) == [5, 2]
+    assert engine.spent.steps == 4 and engine.spent.model_seconds > 0
+    assert engine.generate([[1, 2, 3]], [5], 0.0) == replies[:1] and engine.spent.steps == 8
+    assert Spent(steps=3, model_seconds=2.0).less(Spent(steps=1, model_seconds=0.5)) == Spent(steps=2, model_seconds=1.5)
+
+
+def test_a_wrong_number_of_tokens_is_no_figure() -> None:
+    with pytest.raises(AssertionError, match="another number of tokens"):
+        bench.run_workloads(lambda prompts, counts, _: [[0] * count for count in counts[:-1]], ["b1"], 100, 1)
+
+
+class Idle:
+    """A peer that does nothing, in a little time."""
+
+    name = "idle"
+
+    def __init__(self, model: nv.Model, source: str):
+        assert model.name == source.rpartition("/")[2] == "weights"
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
+        time.sleep(1e-4 * max(max_tokens))
+        return [[0] * count for count in max_tokens]
+
+
+def test_every_workload_has_its_keys() -> None:
+    """An engine that does nothing runs all of them; peers are compared by these keys."""
+    found = bench.run_workloads(Idle(replace(MODEL, name="weights"), "weights").generate, bench.WORKLOADS, 151936, 1)
+    rates = [f"b{size}_{what}" for size in (1, 8, 64) for what in ("decode_tok_s", "ttft_ms")]
+    assert list(found) == [*rates, "offline_tok_s", "ttft_16k_cold_ms", "ttft_16k_warm_ms", "shared16k_x32_tok_s"]
+
+
+@pytest.fixture(scope="module")
+def grown() -> dict[str, Any]:
+    engine = bench.Engine(MODEL, num_pages=256, max_num_seqs=16)
+    found = growth.grow(engine, Ceiling(read_bytes=1e10, flops=1e11), FAST).as_json()
+    assert not engine.state.running and not engine.state.waiting
+    nv.check(engine.state)
+    return found
+
+
+def test_growth_measures_what_fits(grown: dict[str, Any]) -> None:
+    assert [(p["rows"], p["context"]) for p in grown["batch"]] == [(1, 24), (2, 24)]  # 512 rows have no room
+    assert [(p["rows"], p["context"]) for p in grown["context"]] == [(1, 32), (1, 64), (2, 32), (2, 64)]
+    for point in (*grown["batch"], *grown["context"]):
+        assert 0 < point["host_us"] < point["step_us"] and point["limit_us"] > 0
+        assert point["step_bytes"] == bench.step_bytes(MODEL.config, MODEL.dtype, point["rows"], point["context"])
+        assert point["tok_s"] == pytest.approx(1e6 * point["rows"] / point["step_us"], rel=1e-2)
+    assert [p["num_pages"] for p in grown["pool"]] == [64, 128]
+    assert [(p["ended"], p["num_cached"]) for p in grown["ended"]] == [(0, 0), (40, 80)]  # two pages each
+
+
+def test_host_time_does_not_follow_the_pool() -> None:
+    """A pool a hundred times as large, and hundreds of ended requests, cost the host no more: loosely, since machines are shared."""
+    settings = replace(FAST, steps=24)
+    least = [min(growth.host_point(*where, settings).host_us for _ in range(2)) for where in ((1 << 9, 0), (1 << 16, 0), (1 << 16, 500))]
+    assert max(least) < 4 * least[0]
+
+
+def full(grown: dict[str, Any]) -> dict[str, Any]:
+    """A run's object with everything in it; a workload that a peer did not run, and one whose share is above the roofline."""
+    rows = []
+    for key, work, seconds in (("b1_decode_tok_s", decode_work([9], [3]), 20.0), ("ttft_16k_cold_ms", prompt_work([9]), 1e-5)):
+        one = Measured(workload="<b1>", what="1 & 2", key=key, work=work, tokens=max(1, work.tokens), seconds=seconds, steps=2, host=0.2)
+        rows.append(report.row(one, SMALL, torch.float32, CEILING))
+    figures = {"b1_step_us": 7.5, "b1_host_us": 2.5, "roofline": report.ceiling_json(CEILING), "workloads": rows, "growth": grown}
+    return bench.record(MODEL, figures | {"peers": {"other": {"b1_decode_tok_s": 0.05}}}, ["--json"])
+
+
+def test_tables_are_aligned(grown: dict[str, Any]) -> None:
+    result = full(grown)
+    text = report.text(result)
+    for title, head, rows in report.sections(result):
+        assert all(len(cells) == len(head) for cells in rows) and title in text
+        lines = report.aligned(head, rows)
+        if head[-1] not in report.WORDS:
+            assert len({len(line) for line in lines}) == 1, lines
+    rates = next(rows for _, head, rows in report.sections(result) if head[0] == "workload")
+    assert rates[0][0] == "<b1>" and rates[0][-2:] == ("20%", "0")
+    document = report.markdown(result | {"command": "nanovllm bench --which b1 --output a/b.json --json"})
+    assert report.HOST in text and "| workload |" in document and "(`nanovllm bench --which b1`)" in document
+    assert "workload" not in report.text(bench.record(MODEL, {}, []))
+
+
+def test_pictures_are_svg(grown: dict[str, Any]) -> None:
+    result = full(grown)
+    for some in (result, {k: v for k, v in result.items() if k != "growth"}, {k: v for k, v in result.items() if k != "workloads"}):
+        root = ElementTree.fromstring(draw(some))
+        assert root.tag.endswith("svg")
+        wide, high = float(root.get("width", 0)), float(root.get("height", 0))
+        for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+            x, y, w, h = (float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
+            assert 0 <= x <= x + w <= wide and 0 <= y <= y + h <= high
+        lines = [line.get("points", "").split() for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
+        assert all(0 <= float(x) <= wide and 0 <= float(y) <= high for points in lines for x, y in (p.split(",") for p in points))
+        assert len(lines) > 8 or "growth" not in some
+
+
+def test_axes() -> None:
+    assert decades(3, 700) == [1, 10, 100, 1000] and decades(10, 10) == [10, 100]
+    assert steps(12) == [0, 2, 4, 6, 8, 10, 12] and steps(0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    for high in (0.013, 1, 2.1, 5, 9.99, 47, 1234):
+        assert 3 <= len(steps(high)) <= 8 and steps(high)[-1] >= high > steps(high)[-2]
+    assert [number(n) for n in (0.25, 12, 256, 1000, 1024, 32768, 1 << 20, 10**6, 1500)] == [
+        "0.25", "12", "256", "1k", "1k", "32k", "1M", "1M", "1,500",
+    ]  # fmt: skip
+
+
+def test_bench_prints_tables_or_json_and_writes_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(peers.PEERS, "idle", Idle)
+    monkeypatch.setattr(growth, "ON_CPU", replace(FAST, pools=(64,), ended=(4,)))
+    folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=1024))
+    where = ["--model", str(folder), "--device", "cpu", "--repeats", "1", "--output", str(tmp_path / "new" / "run.json")]
+    assert cli.main(["bench", "--which", "b1,growth", "--batches", "1,2", "--contexts", "32", "--peer", "idle", "--json", *where]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((tmp_path / "new/run.json").read_text())
+    assert set(result["peers"]["idle"]) == {"b1_decode_tok_s", "b1_ttft_ms"} <= set(result)
+    assert [row["workload"] for row in result["workloads"]] == ["b1", "b1"]
+    assert result["workloads"][0]["tok_s"] == result["b1_decode_tok_s"] and 0 < result["workloads"][0]["host_percent"] < 100
+    assert result["growth"]["settings"]["batches"] == [1, 2] and [p["context"] for p in result["growth"]["context"]] == [32, 32]
+    ElementTree.parse(tmp_path / "new/run.svg")
+    assert cli.main(["bench", "--which", "growth", "--batches", "1", "--contexts", "32", *where[:6]]) == 0
+    assert "growth with the batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--peer", "nobody"], "unknown peer 'nobody'; there are transformers"),
+        (["--plot", "bench.png"], "ends with .svg"),
+        (["--output", "/proc/no/run.json"], "/proc/no/run.json: "),
+        (["--output", "/"], "is a folder"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_first(arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--model", "tiny", "--device", "cpu", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and match in captured.err
+
+
+def test_transformers_gives_what_we_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of different lengths, replies of different lengths: padding and cutting change nothing."""
+    model = nv.load_model("tiny", device="cpu")
+    peer = peers.Transformers(model, "tiny")
+    assert model.tokenizer is not None
+    prompts = [model.tokenizer.encode(text) for text in ("Once upon a time, there was", "The king")]
+    ours = bench.Engine(model, num_pages=64).generate(prompts, [6, 9], 0.0)
+    assert peer.generate(prompts, [6, 9], 0.0) == ours
+    assert list(map(len, peer.generate(prompts, [3, 2], 0.7))) == [3, 2]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(nv.InvalidRequestError, match="'transformers' is not installed"):
+        peers.Transformers(model, "tiny")
