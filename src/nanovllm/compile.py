@@ -19,7 +19,12 @@ from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
 from .config import EngineConfig, ModelConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
+from .models import layers
+from .models.fast import FastChoice, LayerFunction, by_layer, fast_path
 from .ops.cascade import CascadePlan
+from .ops.flashinfer import DecodePlan
+from .ops.plans import lookup
+from .ops.rope_attend import FusedDecodePlan
 from .state.engine_state import Lease
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
@@ -159,23 +164,24 @@ def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
     return max(0, min(left, default=0))
 
 
-def compiled_forward(model: Model) -> Forward:
-    """The model's forward over one compiled layer function, which serves all layers and every number of tokens.
-
-    A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
-    """
+def compiled_layer(model: Model) -> LayerFunction:
+    """The model's layer as one compiled function, which serves all layers and every number of tokens."""
     # The tracer counts compilations by code object: one of its own, so that engines do not use each other's limit up.
     original = model.spec.layer
     own = FunctionType(original.__code__.replace(), original.__globals__, original.__name__, original.__defaults__)
-    compiled = torch.compile(own, fullgraph=True)
+    return torch.compile(own, fullgraph=True)
+
+
+def compiled_forward(model: Model, compiled: LayerFunction | None = None) -> Forward:
+    """The model's forward over what `compiled_layer` returns; None: one of its own.
+
+    A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
+    """
+    compiled = compiled_layer(model) if compiled is None else compiled
 
     def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
         if index < 2:  # what is not marked varies later at the price of one more compilation
-            for tensor in (x, cos, sin, batch.slots, batch.page_tables, batch.seq_lens, batch.cu_seqlens):
-                if tensor is not None and tensor.shape[0] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            if batch.page_tables.shape[1] > 1:
-                torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
+            _mark_dynamic(x, cos, sin, batch)
         return compiled(w, x, pages, index, cos, sin, batch, config)
 
     def forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
@@ -186,9 +192,59 @@ def compiled_forward(model: Model) -> Forward:
     return forward
 
 
-def fused_forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
-    """The model's forward over the kernels of `models/fused.py`; `batch.plan` is a `FusedDecodePlan`."""
-    return models.REGISTRY[config.architecture].forward(params, kv, batch, config, layer=models.fused.decode_layer, head=models.fused.head)
+def _mark_dynamic(x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> None:
+    for tensor in (x, cos, sin, batch.slots, batch.page_tables, batch.seq_lens, batch.cu_seqlens):
+        if tensor is not None and tensor.shape[0] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    if batch.page_tables.shape[1] > 1:
+        torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
+
+
+def fused_forward(head: bool = True) -> Forward:
+    """The model's forward over the kernels of `models/fused.py`, the head's too or not; `batch.plan` is a `FusedDecodePlan`."""
+
+    def forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
+        last = models.fused.head if head else layers.head
+        return models.REGISTRY[config.architecture].forward(params, kv, batch, config, layer=models.fused.decode_layer, head=last)
+
+    return forward
+
+
+def mixed_forward(model: Model, compiled: LayerFunction, choice: FastChoice) -> Forward:
+    """The model's forward with the layers of `choice` in their fused form and the others compiled.
+
+    `batch.plan` is what compiled layers attend by. Where that is a `DecodePlan` and rows are few, fused ones run over plans of their own.
+    """
+    plans: dict[int, FusedDecodePlan] = {}  # by rows: captured steps refer to their memory
+    without = compiled_forward(model, compiled)
+
+    def plain(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+        _mark_dynamic(x, cos, sin, batch)
+        return compiled(w, x, pages, index, cos, sin, batch, config)
+
+    def forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
+        rows = len(batch.input_ids)
+        fast = fast_path(params, config, rows)
+        if fast is None or not isinstance(lookup(batch.plan), DecodePlan):
+            return without(params, kv, batch, config)
+        if rows not in plans:
+            plan = fast.plan(rows)
+            assert plan is not None
+            plans[rows] = plan
+        layer = by_layer(fast.layer, plain, choice.layers, plans[rows].handle)
+        head = fast.head if choice.head else layers.head
+        with torch._dynamo.config.patch(recompile_limit=COMPILES):
+            return model.spec.forward(params, kv, batch, config, layer=layer, head=head)
+
+    return forward
+
+
+def decode_forwards(model: Model, compiled: LayerFunction, choice: FastChoice | None) -> tuple[Forward, Forward | None]:
+    """What runs decode steps that attend by FlashInfer's plans or read shared pages once, and what runs those of few rows by
+    `rope_attend`; None: no step does. `choice` None: all layers are fused."""
+    if choice is None or choice.all_layers:
+        return compiled_forward(model, compiled), fused_forward(choice is None or choice.head)
+    return mixed_forward(model, compiled, choice) if any(choice.layers) else compiled_forward(model, compiled), None
 
 
 def sample_prompts(limits: EngineConfig) -> list[HostBatch]:
