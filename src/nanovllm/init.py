@@ -83,7 +83,7 @@ def init_state(
 def _choice(model: Model, limits: EngineConfig, compile: bool | None, check: bool | None) -> FastChoice | None:
     """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks."""
     cuda = model.device.type == "cuda"
-    runs_fast = compile is not False if cuda else not compile
+    runs_fast = compile is not False if cuda else compile is None
     if not (runs_fast and (cuda if check is None else check)):
         return None
     try:

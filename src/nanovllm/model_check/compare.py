@@ -89,7 +89,8 @@ def spread_rows(model: Model, num_tokens: int, num_rows: int, page_size: int) ->
     places = torch.linspace(num_tokens / num_rows, num_tokens, num_rows).round().long() - 1
     counts = (places // page_size + 1).tolist()
     first = torch.tensor([0, *counts]).cumsum(0)
-    tables = torch.full((num_rows, max(counts)), sum(counts), dtype=torch.int32)  # behind a row's pages the dummy page, the last
+    # Behind a row's pages the dummy page, the last. A width like an engine's: kernels are compiled anew for one that is no multiple of 16.
+    tables = torch.full((num_rows, -(-max(counts) // 16) * 16), sum(counts), dtype=torch.int32)
     for row, count in enumerate(counts):
         tables[row, :count] = torch.arange(count) + first[row]
     page, offset = first[1:] - 1, places % page_size

@@ -1,5 +1,8 @@
 """A model as a whole: `examine` for the report, `choose` for an engine that starts."""
 
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from ..errors import InvalidRequestError
@@ -22,12 +25,13 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16) -> Chec
     """
     if not 1 <= num_tokens <= model.config.max_position_embeddings:
         raise InvalidRequestError(f"num_tokens={num_tokens} must be 1 to {model.config.max_position_embeddings}, the model's positions")
-    fast, rows = _served(model, ROWS)
-    token_ids = sample_tokens(model, num_tokens)
-    compared = compare(model, fast, token_ids, rows, page_size)
-    choice = None if fast is None else chosen(compared, model.dtype)
-    greedy = None if fast is None or choice is None else agreement(model, fast, choice, token_ids, compared.final, page_size)
-    return reported(model, fast, choice, rows, compared, greedy)
+    with _on_device(model):
+        fast, rows = _served(model, ROWS)
+        token_ids = sample_tokens(model, num_tokens)
+        compared = compare(model, fast, token_ids, rows, page_size)
+        choice = None if fast is None else chosen(compared, model.dtype)
+        greedy = None if fast is None or choice is None else agreement(model, fast, choice, token_ids, compared.final, page_size)
+        return reported(model, fast, choice, rows, compared, greedy)
 
 
 def choose(model: Model, max_num_seqs: int, page_size: int) -> tuple[FastChoice | None, str]:
@@ -35,13 +39,14 @@ def choose(model: Model, max_num_seqs: int, page_size: int) -> tuple[FastChoice 
 
     None: the model has no fast form here. Needs memory for one layer in float64, and on a GPU gives it back to the system.
     """
-    fast, rows = _served(model, [min(count, max_num_seqs) for count in START_ROWS])
-    if fast is None:
-        return None, ""
-    token_ids = sample_tokens(model, min(START_TOKENS, model.config.max_position_embeddings))
-    compared = compare(model, fast, token_ids, rows, page_size)
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
+    with _on_device(model):
+        fast, rows = _served(model, [min(count, max_num_seqs) for count in START_ROWS])
+        if fast is None:
+            return None, ""
+        token_ids = sample_tokens(model, min(START_TOKENS, model.config.max_position_embeddings))
+        compared = compare(model, fast, token_ids, rows, page_size)
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
     choice = chosen(compared, model.dtype)
     return choice, "" if choice.whole else warning(model, fast, choice, compared)
 
@@ -68,8 +73,13 @@ def _excess(error: float, bound: float) -> float:
     return error / bound if error <= bound or error > bound else float("inf")
 
 
-def _served(model: Model, rows: "tuple[int, ...] | list[int]") -> tuple[FastPath | None, tuple[int, ...]]:
+def _served(model: Model, rows: Seq[int]) -> tuple[FastPath | None, tuple[int, ...]]:
     """The fast path, and those of these sizes of batches that it serves; one row where there is none."""
     found = {count: fast_path(model.params, model.config, count) for count in rows}
     served = tuple(count for count, path in found.items() if path is not None)
     return (found[served[0]], served) if served else (None, (1,))
+
+
+def _on_device(model: Model) -> AbstractContextManager[object]:
+    """Kernels go to the current device: make it the model's."""
+    return torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
