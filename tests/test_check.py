@@ -25,6 +25,7 @@ from nanovllm.models.fast import FastChoice, FastPath, all_fast, by_layer, fast_
 from nanovllm.ops import plans
 from nanovllm.ops.flashinfer import DecodePlan
 from nanovllm.ops.native import library
+from nanovllm.ops.rope_attend import FusedDecodePlan
 from nanovllm.state.kv import init_kv
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
@@ -162,6 +163,42 @@ def test_the_c_kernels_keep_the_bound_on_random_and_extreme_weights(architecture
         assert gains == [96.5 if one is not model else float(w.k_norm.abs().max()) for w in one.params.layers if w.k_norm is not None] or (
             gains == [None] * 3 and architecture == "LlamaForCausalLM"
         )
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(architecture: str, dtype: str) -> None:
+    """`fused.decode_layer` and `fused.head`, their kernels run by Triton's interpreter: of one row, and of more on tensor cores."""
+    from nanovllm.ops import triton_linear, triton_rope_attend
+    from nanovllm.ops.norm_linear import Tile
+
+    def product(x: Tensor, weight: Tensor, **more: Any) -> Tensor:
+        tile = Tile(outputs=4, warps=1) if len(x) == 1 else Tile(outputs=16, warps=2, depth=32)
+        given = {"gain": None, "bias": None, "residual": None, "eps": 0.0, "gated": False, **more}
+        return triton_linear.launch(x, weight, *given.values(), tile, False)
+
+    def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: nv.Batch, config: Any) -> Tensor:
+        eps, plan = config.rms_norm_eps, plans.lookup(batch.plan, FusedDecodePlan)
+        qkv = product(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps)
+        where = (batch.page_tables, batch.seq_lens, batch.slots, config.head_dim**-0.5, eps, plan, False)
+        x = product(triton_rope_attend.launch(qkv, w.q_norm, w.k_norm, cos, sin, pages[index], *where), w.o, bias=w.o_bias, residual=x)
+        return product(product(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True), w.down, bias=w.down_bias, residual=x)
+
+    def plan(rows: int) -> FusedDecodePlan:
+        found = FusedDecodePlan(rows, 4, 2, 32, torch.device("cpu"))
+        found.tile, found.splits = 8, 4
+        return found
+
+    config = tiny_config(architecture, num_layers=2, hidden_size=64, intermediate_size=128, head_dim=32)
+    model = random_model(config, 0, dtype, std=0.1)
+    fast = FastPath(name="fused", layer=layer, head=lambda x, gain, weight, eps: product(x, weight, gain=gain, eps=eps), plan=plan)
+    for one in (model, extreme(model)):
+        found = compare(one, fast, sample_tokens(one, 40), (1, 4), page_size=4)
+        assert chosen(found, one.dtype).whole, (found.plain, found.fast, found.plain_head, found.fast_head)
+    wrong = replace(model.params.layers[1], input_norm=model.params.layers[0].input_norm)
+    broken = replace(fast, layer=lambda w, *rest: layer(wrong if w is model.params.layers[1] else w, *rest))
+    assert chosen(compare(model, broken, sample_tokens(model, 40), (1, 4)), model.dtype).layers == (True, False)
 
 
 def forgets_q_norm(w: Any, x: Tensor, *rest: Any) -> Tensor:
