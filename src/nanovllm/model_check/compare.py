@@ -140,11 +140,12 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
                 got, got_kv = _run(layer, w, x_RM, own.clone(), each, angles, config, 0 if layer is model.spec.layer else plan)
                 found += [relative_error(got, want, want - x_RM.double()), relative_error(got_kv, want_kv, want_kv)]
         x_TM = y_TM
+        del wide  # before the next one: two layers in float64 would be the largest need
     heads = [layers.head] if fast is None else [layers.head, fast.head]
-    head_errors = [torch.stack([_head_error(model, head, x_TM[each.tokens].to(model.dtype)) for each in batches]).amax() for head in heads]
+    head_errors = _head_errors(model, heads, [x_TM[each.tokens].to(model.dtype) for each in batches])
     by_layer = torch.stack(found).view(len(params.layers), len(batches), len(forms), 2).amax(1)  # NaN where any is
     plain, *quick = [tuple(Errors(output=output, kv=kv) for output, kv in form) for form in by_layer.transpose(0, 1).tolist()]
-    plain_head, *quick_head = torch.stack(head_errors).tolist()
+    plain_head, *quick_head = head_errors.tolist()
     return Compared(
         plain=plain,
         fast=quick[0] if quick else None,
@@ -172,11 +173,13 @@ def wide_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor,
         yield layers.head(x, params.final_norm.double(), weight.double(), model.config.rms_norm_eps)
 
 
-def _head_error(model: Model, head: HeadFunction, x: Tensor) -> Tensor:
+def _head_errors(model: Model, heads: Seq[HeadFunction], batches: Seq[Tensor]) -> Tensor:
+    """The worst relative error of each head over all batches of hidden states, `[heads]`."""
     params = model.params
-    got = head(x, params.final_norm, params.embed if params.head is None else params.head, model.config.rms_norm_eps)
-    blocks = got.split(BLOCK, dim=-1)
-    return torch.stack([relative_error(mine, want, want) for mine, want in zip(blocks, wide_logits(model, x), strict=True)]).amax()
+    weight = params.embed if params.head is None else params.head
+    got = [torch.cat([head(x, params.final_norm, weight, model.config.rms_norm_eps) for x in batches]) for head in heads]
+    blocks = zip(wide_logits(model, torch.cat(list(batches))), *(logits.split(BLOCK, dim=-1) for logits in got), strict=True)
+    return torch.stack([torch.stack([relative_error(mine, want, want) for mine in given]) for want, *given in blocks]).amax(0)
 
 
 def _run(
