@@ -20,10 +20,10 @@ from nanovllm.model_check.compare import Errors, compare, error_bound, keeps, re
 from nanovllm.model_check.examine import choose, examine
 from nanovllm.model_check.report import chosen, table
 from nanovllm.model_check.text import sample_tokens
-from nanovllm.models import cpu, layers
-from nanovllm.models.fast import FastChoice, FastPath, all_fast, by_layer, fast_path
+from nanovllm.models import cpu, fused, layers
+from nanovllm.models.choice import FastChoice, all_fast, by_layer
+from nanovllm.models.fast import FastPath, fast_path
 from nanovllm.ops import plans
-from nanovllm.ops.flashinfer import DecodePlan
 from nanovllm.ops.native import library
 from nanovllm.ops.rope_attend import FusedDecodePlan
 from nanovllm.state.kv import init_kv
@@ -53,8 +53,8 @@ def small(architecture: str = "Qwen3ForCausalLM", seed: int = 0, dtype: str = "f
     return random_model(config, seed, dtype, std=std)
 
 
-def fast_of(model: nv.Model, num_rows: int = 1) -> FastPath:
-    fast = fast_path(model.params, model.config, num_rows)
+def fast_of(model: nv.Model) -> FastPath:
+    fast = fast_path(model.params, model.config)
     assert fast is not None
     return fast
 
@@ -187,7 +187,7 @@ def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(architecture: str, dty
 
     def plan(rows: int) -> FusedDecodePlan:
         found = FusedDecodePlan(rows, 4, 2, 32, torch.device("cpu"))
-        found.tile, found.splits = 8, 4
+        found.tile, found.stages, found.splits = 8, 0, 4
         return found
 
     config = tiny_config(architecture, num_layers=2, hidden_size=64, intermediate_size=128, head_dim=32)
@@ -388,7 +388,7 @@ def test_an_engine_of_few_rows_and_few_positions_is_checked_with_those() -> None
     assert choice == all_fast(model.config) and said == ""
 
 
-# The forwards of captured steps
+# The forwards of captured steps, and their layers
 
 
 def test_a_layer_runs_as_it_was_chosen() -> None:
@@ -413,62 +413,71 @@ def test_a_layer_runs_as_it_was_chosen() -> None:
     assert by_layer(fast, form("plain"), (True, True)) is fast
 
 
-def test_mixed_steps_attend_by_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stubs in the place of kernels, plans and the compiled layer: who is called, with whose plan."""
-    model, ran = small(), []
-
-    class Planned(DecodePlan):
-        def __init__(self) -> None:
-            self.handle = plans.register(self)
-
-    class Memory:
-        def __init__(self) -> None:
-            self.handle = plans.register(self)
-
-    def form(name: str) -> Callable[..., Tensor]:
-        def layer(w: Any, x: Tensor, pages: Any, index: int, cos: Any, sin: Any, batch: nv.Batch, config: Any) -> Tensor:
-            ran.append((name, index, batch.plan))
-            return model.spec.layer(w, x, pages, index, cos, sin, replace(batch, plan=0), config)
-
-        return layer
-
-    made: list[Memory] = []
-
-    def path(params: Any, config: Any, num_rows: int) -> FastPath | None:
-        def plan(rows: int) -> Any:
-            made.append(Memory())
-            return made[-1]
-
-        return FastPath(name="fused", layer=form("fused"), head=layers.head, plan=plan) if num_rows < 8 else None
-
-    monkeypatch.setattr(compile, "fast_path", path)
-    choice, planned, shared = FastChoice(layers=(True, False, True)), Planned(), Memory()
-    steps, fused = compile.decode_forwards(model, form("compiled"), choice)
-    assert fused is None
-
-    def run(num_rows: int, plan: int) -> list[tuple[str, int, int]]:
-        ran.clear()
-        rows = spread_rows(model, 16, num_rows, 4)
-        kv = init_kv(model.config, num_pages=len(rows.source), page_size=4, dtype=model.dtype, device=model.device)
-        want, _ = model.spec.forward(model.params, kv, rows.batch, model.config)
-        got, _ = steps(model.params, kv, replace(rows.batch, plan=plan), model.config)
-        assert torch.equal(got, want)
-        return list(ran)
-
-    for _ in range(2):
-        found = run(2, planned.handle)
-        assert found == [("fused", 0, made[0].handle), ("compiled", 1, planned.handle), ("fused", 2, made[0].handle)]
-    assert len(made) == 1
-    assert [name for name, *_ in run(8, planned.handle)] == ["compiled"] * 3  # too many rows for the kernels
-    assert [name for name, *_ in run(2, shared.handle)] == ["compiled"] * 3  # pages are read once for several rows
-    assert run(3, planned.handle)[0] == ("fused", 0, made[1].handle)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_fused_steps_with_plain_layers_among_them(architecture: str, few: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the fused ops are plain functions: whoever runs which layer, the result is the same; who ran is noted."""
+    model, ran = small(architecture, dtype=dtype), []
+    monkeypatch.setattr(fused, "follows_closely", lambda *_: few)
+    monkeypatch.setattr(fused, "decode_layer", seen(fused.decode_layer, ran, "fused", 3))
+    monkeypatch.setattr(fused, "many_rows_layer", seen(fused.many_rows_layer, ran, "fused", 5))
+    rows = spread_rows(model, 16, 4, 4)
+    kv = init_kv(model.config, num_pages=len(rows.source), page_size=4, dtype=model.dtype, device=model.device)
+    want, want_kv = model.spec.forward(model.params, pytree.tree_map(torch.clone, kv), rows.batch, model.config)
+    for layers_chosen in ((True, True, True), (False, True, False), (True, False, True), (False, False, True)):
+        for head in (True, False):
+            ran.clear()
+            steps = compile.fused_forward(seen(model.spec.layer, ran, "plain", 3), FastChoice(layers=layers_chosen, head=head))
+            got, got_kv = steps(model.params, pytree.tree_map(torch.clone, kv), rows.batch, model.config)
+            assert ran == [("fused" if fast else "plain", index) for index, fast in enumerate(layers_chosen)]
+            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(got_kv.pools[0], want_kv.pools[0])
+    assert compile.fused_forward(model.spec.layer, None) is fused.forward
 
 
-def test_steps_are_fused_whole_where_all_layers_are() -> None:
+def seen(layer: Callable[..., Any], ran: list[tuple[str, int]], name: str, place: int) -> Callable[..., Any]:
+    """The layer function, which notes its name and the index, argument number `place`."""
+
+    def noted(*given: Any) -> Any:
+        ran.append((name, given[place]))
+        return layer(*given)
+
+    return noted
+
+
+def test_a_head_falls_back_in_fused_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
-    for choice, whole in ((None, True), (all_fast(model.config), True), (FastChoice(layers=(False,) * 3), False)):
-        _, fused = compile.decode_forwards(model, model.spec.layer, choice)
-        assert (fused is not None) == whole
+    monkeypatch.setattr(fused, "follows_closely", lambda *_: True)
+    rows = spread_rows(model, 16, 4, 4)
+    kv = init_kv(model.config, num_pages=len(rows.source), page_size=4, dtype=model.dtype, device=model.device)
+    want, _ = model.spec.forward(model.params, kv, rows.batch, model.config)
+    monkeypatch.setattr(fused, "head", lambda *given: layers.head(*given) * 2)
+    for head, scale in ((True, 2), (False, 1)):
+        steps = compile.fused_forward(model.spec.layer, FastChoice(layers=(True,) * 3, head=head))
+        torch.testing.assert_close(steps(model.params, kv, rows.batch, model.config)[0], want * scale)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("few", [True, False])
+def test_a_fused_layer_by_itself(architecture: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared on a GPU: the form for few rows and the one for many, over the ops' plain functions."""
+    monkeypatch.setattr(fused, "_few", lambda *_: few)
+    model = small(architecture)
+    path = FastPath(name="fused", layer=fused.layer, head=fused.head, plan=lambda _: None)
+    found = compare(model, path, sample_tokens(model, 40), (1, 4), page_size=4)
+    assert chosen(found, model.dtype).whole
+    monkeypatch.setattr(fused, "decode_layer" if few else "many_rows_layer", broken(few))
+    assert chosen(compare(model, path, sample_tokens(model, 40), (1, 4)), model.dtype).layers == (False,) * 3
+
+
+def broken(few: bool) -> Callable[..., Any]:
+    right = fused.decode_layer if few else fused.many_rows_layer
+
+    def layer(w: Any, *rest: Any) -> Any:
+        return right(replace(w, post_norm=w.post_norm * 1.01), *rest)
+
+    return layer
 
 
 # The report and the command

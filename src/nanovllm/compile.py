@@ -7,6 +7,7 @@ compiles the layer once, captures the decode step in CUDA graphs, and owns their
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,12 +20,8 @@ from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
 from .config import EngineConfig, ModelConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
-from .models import layers
-from .models.fast import FastChoice, LayerFunction, by_layer, fast_path
+from .models.choice import FastChoice, LayerFunction
 from .ops.cascade import CascadePlan
-from .ops.flashinfer import DecodePlan
-from .ops.plans import lookup
-from .ops.rope_attend import FusedDecodePlan
 from .state.engine_state import Lease
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
@@ -61,9 +58,7 @@ class Drawn:
 class Executor(Protocol):
     """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values."""
 
-    def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
-    ) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens; draw for the sequences that are whole afterwards (None where none is, or not `draw`)."""
         ...
 
@@ -110,9 +105,7 @@ class EagerExecutor:
         self._plan: CascadePlan | None = None  # of the last carry; a session's lives until its end
         self._sessions: dict[int, CascadePlan | None] = {}
 
-    def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
-    ) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         host = prefill_batch(rows, draw=draw, **self._layout)
         batch = to_device(host, model.device, 0 if self._cascades is None else self._cascades.prompts(host))
@@ -200,51 +193,15 @@ def _mark_dynamic(x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> None:
         torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
 
 
-def fused_forward(head: bool = True) -> Forward:
-    """The model's forward over the kernels of `models/fused.py`, the head's too or not; `batch.plan` is a `FusedDecodePlan`."""
-
-    def forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
-        last = models.fused.head if head else layers.head
-        return models.REGISTRY[config.architecture].forward(params, kv, batch, config, layer=models.fused.decode_layer, head=last)
-
-    return forward
-
-
-def mixed_forward(model: Model, compiled: LayerFunction, choice: FastChoice) -> Forward:
-    """The model's forward with the layers of `choice` in their fused form and the others compiled.
-
-    `batch.plan` is what compiled layers attend by. Where that is a `DecodePlan` and rows are few, fused ones run over plans of their own.
-    """
-    plans: dict[int, FusedDecodePlan] = {}  # by rows: captured steps refer to their memory
-    without = compiled_forward(model, compiled)
+def fused_forward(compiled: LayerFunction, choice: FastChoice | None) -> Forward:
+    """The forward of `models/fused.py`, with the layers that `choice` leaves out compiled; None: it leaves none out."""
 
     def plain(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
         _mark_dynamic(x, cos, sin, batch)
-        return compiled(w, x, pages, index, cos, sin, batch, config)
-
-    def forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
-        rows = len(batch.input_ids)
-        fast = fast_path(params, config, rows)
-        if fast is None or not isinstance(lookup(batch.plan), DecodePlan):
-            return without(params, kv, batch, config)
-        if rows not in plans:
-            plan = fast.plan(rows)
-            assert plan is not None
-            plans[rows] = plan
-        layer = by_layer(fast.layer, plain, choice.layers, plans[rows].handle)
-        head = fast.head if choice.head else layers.head
         with torch._dynamo.config.patch(recompile_limit=COMPILES):
-            return model.spec.forward(params, kv, batch, config, layer=layer, head=head)
+            return compiled(w, x, pages, index, cos, sin, batch, config)
 
-    return forward
-
-
-def decode_forwards(model: Model, compiled: LayerFunction, choice: FastChoice | None) -> tuple[Forward, Forward | None]:
-    """What runs decode steps that attend by FlashInfer's plans or read shared pages once, and what runs those of few rows by
-    `rope_attend`; None: no step does. `choice` None: all layers are fused."""
-    if choice is None or choice.all_layers:
-        return compiled_forward(model, compiled), fused_forward(choice is None or choice.head)
-    return mixed_forward(model, compiled, choice) if any(choice.layers) else compiled_forward(model, compiled), None
+    return models.fused.forward if choice is None else partial(models.fused.forward, plain=plain, choice=choice)
 
 
 def sample_prompts(limits: EngineConfig) -> list[HostBatch]:

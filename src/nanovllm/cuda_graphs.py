@@ -24,18 +24,18 @@ from .compile import (
     compiled_forward,
     compiled_layer,
     decode_carry,
-    decode_forwards,
     draw_first,
+    fused_forward,
     sample_prompts,
     sampling_rows,
     steps_ahead,
     to_host,
-)  # fmt: skip
+)
 from .config import EngineConfig
 from .decode import DecodeCarry
 from .errors import InvalidRequestError
 from .model import Model
-from .models import FastChoice
+from .models import FastChoice, fused
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .sampling_params import SamplingParams, from_generation_config
@@ -96,16 +96,19 @@ class GraphExecutor:
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         compiled = compiled_layer(model)
         self._forward = compiled_forward(model, compiled)
-        steps, fused = decode_forwards(model, compiled, choice)
         policy = None if cascade is False else cascade_policy(model, limits, always=bool(cascade))
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
-        self._decode = StepGraphs(model, limits, sizes, steps, usual, self._attention, self._cascades, fused)
+        served = fused.serves(model.params) and (choice is None or any(choice.layers))
+        forward = fused_forward(compiled, choice) if served else self._forward
+        whole = served and (choice is None or choice.all_layers)  # other layers cannot attend by a fused plan
+        self._decode = StepGraphs(model, limits, sizes, forward, usual, self._attention, self._cascades, fused=whole)
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
-        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, self._attention if within is None else None, within, None)
+        attention = self._attention if within is None else None
+        self._extend = StepGraphs(model, limits, sizes, forward, usual, attention, within, fused=False)
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
@@ -114,9 +117,7 @@ class GraphExecutor:
         self._warm_up(model, kv, limits, progress)
 
     @_on_device
-    def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True
-    ) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         features = sample.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
@@ -230,7 +231,7 @@ class GraphExecutor:
             for graphs, rows in kinds:
                 bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
                 for features in graphs.usual:
-                    graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way(rows)))
+                    graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way()))
                 bar.update()
             for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for
                 bar.set_postfix_str(f"compile {len(host.seq_lens)}")

@@ -19,7 +19,6 @@ from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .errors import BrokenInvariantError
 from .model import Model
-from .models import fused
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .ops.rope_attend import FusedDecodePlan
@@ -101,10 +100,12 @@ class StepGraphs:
         usual: Seq[sample.Features],
         attention: Attention | None,
         cascades: Cascades | None,
-        fused_forward: Forward | None,
+        *,
+        fused: bool,
     ):
         """Steps attend by FlashInfer's plans of `attention`, or by `cascades` where a batch shares enough; one of the two may be None.
-        `fused_forward` runs small batches whose rows do not read what others write. Graphs of `usual` features are kept for good."""
+        `fused`: `forward` takes a `FusedDecodePlan`, and no row reads what another one writes. Graphs of `usual` features are kept for
+        good."""
         self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
@@ -112,7 +113,7 @@ class StepGraphs:
         self._static, self._active = self._buffers(max(sizes))
         self._decode_plans: dict[int, DecodePlan] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
-        self._fused = fused_forward
+        self._fused = fused
         self._fused_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
         self.usual, self._recent = tuple(usual), []
@@ -177,9 +178,9 @@ class StepGraphs:
             out = self._run(carry, kind)
         self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=_landing(out))
 
-    def way(self, size: int) -> Way:
+    def way(self) -> Way:
         """How rows attend that share nothing and are not long."""
-        if self._fused is not None and fused.serves(self._model.params, size):
+        if self._fused:
             return "fused"
         return "shared" if self._attention is None else "planned"
 
@@ -189,9 +190,8 @@ class StepGraphs:
         runs = None if self._cascades is None else self._cascades.policy.decode(host)
         if runs is not None and self._cascade_plan(size).update(runs):
             return "shared"
-        way = self.way(size)
-        if way == "fused" and self._fused_plan(size).serves(host.seq_lens):
-            return way
+        if self._fused and self._fused_plan(size).serves(host.seq_lens):
+            return "fused"
         if self._attention is None:
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for a run of each")
@@ -270,9 +270,7 @@ class StepGraphs:
 
     def _run(self, carry: DecodeCarry, kind: StepKind) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
-        forward = self._fused if kind.way == "fused" else self._forward
-        assert forward is not None
-        after, out = decode_step(self._model.params, carry, self._model.config, forward=forward)
+        after, out = decode_step(self._model.params, carry, self._model.config, forward=self._forward)
         names = ("input_ids", "positions", "slots", "seq_lens")
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             [getattr(carry.batch, name) for name in names], [getattr(after.batch, name) for name in names]

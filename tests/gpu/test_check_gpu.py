@@ -15,7 +15,7 @@ from nanovllm.cuda_graphs import GraphExecutor
 from nanovllm.model_check.examine import ROWS, choose, examine
 from nanovllm.model_check.report import table
 from nanovllm.models import fused
-from nanovllm.models.fast import FastChoice, all_fast
+from nanovllm.models.choice import FastChoice, all_fast
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.testing.fused import attention_problem
 from nanovllm.testing.models import random_model, tiny_config
@@ -23,7 +23,7 @@ from nanovllm.testing.models import random_model, tiny_config
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 LIMITS: dict[str, Any] = {"num_pages": 256, "page_size": 16, "max_num_seqs": 20, "max_num_batched_tokens": 64, "max_model_len": 256}
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-LAYER, HEAD = fused.decode_layer, fused.head
+LAYER, MANY, HEAD = fused.decode_layer, fused.many_rows_layer, fused.head
 
 
 def small(architecture: str = "Qwen3ForCausalLM", seed: int = 0, dtype: str = "bfloat16") -> nv.Model:
@@ -128,6 +128,23 @@ def test_a_wrong_layer_is_found(fault: Callable[..., Tensor], monkeypatch: pytes
     assert "the path fused errs by" in said and said.endswith("layer 2 will run in plain torch, slower")
 
 
+def many_rows_wrong(model: nv.Model, *indices: int) -> Callable[..., Any]:
+    """The fused layer for many rows, with other gains in the middle of the layers named."""
+    wrong = [model.params.layers[index] for index in indices]
+
+    def layer(w: Any, *rest: Any) -> Any:
+        return MANY(replace(w, post_norm=w.post_norm * 1.5) if any(w is each for each in wrong) else w, *rest)
+
+    return layer
+
+
+def test_a_wrong_layer_for_many_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    monkeypatch.setattr(fused, "many_rows_layer", many_rows_wrong(model, 0, 3))
+    assert choose(model, 20, 16)[0] == FastChoice(layers=(False, True, True, False))
+    assert choose(model, 16, 16)[0] == all_fast(model.config)  # an engine of fewer rows never runs it
+
+
 def test_a_wrong_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "head", lambda *given: HEAD(*given) * 1.1)
     model = small()
@@ -171,16 +188,17 @@ def texts(model: nv.Model, *lens: int) -> list[list[int]]:
 @pytest.mark.parametrize("indices", [(2,), (0, 1, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("num_rows", [1, 6, 18])
 def test_wrong_layers_fall_back_in_an_engine(indices: tuple[int, ...], num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of few rows, whose layers are fused or not one by one, and of more, which the kernels do not serve."""
+    """Steps of few rows and of many, whose layers are fused or not one by one."""
     model = small()
     contexts = texts(model, *range(5, 5 + 7 * num_rows, 7))
     eager, want = nv.generate_many(model, nv.init_state(model, compile=False, **LIMITS), contexts, GREEDY)
     nv.check(eager)
     monkeypatch.setattr(fused, "decode_layer", planted(model, is_no_number, *indices))
+    monkeypatch.setattr(fused, "many_rows_layer", many_rows_wrong(model, *indices))
     with pytest.warns(UserWarning, match="will run in plain torch, slower"):
         state = nv.init_state(model, **LIMITS)
     executor = state.runtime.executor
-    assert isinstance(executor, GraphExecutor) and executor._decode.way(1) == "planned"
+    assert isinstance(executor, GraphExecutor) and executor._decode.way() == "planned"
     state, got = nv.generate_many(model, state, contexts, GREEDY)
     nv.check(state)
     for prompt, mine, theirs in zip(contexts, got, want, strict=True):
@@ -195,7 +213,7 @@ def test_a_wrong_head_falls_back_in_an_engine(monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(UserWarning, match="the head will run in plain torch, slower"):
         state = nv.init_state(model, **LIMITS)
     executor = state.runtime.executor
-    assert isinstance(executor, GraphExecutor) and executor._decode.way(2) == "fused"
+    assert isinstance(executor, GraphExecutor) and executor._decode.way() == "fused"
     _, got = nv.generate_many(model, state, contexts, GREEDY)
     for prompt, mine, theirs in zip(contexts, got, want, strict=True):
         assert_same(model, prompt, mine.token_ids, theirs.token_ids)
@@ -204,7 +222,7 @@ def test_a_wrong_head_falls_back_in_an_engine(monkeypatch: pytest.MonkeyPatch) -
 def test_an_engine_over_extreme_weights_stays_fused(recwarn: pytest.WarningsRecorder) -> None:
     state = nv.init_state(extreme(small()), **LIMITS)
     executor = state.runtime.executor
-    assert isinstance(executor, GraphExecutor) and executor._decode.way(1) == "fused"
+    assert isinstance(executor, GraphExecutor) and executor._decode.way() == "fused"
     assert not [each for each in recwarn if "plain torch" in str(each.message)]
 
 
@@ -213,11 +231,11 @@ def test_unchecked_kernels_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(fused, "decode_layer", planted(model, is_no_number, 1))
     state = nv.init_state(model, check=False, **LIMITS)
     executor = state.runtime.executor
-    assert isinstance(executor, GraphExecutor) and executor._decode.way(1) == "fused"
+    assert isinstance(executor, GraphExecutor) and executor._decode.way() == "fused"
     assert not [each for each in recwarn if "plain torch" in str(each.message)]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "tiny", "--device", "cuda", "--tokens", "64"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("tiny, Qwen3ForCausalLM, bfloat16") and "decode steps of few rows run on the path fused" in out
+    assert out.startswith("tiny, Qwen3ForCausalLM, bfloat16") and "decode steps run on the path fused" in out

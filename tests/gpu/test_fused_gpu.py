@@ -11,6 +11,7 @@ from nanovllm.ops.draw import highest
 from nanovllm.ops.norm_linear import norm_linear
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.ops.rows import next_places, rotary_angles
+from nanovllm.ops.wide import linear_add_norm
 from nanovllm.state.kv import KVState
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 from nanovllm.testing.models import random_model, tiny_config
@@ -42,24 +43,55 @@ def test_products(rows: int, outputs: int, width: int, gated: bool, norm: bool, 
     assert error(got, want) < 1.5 * error(plain.cuda(), want) + 2e-3
 
 
+@pytest.mark.parametrize("rows", [17, 24, 64, 65, 200])
+@pytest.mark.parametrize(("outputs", "width"), [(1024, 2048), (1024, 3072), (4096, 4096), (2048, 5632), (1003, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_many_rows(rows: int, outputs: int, width: int, dtype: torch.dtype) -> None:
+    for gated in (False, True):
+        x, weight, _, bias, _, eps, _ = linear_problem(rows, outputs, width, gated, False, True, dtype, "cuda")
+        want, cpu = wide_norm_linear(x, weight, None, bias, None, eps, gated), (None if bias is None else bias.cpu())
+        plain = norm_linear(x.cpu(), weight.cpu(), bias=cpu, gated=gated)
+        got = norm_linear(x, weight, bias=bias, gated=gated)
+        assert error(got, want) < 1.5 * error(plain.cuda(), want) + 2e-3
+    gain = torch.rand(outputs, device="cuda").to(dtype) + 0.5
+    gain[::37] = 96.5
+    want = wide_norm_linear(x, weight[:outputs], None, None, None, eps, False) + (r := torch.randn(rows, outputs, device="cuda").to(dtype))
+    y, h = linear_add_norm(x, weight[:outputs], None, r, gain, eps)
+    plain = linear_add_norm(x.cpu(), weight[:outputs].cpu(), None, r.cpu(), gain.cpu(), eps)
+    assert error(y, want) < 1.5 * error(plain[0].cuda(), want) + 2e-3
+    normed = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + eps) * gain
+    assert error(h, normed) < 1.5 * error(plain[1].cuda(), normed) + 2e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 24, 100])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("lens", "heads", "kv_heads", "head_dim", "size"),
     [([300], 16, 8, 128, 16), ([1, 64, 65, 2500, 17], 16, 8, 128, 16), ([700, 3], 32, 4, 64, 16), ([130, 9, 40], 6, 2, 96, 8)],
 )
-def test_attention(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
+def test_attention(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool, rows: int) -> None:
+    """As a batch of so many rows would attend."""
     given = attention_problem(lens, heads, kv_heads, head_dim, size, norm, BF16, "cuda")
     qkv, q_gain, k_gain, cos, sin, pages, *rest = given
     double = [t.double().cpu() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
     double = [t.cpu() if isinstance(t, torch.Tensor) else t for t in double]
     want = rope_attend(*double, 0)
-    plan = FusedDecodePlan(len(lens), heads, kv_heads, head_dim, torch.device("cuda"))
+    plan = FusedDecodePlan(max(rows, len(lens)), heads, kv_heads, head_dim, torch.device("cuda"))
     for _ in range(3):
         got = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, *rest, plan.handle)
         for row in range(len(lens)):  # each by itself: a long row's values are small
             assert error(got[row].cpu(), want[row]) < 2e-2
         assert error(pages[1].cpu(), double[5][1]) < 2e-2
         assert not plan.counts.any()
+
+
+def test_what_is_written_before_attention() -> None:
+    """As a plan that shares pages needs it: the same k, v and result as in one launch."""
+    given = attention_problem([300, 40, 7], 16, 8, 128, 16, True, BF16, "cuda")
+    pages, plan = given[5].clone(), FusedDecodePlan(3, 16, 8, 128, torch.device("cuda"))
+    got, want = rope_attend(*given, 0), rope_attend(*given[:5], pages, *given[6:], plan.handle)
+    torch.testing.assert_close(given[5].float(), pages.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
 def test_small_steps() -> None:
@@ -81,16 +113,16 @@ def test_small_steps() -> None:
     assert 0 <= int(highest(logits)[3]) < 151936
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 70])
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
 def test_a_whole_step(architecture: str, rows: int) -> None:
-    """Five kernels a layer against the plain layer, both in bfloat16, beside a run in float64."""
+    """Five kernels a layer, or seven, against the plain layer, both in bfloat16, beside a run in float64."""
     config = tiny_config(
         architecture=architecture, num_layers=3, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
         vocab_size=999, dtype="bfloat16",
     )  # fmt: skip
     model = random_model(config, device="cuda", dtype=BF16)
-    assert fused.serves(model.params, rows)
+    assert fused.serves(model.params) and fused.follows_closely(model.params, rows) == (rows <= 16)
     size, width = 16, 5
     lens = torch.tensor([3 + 29 * (row % 3) for row in range(rows)], dtype=torch.int32)
     tables = torch.randperm(rows * width).view(rows, width).int()
@@ -99,19 +131,20 @@ def test_a_whole_step(architecture: str, rows: int) -> None:
     pages = torch.randn(3, rows * width + 1, 2, 2, size, 64).to(BF16)
     ids = torch.randint(0, 999, (rows,), dtype=torch.int32)
 
-    def run(dtype: torch.dtype, device: str, plan: int, **kernels):
+    def run(dtype: torch.dtype, device: str, plan: int, forward):
         params = tree_map(lambda t: t if t is None else t.to(device, dtype) if t.dtype == BF16 else t.to(device), model.params)
         batch = Batch(
             input_ids=ids.to(device), positions=last.to(device), slots=slots.to(device), page_tables=tables.to(device),
             seq_lens=lens.to(device), plan=plan,
         )  # fmt: skip
         kv = KVState(pools=(pages.to(device, dtype, copy=True),))
-        logits, kv = models.REGISTRY[architecture].forward(params, kv, batch, config, **kernels)
+        logits, kv = forward(params, kv, batch, config)
         return logits, kv.pools[0]
 
     plan = FusedDecodePlan(rows, 4, 2, 64, torch.device("cuda"))
-    got, kv = run(BF16, "cuda", plan.handle, layer=fused.decode_layer, head=fused.head)
-    plain, plain_kv = run(BF16, "cuda", 0)
-    want, want_kv = run(torch.float64, "cpu", 0)
+    reference = models.REGISTRY[architecture].forward
+    got, kv = run(BF16, "cuda", plan.handle, fused.forward)
+    plain, plain_kv = run(BF16, "cuda", 0, reference)
+    want, want_kv = run(torch.float64, "cpu", 0, reference)
     assert error(got.cpu(), want) < 1.5 * error(plain.cpu(), want) + 5e-3
     assert error(kv.cpu(), want_kv) < 1.5 * error(plain_kv.cpu(), want_kv) + 5e-3

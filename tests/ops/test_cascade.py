@@ -168,7 +168,7 @@ def interpreted_decode(tree, runs, target=None):
     plan.target = target or plan.target
     assert plan.update(runs)
     q = tree.queries(rows).float()
-    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan.views(), space, 5)
+    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan.views(), space, 5, False)
     torch.testing.assert_close(got, tree.expected(q.double(), np.ones(rows, np.int64)).float(), rtol=0, atol=1e-5)
 
 

@@ -7,8 +7,10 @@ import torch
 
 from nanovllm.ops import norm_linear as few
 from nanovllm.ops.norm_linear import Tile, norm_linear
+from nanovllm.ops.paged_decode import paged_decode
 from nanovllm.ops.plain import rms_norm
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.ops.wide import WideTile, linear_add_norm, wide_tile
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 
 CASES = [
@@ -71,7 +73,7 @@ def test_the_kernels_round_where_the_plain_functions_do(case, tile: Tile) -> Non
         assert (got == 0).double().mean() > 0.8
 
 
-def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int) -> None:
+def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int, stages: int) -> None:
     """Twice, because the first launch must leave the plan's counters as they were."""
     from nanovllm.ops import triton_rope_attend
 
@@ -79,7 +81,8 @@ def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int) -> Non
     mine, (_, _, _, kv_heads, _, head_dim) = pages.clone(), pages.shape
     want = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, layer, *rest, 0)
     plan = FusedDecodePlan(len(qkv), want.shape[1] // head_dim, kv_heads, head_dim, torch.device("cpu"))
-    plan.tile, plan.splits = tile, splits
+    plan.tile, plan.splits, plan.stages = tile, splits, stages
+    plan.parts, plan.stats = (torch.empty(*like.shape[:2], splits, like.shape[3]) for like in (plan.parts, plan.stats))
     plan.parts.fill_(torch.nan)
     plan.stats.fill_(torch.nan)
     for _ in range(2):
@@ -90,14 +93,33 @@ def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int) -> Non
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize(("splits", "stages"), [(4, 0), (1, 3), (2, 2)])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("lens", "heads", "kv_heads", "head_dim", "size"),
     [([1, 5, 40, 17], 4, 2, 16, 4), ([33, 8], 3, 1, 24, 8), ([7, 8, 9, 1], 2, 2, 12, 1), ([31, 32, 33, 64, 65], 8, 1, 16, 4)],
 )
-def test_attention_interpreted(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
+def test_attention_interpreted(
+    lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool, splits: int, stages: int
+) -> None:
     """Lengths on either side of a tile, 8, and of the tiles of all programs, 32."""
-    interpreted_attention(attention_problem(lens, heads, kv_heads, head_dim, size, norm, torch.float32), 8, 4)
+    interpreted_attention(attention_problem(lens, heads, kv_heads, head_dim, size, norm, torch.float32), 8, splits, stages)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "size"), [(4, 2, 16, 4), (24, 12, 24, 1), (8, 1, 12, 8)])
+def test_what_is_written_before_attention_interpreted(heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
+    """q is that which attends; k and v lie in the pages, and nothing else does."""
+    from nanovllm.ops import triton_rope_attend
+
+    given = attention_problem([9, 1, 30], heads, kv_heads, head_dim, size, norm, torch.float32)
+    qkv, q_gain, k_gain, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
+    mine = pages.clone()
+    want = rope_attend(*given, 0)
+    q = triton_rope_attend.write(qkv, q_gain, k_gain, cos, sin, mine[layer], slots, eps, False)
+    torch.testing.assert_close(mine, pages)
+    torch.testing.assert_close(paged_decode(q, mine, layer, tables, lens, scale, 0).flatten(1), want)
 
 
 @pytest.mark.interpret
@@ -106,7 +128,7 @@ def test_attention_of_one_row_interpreted(length: int) -> None:
     """A row that writes; the second one of the problem only reads, and is left out."""
     given = attention_problem([length, 1], 6, 2, 24, 16, True, torch.float32)
     qkv, q_gain, k_gain, cos, sin, pages, layer, tables, lens, slots, *rest = given
-    interpreted_attention((qkv[:1], q_gain, k_gain, cos[:1], sin[:1], pages, layer, tables[:1], lens[:1], slots[:1], *rest), 16, 4)
+    interpreted_attention((qkv[:1], q_gain, k_gain, cos[:1], sin[:1], pages, layer, tables[:1], lens[:1], slots[:1], *rest), 16, 4, 0)
 
 
 def test_what_the_kernels_serve() -> None:
@@ -127,3 +149,70 @@ def test_a_tile_covers_its_product(rows: int, outputs: int, width: int, gated: b
             assert rows <= few.FEW or (width % (tile.depth * tile.warps) == 0 and 2 * width * held <= memory)
     assert few.fits(rows, 1024, gated, 200_000)
     assert few.fits(rows, 5632, gated, 200_000) == (rows <= few.FEW)
+
+
+WIDE = [(5, 64, 128, False), (17, 32, 64, False), (20, 64, 192, True), (70, 32, 256, False), (64, 96, 64, True)]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("extras", [True, False])
+@pytest.mark.parametrize(("rows", "outputs", "width", "gated"), WIDE)
+def test_products_of_many_rows_interpreted(rows: int, outputs: int, width: int, gated: bool, extras: bool) -> None:
+    from nanovllm.ops import triton_wide
+
+    x, weight, _, bias, *_ = linear_problem(rows, outputs, width, gated, False, extras, torch.float32)
+    got = triton_wide.product(x, weight, bias, gated, WideTile(outputs=32, rows=16, depth=64, stages=2), False)
+    torch.testing.assert_close(got.double(), wide_norm_linear(x, weight, None, bias, None, 0.0, gated), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("rows", [3, 33])
+def test_a_sum_of_parts_and_its_norm_interpreted(rows: int, parts: int) -> None:
+    """In float16, so that rounding elsewhere than the plain functions do shows."""
+    from nanovllm.ops import triton_wide
+
+    x, weight, _, bias, residual, eps, _ = linear_problem(rows, 96, 192, False, False, True, torch.float16)
+    gain = (torch.rand(96) + 0.5).half()
+    gain[::7] = 96.5
+    assert residual is not None
+    sums = triton_wide.partial_product(x, weight, WideTile(outputs=32, rows=32, depth=32, parts=parts, stages=2), False)
+    assert sums.shape == (parts, rows, 96)
+    y, h = triton_wide.sum_norm(sums, bias, residual, gain, eps, False)
+    want, normed = linear_add_norm(x, weight, bias, residual, gain, eps)
+    torch.testing.assert_close(y, want, rtol=2**-10, atol=2**-10)
+    torch.testing.assert_close(h, normed, rtol=2**-8, atol=2**-8)
+    assert (h == rms_norm(y, gain, eps)).double().mean() > 0.98
+    y, _ = triton_wide.sum_norm(sums, None, -torch.nn.functional.linear(x, weight), gain, eps, False)
+    assert (y == 0).double().mean() > 0.8
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 64), (4, 3000)])
+def test_a_gate_interpreted(rows: int, outputs: int) -> None:
+    from nanovllm.ops import triton_wide
+
+    both = torch.randn(rows, 2 * outputs).half()
+    gate, up = both.chunk(2, -1)
+    torch.testing.assert_close(triton_wide.gate(both, False), torch.nn.functional.silu(gate) * up, rtol=2**-10, atol=2**-10)
+
+
+def test_the_reference_of_a_sum_and_its_norm_is_the_plain_functions() -> None:
+    x, weight, gain, bias, residual, eps, _ = linear_problem(9, 48, 48, False, True, True, torch.float64)
+    assert gain is not None and residual is not None
+    y, h = linear_add_norm(x, weight, bias, residual, gain, eps)
+    torch.testing.assert_close(y, wide_norm_linear(x, weight, None, bias, residual, eps, False))
+    torch.testing.assert_close(h, rms_norm(y, gain, eps))
+
+
+@pytest.mark.parametrize("processors", [132, 46])
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("rows", [17, 64, 65, 256, 300])
+@pytest.mark.parametrize(("outputs", "width"), [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (1000, 512), (96, 100)])
+def test_a_wide_tile_covers_its_product(rows: int, outputs: int, width: int, split: bool, processors: int) -> None:
+    tile = wide_tile(rows, outputs, width, not split, processors, split=split)
+    if tile is not None:
+        assert outputs % tile.outputs == 0 and width % (tile.parts * tile.depth) == 0 and (split or tile.parts == 1)
+        assert outputs // tile.outputs * tile.parts * -(-rows // tile.rows) <= processors
+    if outputs == 1024 and split and processors == 132 and rows < 300:
+        assert tile is not None and tile.parts == (4 if rows < 256 else 2)

@@ -25,6 +25,7 @@ def arguments(name):
         "paged_prefill": (q, pool(), 1, tables, seq_lens, int32([0, 2, 3]), 0.3, 0),
         "paged_decode": (q[:2], pool(), 1, tables, seq_lens, 0.3, 0),
         "norm_linear": linear_problem(3, 8, 16, False, True, True, torch.float32),
+        "linear_add_norm": (torch.randn(3, 16), torch.randn(8, 16), torch.randn(8), torch.randn(3, 8), torch.rand(8), 1e-6),
         "rope_attend": (*attention_problem([5, 9], 4, 2, 8, 4, True, torch.float32), 0),
         "rotary_angles": (int32([0, 9]), torch.rand(4), 1.0),
         "next_places": (int32([2, 9]), int32([1, 8]), tables, int32([0, 1]), 5, 4),
@@ -35,8 +36,8 @@ def arguments(name):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "name",
-    ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode", "norm_linear", "rope_attend", "rotary_angles", "next_places",
-     "highest"],
+    ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode", "norm_linear", "linear_add_norm", "rope_attend", "rotary_angles",
+     "next_places", "highest"],
 )  # fmt: skip
 def test_opcheck(name):
     torch.library.opcheck(getattr(torch.ops.nanovllm, name).default, arguments(name))

@@ -8,7 +8,8 @@ import torch
 from ..batch import Batch
 from ..model import Model
 from ..models import layers
-from ..models.fast import FastChoice, FastPath, by_layer
+from ..models.choice import FastChoice, by_layer
+from ..models.fast import FastPath
 from ..state.kv import init_kv, pages_for
 from ..types import Float, Int64, Tensor
 from .compare import text_batch, wide_logits

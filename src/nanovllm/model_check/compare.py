@@ -19,7 +19,8 @@ from ..batch import Batch
 from ..config import ModelConfig
 from ..model import Model
 from ..models import layers
-from ..models.fast import FastPath, HeadFunction, LayerFunction
+from ..models.choice import HeadFunction, LayerFunction
+from ..models.fast import FastPath
 from ..state.kv import pages_for
 from ..types import Float, Int32, Tensor
 

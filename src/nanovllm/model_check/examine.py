@@ -1,20 +1,20 @@
 """A model as a whole: `examine` for the report, `choose` for an engine that starts."""
 
-from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ..errors import InvalidRequestError
 from ..model import Model
-from ..models.fast import FastChoice, FastPath, fast_path
+from ..models.choice import FastChoice
+from ..models.fast import FastPath, fast_path
 from .agree import agreement
 from .compare import Compared, compare, error_bound
 from .report import CheckReport, chosen, reported
 from .text import sample_tokens
 
-ROWS = (1, 2, 8, 16)  # of the decode batches of a report: kernels differ for one or two, and for more
-START_ROWS = (1, 8)  # of those at the start of an engine
+ROWS = (1, 2, 8, 16, 24)  # of the decode batches of a report: kernels differ for one or two, for more, and beyond 16
+START_ROWS = (1, 8, 24)  # of those at the start of an engine
 START_TOKENS = 96
 
 
@@ -26,7 +26,8 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16) -> Chec
     if not 1 <= num_tokens <= model.config.max_position_embeddings:
         raise InvalidRequestError(f"num_tokens={num_tokens} must be 1 to {model.config.max_position_embeddings}, the model's positions")
     with _on_device(model):
-        fast, rows = _served(model, ROWS)
+        fast = fast_path(model.params, model.config)
+        rows = (1,) if fast is None else tuple(count for count in ROWS if count <= num_tokens)
         token_ids = sample_tokens(model, num_tokens)
         compared = compare(model, fast, token_ids, rows, page_size)
         choice = None if fast is None else chosen(compared, model.dtype)
@@ -40,10 +41,11 @@ def choose(model: Model, max_num_seqs: int, page_size: int) -> tuple[FastChoice 
     None: the model has no fast form here. Needs memory for one layer in float64, and on a GPU gives it back to the system.
     """
     with _on_device(model):
-        fast, rows = _served(model, [min(count, max_num_seqs) for count in START_ROWS])
+        fast = fast_path(model.params, model.config)
         if fast is None:
             return None, ""
         token_ids = sample_tokens(model, min(START_TOKENS, model.config.max_position_embeddings))
+        rows = sorted({min(count, max_num_seqs, len(token_ids)) for count in START_ROWS})
         compared = compare(model, fast, token_ids, rows, page_size)
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -71,13 +73,6 @@ def warning(model: Model, fast: FastPath, choice: FastChoice, compared: Compared
 def _excess(error: float, bound: float) -> float:
     """By how much an error is beyond its bound; one that is no number is farthest."""
     return error / bound if error <= bound or error > bound else float("inf")
-
-
-def _served(model: Model, rows: Seq[int]) -> tuple[FastPath | None, tuple[int, ...]]:
-    """The fast path, and those of these sizes of batches that it serves; one row where there is none."""
-    found = {count: fast_path(model.params, model.config, count) for count in rows}
-    served = tuple(count for count, path in found.items() if path is not None)
-    return (found[served[0]], served) if served else (None, (1,))
 
 
 def _on_device(model: Model) -> AbstractContextManager[object]:

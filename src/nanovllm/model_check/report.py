@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..model import Model
-from ..models.fast import FastChoice, FastPath
+from ..models.choice import FastChoice
+from ..models.fast import FastPath
 from ..types import Tensor
 from .agree import Agreement
 from .compare import FACTOR, Compared, Errors, error_bound, keeps
@@ -167,7 +168,7 @@ def verdict(report: CheckReport) -> str:
     if report.fast is None:
         return "There is no fast path for this model here: every layer runs in plain torch."
     if not report.fallen:
-        return f"All {len(report.layers)} layers and the head keep the bound: decode steps of few rows run on the path {report.fast}."
+        return f"All {len(report.layers)} layers and the head keep the bound: decode steps run on the path {report.fast}."
     return f"Beyond the bound, and so in plain torch: {', '.join(name if name == 'head' else f'layer {name}' for name in report.fallen)}."
 
 

@@ -9,7 +9,7 @@ from ..config import HF, ModelConfig
 from ..state.kv import KVState
 from ..types import Float, Tensor
 from . import cpu, fused, layers, llama, qwen3
-from .fast import FastChoice, by_layer
+from .choice import FastChoice, by_layer
 from .params import Layer, ParamInfo, Params
 
 __all__ = ["REGISTRY", "FastChoice", "Layer", "ModelSpec", "ParamInfo", "Params", "forward", "fused"]

@@ -1,26 +1,89 @@
-"""A decode step of few rows on a GPU: a layer as five kernels that follow each other closely.
+"""A decode step on a GPU as few kernels that follow each other closely: five a layer for few rows, seven for many.
 
-They stand where a model's `layer` and `layers.head` stand and agree with them within rounding.
+It agrees with a model's own `forward` within rounding, for every architecture whose layers are those of `params.Layer`.
 """
+
+from itertools import pairwise
 
 import torch.nn.functional as F
 
 from ..batch import Batch
 from ..config import ModelConfig
 from ..ops import norm_linear as few
+from ..ops.backends import HALVES, installed
 from ..ops.linear import linear
 from ..ops.norm_linear import norm_linear
 from ..ops.rope_attend import rope_attend
+from ..ops.wide import linear_add_norm
+from ..state.kv import KVState
 from ..types import Float, Float32, Tensor
+from . import layers
+from .choice import FastChoice, LayerFunction, by_layer
+from .layers import rope_angles
 from .params import Layer, Params
 
 
-def serves(params: Params[Tensor], num_rows: int) -> bool:
-    """Whether the kernels can run every product of a decode step of this many rows."""
-    first, embed = params.layers[0], params.embed
-    shapes = ((first.qkv, False), (first.o, False), (first.gate_up, True), (first.down, False))
-    plain = first.gate_up_bias is None
-    return plain and all(few.serves(embed.device, embed.dtype, num_rows, w.shape[1], gated) for w, gated in shapes)
+def serves(params: Params[Tensor]) -> bool:
+    """Whether the kernels can run this model's decode steps."""
+    embed = params.embed
+    plain = all(w.gate_up_bias is None for w in params.layers)
+    return plain and embed.device.type == "cuda" and embed.dtype in HALVES and installed("triton")
+
+
+def follows_closely(params: Params[Tensor], num_rows: int) -> bool:
+    """Whether so few rows are run by `decode_layer`."""
+    return _few(params.layers[0], params.embed, num_rows)
+
+
+def _few(w: Layer[Tensor], like: Tensor, num_rows: int) -> bool:
+    shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
+    return all(few.serves(like.device, like.dtype, num_rows, matrix.shape[1], gated) for matrix, gated in shapes)
+
+
+def forward(
+    params: Params[Tensor],
+    kv: KVState,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    plain: LayerFunction | None = None,
+    choice: FastChoice | None = None,
+) -> tuple[Float[Tensor, "R V"], KVState]:
+    """A model's `forward` over one token a row; donates `kv`. `batch.plan` is what `rope_attend` takes.
+
+    `plain` runs the layers that `choice` leaves out (None: there are none), and `layers.head` the head; then `batch.plan` is what
+    `paged_decode` takes.
+    """
+    (pages,) = kv.pools
+    cos, sin = rope_angles(batch.positions, params.inv_freq, config.rope)
+    x = F.embedding(batch.input_ids, params.embed)
+    weight, eps = params.embed if params.head is None else params.head, config.rms_norm_eps
+    fast = (True,) * config.num_layers if choice is None or plain is None else choice.layers
+    last = layers.head if choice is not None and not choice.head else None
+    if follows_closely(params, x.shape[0]):
+        layer = decode_layer if plain is None else by_layer(decode_layer, plain, fast)
+        for index, w in enumerate(params.layers):
+            x = layer(w, x, pages, index, cos, sin, batch, config)
+        return (last or head)(x, params.final_norm, weight, eps), kv
+    h = _norm(x, params.layers[0].input_norm, eps)
+    gains = (*(w.input_norm for w in params.layers), params.final_norm)
+    for index, (w, (_, gain)) in enumerate(zip(params.layers, pairwise(gains), strict=True)):
+        if fast[index] or plain is None:
+            x, h = many_rows_layer(w, x, h, gain, pages, index, cos, sin, batch, config)
+        else:
+            x = plain(w, x, pages, index, cos, sin, batch, config)
+            h = _norm(x, gain, eps)
+    return linear(h, weight) if last is None else last(x, params.final_norm, weight, eps), kv
+
+
+def layer(
+    w: Layer[Tensor], x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
+) -> Float[Tensor, "B M"]:
+    """`decode_layer` or `many_rows_layer`, as the rows ask for, with the signature of a model's `layer`."""
+    if _few(w, x, x.shape[0]):
+        return decode_layer(w, x, pages, index, cos, sin, batch, config)
+    h = _norm(x, w.input_norm, config.rms_norm_eps)
+    return many_rows_layer(w, x, h, w.input_norm, pages, index, cos, sin, batch, config)[0]
 
 
 def decode_layer(
@@ -33,18 +96,48 @@ def decode_layer(
     batch: Batch,
     config: ModelConfig,
 ) -> Float[Tensor, "B M"]:
-    """One decoder layer with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` are written."""
-    eps, scale = config.rms_norm_eps, config.head_dim**-0.5
-    qkv = norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps)
-    tables, seq_lens, slots = batch.page_tables, batch.seq_lens, batch.slots
-    a = rope_attend(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, tables, seq_lens, slots, scale, eps, batch.plan)
+    """One decoder layer of few rows, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
+    eps = config.rms_norm_eps
+    a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps), pages, index, cos, sin, batch, config)
     x = norm_linear(a, w.o, bias=w.o_bias, residual=x)
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True)
     return norm_linear(h, w.down, bias=w.down_bias, residual=x)
+
+
+def many_rows_layer(
+    w: Layer[Tensor],
+    x: Float[Tensor, "B M"],
+    h: Float[Tensor, "B M"],
+    gain: Float[Tensor, "M"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    index: int,
+    cos: Float32[Tensor, "B 1 D"],
+    sin: Float32[Tensor, "B 1 D"],
+    batch: Batch,
+    config: ModelConfig,
+) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+    """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's."""
+    eps = config.rms_norm_eps
+    a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias), pages, index, cos, sin, batch, config)
+    x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps)
+    return linear_add_norm(norm_linear(h, w.gate_up, gated=True), w.down, w.down_bias, x, gain, eps)
 
 
 def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float) -> Float[Tensor, "R V"]:
     """The final norm and the logits: `layers.head`."""
     if x.shape[0] <= few.FEW:
         return norm_linear(x, weight, gain=gain, eps=eps)
-    return linear(F.rms_norm(x, x.shape[-1:], None, eps) * gain, weight)  # rounded between, as `rms_norm` does, in fewer launches
+    return linear(_norm(x, gain, eps), weight)
+
+
+def _norm(x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], eps: float) -> Float[Tensor, "B M"]:
+    """`plain.rms_norm` in fewer launches: it rounds between, too."""
+    return F.rms_norm(x, x.shape[-1:], None, eps) * gain
+
+
+def _attend(
+    w: Layer[Tensor], qkv: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
+) -> Float[Tensor, "B heads"]:
+    scale, eps = config.head_dim**-0.5, config.rms_norm_eps
+    tables, seq_lens, slots = batch.page_tables, batch.seq_lens, batch.slots
+    return rope_attend(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, tables, seq_lens, slots, scale, eps, batch.plan)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+HALVES = (torch.bfloat16, torch.float16)  # that our own kernels of a decode step take
 FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)  # other sizes are not refused everywhere and can be silently wrong
 
@@ -14,6 +15,12 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)  # other sizes are not refused everywhere 
 def installed(package: str) -> bool:
     """Whether a package can be imported; nothing is imported."""
     return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether the GPU can start a kernel before the one ahead of it has ended (compute capability 9.0 or more)."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> Literal["flashinfer", "reference"]:

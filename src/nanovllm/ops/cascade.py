@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..types import Float, Float32, Int32, Tensor
-from .backends import installed
+from .backends import dependent_launch, installed
 from .plans import PlanMismatchError, register
 from .reference import row_kv
 
@@ -110,7 +110,8 @@ class CascadePlan:
         if q.device.type == "cuda" and installed("triton"):
             from .triton_attention import cascade_decode
 
-            return cascade_decode(q, pages[layer], page_tables, seq_lens, scale, self.views(), self.workspace, self.num_programs)
+            views, pdl = self.views(), dependent_launch(q.device)
+            return cascade_decode(q, pages[layer], page_tables, seq_lens, scale, views, self.workspace, self.num_programs, pdl)
         return cascade_rows(q, pages[layer], page_tables, seq_lens, scale, self.runs)
 
 
@@ -122,14 +123,10 @@ class PromptCascade:
         self.row_of = self.visible = torch.empty(0, dtype=torch.int32)
         self.handle = register(self)
 
-    def update(
-        self, seq_lens: Int32[np.ndarray, "B"], cu_seqlens: Int32[np.ndarray, "B+1"], runs: Seq[Run], device: torch.device
-    ) -> None:
+    def update(self, seq_lens: Int32[np.ndarray, "B"], cu_seqlens: Int32[np.ndarray, "B+1"], runs: Seq[Run], device: torch.device) -> None:
         """Plan for one step: the host's copies of what `paged_prefill` is given, and runs that cover every row's pages in use."""
         counts, tokens = np.diff(cu_seqlens), run_tokens(runs, cu_seqlens)
-        self.runs = tuple(
-            Run(rows=rows, start=run.start, stop=run.stop) for rows, run in zip(tokens, runs, strict=True) if len(rows)
-        )
+        self.runs = tuple(Run(rows=rows, start=run.start, stop=run.stop) for rows, run in zip(tokens, runs, strict=True) if len(rows))
         row_of = np.repeat(np.arange(len(counts)), counts)
         visible = np.arange(cu_seqlens[-1]) + np.repeat(seq_lens - cu_seqlens[1:], counts) + 1
         self.row_of, self.visible = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (row_of, visible))
@@ -151,9 +148,7 @@ class PromptCascade:
 def run_tokens(runs: Seq[Run], cu_seqlens: Int32[np.ndarray, "bounds"]) -> list[Int32[np.ndarray, "n"]]:
     """The tokens of each run's rows, in the order of the rows."""
     bounds = cu_seqlens.tolist()
-    return [
-        np.concatenate([np.arange(bounds[row], bounds[row + 1], dtype=np.int32) for row in run.rows.tolist()]) for run in runs
-    ]
+    return [np.concatenate([np.arange(bounds[row], bounds[row + 1], dtype=np.int32) for row in run.rows.tolist()]) for run in runs]
 
 
 def split_runs(

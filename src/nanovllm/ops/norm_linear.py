@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from ..types import Float, Tensor
-from .backends import installed
+from .backends import HALVES, dependent_launch, installed
 from .linear import linear
 from .plain import rms_norm
+from .wide import processors, wide_tile
 
 FEW = 2  # rows up to which products are summed in float32, without tensor cores
-ROWS = 16  # the most rows that the kernels take: beyond, the library's products are as fast
+ROWS = 16  # up to which the norm is part of the product: beyond, every program would compute too much of it
 WIDEST = 16384  # inputs that lie in the registers of one program
 LARGEST = 200_000  # bytes of shared memory
 NARROW = 16  # outputs of a program that works on tensor cores
-DTYPES = (torch.bfloat16, torch.float16)
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -46,6 +46,8 @@ def norm_linear(
 ) -> Float[Tensor, "B N"]:
     """`residual + (norm(x) @ weight.T + bias)`, where `norm` is the RMS norm with a gain, and what is None is left out.
 
+    One launch for few rows; for many where there is neither norm nor residual (`wide.py` has the rest).
+
     `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `silu(gate) * up`, `[B, out / 2]`; without
     bias and residual. Rounds to x's dtype where the plain functions do: after the norm, its gain, the product, silu, the residual.
     """
@@ -67,11 +69,11 @@ def _reference(
     return y if residual is None else y + residual
 
 
-def _cuda(
-    x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool
-) -> Tensor:
+def _cuda(x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
+    if whole and x.shape[0] > ROWS and gain is None and residual is None and x.dtype in HALVES and installed("triton"):
+        return _wide(x.contiguous(), weight, bias, gated)
     if not whole or not serves(x.device, x.dtype, x.shape[0], x.shape[1], gated):
         return _reference(x, weight, gain, bias, residual, eps, gated)
     from . import triton_linear
@@ -82,9 +84,20 @@ def _cuda(
     return triton_linear.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, pdl)
 
 
+def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    from . import triton_wide
+
+    pdl = dependent_launch(x.device)
+    tile = wide_tile(x.shape[0], weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, processors(x.device))
+    if tile is not None:
+        return triton_wide.product(x, weight, bias, gated, tile, pdl)
+    y = linear(x, weight, bias)
+    return triton_wide.gate(y, pdl) if gated else y
+
+
 def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:
     """Whether the kernels can run a product of `rows` rows over `width` inputs; plain torch serves everything else."""
-    if device.type != "cuda" or dtype not in DTYPES or not installed("triton") or torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type != "cuda" or dtype not in HALVES or not installed("triton") or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     return fits(rows, width, gated, shared_memory(device))
 
@@ -115,12 +128,6 @@ def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Ti
     depth = next(depth for depth in (256, 128, 64) if width % (4 * depth) == 0)
     wide = not gated and outputs >= 4096 and _memory(rows, width, gated, 2 * NARROW) <= memory // 2
     return Tile(outputs=2 * NARROW if wide else NARROW, warps=4, depth=depth)
-
-
-@functools.cache
-def dependent_launch(device: torch.device) -> bool:
-    """Whether the GPU can start a kernel before the one ahead of it has ended (compute capability 9.0 or more)."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _LIBRARY.impl("norm_linear", _reference, "CPU")

@@ -4,14 +4,15 @@ import numpy as np
 import torch
 
 from ..types import Float, Float32, Int32, Tensor
-from .backends import installed
+from .backends import HALVES, dependent_launch, installed
 from .kv_write import kv_write
-from .norm_linear import DTYPES, dependent_launch
 from .paged_decode import paged_decode
 from .plain import apply_rope, rms_norm
 from .plans import PlanMismatchError, lookup, register
 
-MOST_TOKENS, MOST_TILES = 1 << 14, 8  # of a batch; of one program
+MOST_TOKENS, MOST_TILES = 1 << 14, 8  # of a batch of few rows; of one program over them
+PIPELINED = 16  # rows beyond which there are programs enough to keep many tiles in flight
+LONG = 1024  # tokens of a row of such a batch that do not hold the others up
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -19,6 +20,13 @@ _LIBRARY.define(
     "Tensor seq_lens, Tensor slots, float scale, float eps, SymInt plan) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+def cut_of(batch_size: int) -> tuple[int, int, int, int]:
+    """Tokens of a tile, warps, tiles in flight (0: one, in registers) and splits, a power of two: the fastest on an H200 of those tried."""
+    if batch_size > PIPELINED:
+        return (64, 4, 3, 1) if batch_size <= 48 or batch_size > 192 else (32, 2, 4, 1)
+    return 64, 4, 0, 32 if batch_size <= 2 else max(2, 32 >> (batch_size - 1).bit_length())
 
 
 class FusedDecodePlan:
@@ -29,8 +37,7 @@ class FusedDecodePlan:
 
     def __init__(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
         self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
-        self.tile, self.warps = 64, 4
-        self.splits = max(4, min(32, 64 >> (batch_size - 1).bit_length()))  # a power of two
+        self.tile, self.warps, self.stages, self.splits = cut_of(batch_size)
         self.parts = torch.empty((batch_size, num_heads, self.splits, head_dim), dtype=torch.float32, device=device)
         self.stats = torch.empty((batch_size, num_heads, self.splits, 2), dtype=torch.float32, device=device)
         self.counts = torch.zeros((batch_size, num_kv_heads), dtype=torch.int32, device=device)  # zero again after every launch
@@ -38,7 +45,10 @@ class FusedDecodePlan:
 
     def serves(self, lens: Int32[np.ndarray, "B"]) -> bool:
         """Whether rows of these lengths are read about as fast as by a kernel that splits each as its length asks for."""
-        return int(lens.sum()) <= MOST_TOKENS and int(lens.max()) <= MOST_TILES * self.tile * self.splits
+        total, longest = int(lens.sum()), int(lens.max())
+        if self.stages:
+            return longest <= self.splits * max(LONG, total // 8)
+        return total <= MOST_TOKENS and longest <= MOST_TILES * self.tile * self.splits
 
 
 def rope_attend(
@@ -58,8 +68,9 @@ def rope_attend(
 ) -> Float[Tensor, "B heads"]:
     """Donates `pages`: norm (where there is a gain) and rotate q and k, write k and v into `slots` of one layer, attend; `[B, H D]`.
 
-    `qkv` is `[B, (H + 2K) D]`, of which q takes what k and v leave; `cos` and `sin` are those of `rope_angles`. No row may write what
-    another row of the batch reads. `plan` is the handle of a `FusedDecodePlan`, or what `paged_decode` takes: then step by step.
+    `qkv` is `[B, (H + 2K) D]`, of which q takes what k and v leave; `cos` and `sin` are those of `rope_angles`. `plan` is the handle of
+    a `FusedDecodePlan`: then no row may write what another row of the batch reads. Or it is what `paged_decode` takes: then all is
+    written before it is read.
     """
     return torch.ops.nanovllm.rope_attend.default(
         qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan
@@ -85,11 +96,14 @@ def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, sl
     found = lookup(plan) if plan else None
     # What the kernel reads before it waits must not come from a copy made here.
     whole = all(t is None or t.is_contiguous() for t in (q_norm, k_norm, cos, sin, seq_lens, slots)) and page_tables.stride(-1) == 1
-    if not isinstance(found, FusedDecodePlan) or qkv.dtype not in DTYPES or not installed("triton") or not whole:
+    if qkv.dtype not in HALVES or not installed("triton") or not whole:
         plan = 0 if isinstance(found, FusedDecodePlan) else plan
         return _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan)
     from . import triton_rope_attend
 
+    if not isinstance(found, FusedDecodePlan):
+        q = triton_rope_attend.write(qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], slots, eps, dependent_launch(qkv.device))
+        return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan).flatten(1)
     shape = (found.num_heads, found.num_kv_heads, found.head_dim)
     given = (qkv.shape[1] // pages.shape[5] - 2 * pages.shape[3], pages.shape[3], pages.shape[5])
     if shape != given or qkv.shape[0] > found.batch_size:

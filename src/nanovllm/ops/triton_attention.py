@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..types import Float, Float32, Int32, Tensor
 
@@ -17,28 +18,26 @@ if TYPE_CHECKING:
 NARROW = 16  # the fewest queries that a tensor core takes
 LONG, SHORT = 64, 16  # keys of one turn of the loop: the second where a head's keys are long, for three turns must fit into shared memory
 LONGEST = 256  # bytes of one key up to which the first holds: 90 KB in all
-PARTS = 16  # partial results of one turn of the merge
+PARTS = 32  # partial results of one turn of the merge
 
 
 @triton.jit
 def _attend(
-    q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, end, first, count, q_stride, table_stride, page_stride, scale,
+    q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride, page_stride, scale,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """At most M queries, G heads of each member, over tokens begin ... end - 1 of the row's table; `scale` is in base 2."""
+    """At most M queries, G heads of each member, which all see tokens begin ... stop - 1 of the row's table; `scale` is in base 2."""
     m, d, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
     member, head = m // G, k * G + m % G
     on = member < count
     query = tl.load(members + first + member, mask=on, other=0)
     place = tl.load(places + first + member, mask=on, other=0).to(tl.int64)
-    limit = tl.minimum(tl.load(seq_lens + query, mask=on, other=0), end)
     inside = d < D
     qq = tl.load(q + query[:, None].to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=on[:, None] & inside[None, :], other=0.0)
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     mixed = tl.zeros([M, DP], tl.float32)
-    stop = tl.max(limit, 0)
     tables += row * table_stride
     # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
     page = tl.load(tables + (begin + n) // S, mask=begin + n < stop, other=0)
@@ -50,7 +49,7 @@ def _attend(
         keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0)
         values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0)
         scores = tl.dot(qq, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(t[None, :] < limit[:, None], scores, float("-inf"))
+        scores = tl.where(ok[None, :], scores, float("-inf"))
         now = tl.maximum(highest, tl.max(scores, 1))
         safe = tl.where(now == float("-inf"), 0.0, now)
         faded = tl.exp2(highest - safe)
@@ -69,27 +68,38 @@ def _attend(
 def _cascade_decode(
     q, kv, tables, seq_lens, num_items, items, members, places, part, lse, q_stride, table_stride, page_stride, scale, programs,
     WIDE: tl.constexpr, NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr,
+    DP: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i takes the (item, key/value head) pairs i, i + programs, ...; items of shared runs come first."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     for work in range(tl.program_id(0), tl.load(num_items) * K, programs):
         item, k = items + work // K * FIELDS, work % K  # pyright: ignore[reportOperatorIssue]
         row, count, first = tl.load(item), tl.load(item + 4), tl.load(item + 3)
-        begin, end = tl.load(item + 1) * S, tl.load(item + 2) * S
+        # What rows share they see entirely; a run of one row's own may reach beyond its tokens.
+        begin, stop = tl.load(item + 1) * S, tl.minimum(tl.load(item + 2) * S, tl.load(seq_lens + row))
         if count * G <= NARROW:
-            _attend(q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, end, first, count, q_stride, table_stride,
+            _attend(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
                     page_stride, scale, NARROW, N, G, K, S, D, DP, PRECISION)  # fmt: skip
         else:
-            _attend(q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, end, first, count, q_stride, table_stride,
+            _attend(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
                     page_stride, scale, WIDE, N, G, K, S, D, DP, PRECISION)  # fmt: skip
 
 
 @triton.jit
-def _merge(part, lse, starts, places, out, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr, LISTED: tl.constexpr):
+def _merge(
+    part, lse, starts, places, out, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr, LISTED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Program (token, head): its parts, weighted by their log-sum-exp in base 2."""
+    if PDL:
+        gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j, d = tl.arange(0, J), tl.arange(0, DP)
     first, stop = tl.load(starts + token), tl.load(starts + token + 1)
+    if PDL:
+        gdc_wait()
     highest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([DP], tl.float32)
@@ -116,6 +126,7 @@ def cascade_decode(
     plan: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     workspace: "CascadeWorkspace",
     programs: int,
+    pdl: bool,
 ) -> Float[Tensor, "B H D"]:
     """One layer's decode attention along a plan's views: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
     from .cascade import FIELDS, LOG2E, WIDE
@@ -134,9 +145,10 @@ def cascade_decode(
         launch[(programs,)](
             q, kv, page_tables, seq_lens, num_items, items, members, places, workspace.out, workspace.lse, q.stride(0),
             page_tables.stride(0), kv.stride(0), scale * LOG2E, programs, wide, NARROW, tokens, group, num_kv_heads, page_size, head_dim,
-            padded, "ieee" if q.dtype == torch.float32 else "tf32", FIELDS, num_warps=4, num_stages=3,
+            padded, "ieee" if q.dtype == torch.float32 else "tf32", FIELDS, pdl, num_warps=4, num_stages=3,
+            **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
-    merge_into(workspace.out, workspace.lse, starts, None, out)
+    merge_into(workspace.out, workspace.lse, starts, None, out, pdl)
     return out
 
 
@@ -146,6 +158,7 @@ def merge_into(
     starts: Int32[Tensor, "T+1"],
     places: Int32[Tensor, "parts"] | None,
     out: Float[Tensor, "T H D"],
+    pdl: bool = False,
 ) -> None:
     """Write each token's merged result into `out`; without `places` a token's parts are `starts[t] ... starts[t + 1] - 1`."""
     num_tokens, num_heads, head_dim = out.shape
@@ -153,4 +166,7 @@ def merge_into(
     padded = max(16, triton.next_power_of_2(head_dim))
     listed = places is not None
     with torch.cuda.device_of(parts):
-        launch[(num_tokens, num_heads)](parts, lses, starts, places if listed else starts, out, num_heads, head_dim, padded, PARTS, listed)
+        launch[(num_tokens, num_heads)](
+            parts, lses, starts, places if listed else starts, out, num_heads, head_dim, padded, PARTS, listed, pdl, num_warps=1,
+            **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip

@@ -1,9 +1,11 @@
-"""The Triton kernel of `rope_attend`. Imported only where Triton is.
+"""The Triton kernels of `rope_attend`. Imported only where Triton is.
 
 What does not depend on this step's q, k and v is asked for before the wait for the kernel that makes them (programmatic dependent
 launch): old keys and values of the first tile, page ids, lengths, angles, gains. All of it was written before the chain of kernels began.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# (what a compile-time branch makes, and pairs that kernels return)
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from .rope_attend import FusedDecodePlan
 
 LOG2E = 1.4426950408889634
+HEADS = 8  # of one program that only writes
 
 
 @triton.jit
@@ -41,14 +44,58 @@ def _tile(kv, tables, t, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.
 
 
 @triton.jit
+def _finish(
+    highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store a program's result, or its part of it: then the last program of a head and row to arrive merges."""
+    G: tl.constexpr = H // K
+    head, inside, used = k * G + m, h < D, m < G
+    there = used[:, None] & inside[None, :]
+    if active == 1:
+        to = out + (b * H + head)[:, None] * D + h[None, :]
+        tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=there)
+    else:
+        first = b * H * SPLITS + head
+        tl.store(part + (first + split * H)[:, None] * D + h[None, :], mixed, mask=there)
+        tl.store(stat + (first + split * H) * 2, highest, mask=used)
+        tl.store(stat + (first + split * H) * 2 + 1, total, mask=used)
+        tl.debug_barrier()
+        if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
+            j = tl.arange(0, SPLITS)
+            on = j < active
+            for one in tl.static_range(G):
+                place = b * H * SPLITS + k * G + one + j * H
+                tops = tl.load(stat + place * 2, mask=on, other=float("-inf"))
+                shares = tl.exp2(tops - tl.max(tops, 0))
+                sums = tl.sum(tl.load(stat + place * 2 + 1, mask=on, other=0.0) * shares, 0)
+                parts = tl.load(part + place[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0)
+                result = (tl.sum(parts * shares[:, None], 0) / sums).to(out.dtype.element_ty)
+                tl.store(out + (b * H + k * G + one) * D + h, result, mask=inside)
+            tl.store(count + b * K + k, 0)
+
+
+@triton.jit
+def _absorb(q, keys, values, ok, highest, total, mixed, scale):
+    """One tile of the online softmax (Milakov & Gimelshein, 2018), in base 2."""
+    scores = tl.where(ok[None, :], tl.dot(q, tl.trans(keys), input_precision="ieee") * scale, float("-inf"))
+    now = tl.maximum(highest, tl.max(scores, 1))
+    safe = tl.where(now == float("-inf"), 0.0, now)
+    faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision="ieee")
+    return now, total * faded + tl.sum(weights, 1), mixed
+
+
+@triton.jit
 def _rope_attend(
     qkv, q_gain, k_gain, cos, sin, kv, tables, seq_lens, slots, part, stat, count, out, table_stride, page_stride, scale, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
-    M: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, split, row): tiles of T tokens split, split + SPLITS, ... for the query heads of that key head, padded to M.
 
-    The last program of a head and row to arrive merges.
+    With STAGES the tiles pass through shared memory, so many in flight; without, the first is asked for before the wait, and held in
+    registers.
     """
     if PDL:
         gdc_launch_dependents()
@@ -59,7 +106,7 @@ def _rope_attend(
     active = tl.minimum(tiles, SPLITS)
     if split < tiles:
         tables += b * table_stride
-        h, m = tl.arange(0, DP), tl.arange(0, M)
+        h, m, n = tl.arange(0, DP), tl.arange(0, M), tl.arange(0, T)
         inside, used = h < D, m < G
         turned = tl.where(h < D // 2, h + D // 2, h - D // 2)
         slot = tl.load(slots + b, cache_modifier=".cg")
@@ -67,8 +114,11 @@ def _rope_attend(
         here = page * S + last % S == slot  # a row that only reads, or has outgrown its table, writes elsewhere and reads what is there
         old = tl.where(here, last, last + 1)
         mine = last // T % SPLITS == split
-        t = split * T + tl.arange(0, T)
-        keys, values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)  # pyright: ignore[reportGeneralTypeIssues]
+        t = split * T + n
+        if STAGES:
+            pages = tl.load(tables + t // S, mask=t < old, other=0, cache_modifier=".cg")
+        else:
+            keys, values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)
         c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
         gains_q = (c, c)
         gains_k = (c, c)
@@ -78,9 +128,8 @@ def _rope_attend(
         if PDL:
             gdc_wait()
         row = qkv + b * (H + 2 * K) * D
-        head = k * G + m
         there = used[:, None] & inside[None, :]
-        queries = row + head[:, None] * D
+        queries = row + (k * G + m)[:, None] * D
         own, far = tl.load(queries + h[None, :], mask=there, other=0.0), tl.load(queries + turned[None, :], mask=there, other=0.0)
         q = _turned(own, far, gains_q, c, s, eps, D, NORM)
         highest = tl.full([M], float("-inf"), tl.float32)
@@ -98,39 +147,64 @@ def _rope_attend(
                 highest = tl.sum(q.to(tl.float32) * new_row.to(tl.float32), 1) * scale
                 total += 1.0
                 mixed += new_value.to(tl.float32)[None, :]
-        for _ in range(split, tiles, SPLITS):
-            ok = t < old
-            t += SPLITS * T
-            next_keys, next_values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)  # before this tile is computed with
-            scores = tl.where(ok[None, :], tl.dot(q, tl.trans(keys), input_precision="ieee") * scale, float("-inf"))
-            now = tl.maximum(highest, tl.max(scores, 1))
-            safe = tl.where(now == float("-inf"), 0.0, now)
-            faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
-            total = total * faded + tl.sum(weights, 1)
-            mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision="ieee")
-            highest = now
-            keys, values = next_keys, next_values
-        to = out + (b * H + head)[:, None] * D + h[None, :]
-        if active == 1:
-            tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=there)
+        if STAGES:
+            # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
+            for at in tl.range(split * T, old, SPLITS * T, num_stages=STAGES):
+                t = at + n
+                where = kv + pages.to(tl.int64)[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
+                both = (t < old)[:, None] & inside[None, :]
+                pages = tl.load(tables + (t + SPLITS * T) // S, mask=t + SPLITS * T < old, other=0)
+                keys, values = tl.load(where, mask=both, other=0.0), tl.load(where + K * S * D, mask=both, other=0.0)
+                highest, total, mixed = _absorb(q, keys, values, t < old, highest, total, mixed, scale)
         else:
-            first = b * H * SPLITS + head
-            tl.store(part + (first + split * H)[:, None] * D + h[None, :], mixed, mask=there)
-            tl.store(stat + (first + split * H) * 2, highest, mask=used)
-            tl.store(stat + (first + split * H) * 2 + 1, total, mask=used)
-            tl.debug_barrier()
-            if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
-                j = tl.arange(0, SPLITS)
-                on = j < active
-                for one in tl.static_range(G):
-                    place = b * H * SPLITS + k * G + one + j * H
-                    tops = tl.load(stat + place * 2, mask=on, other=float("-inf"))
-                    shares = tl.exp2(tops - tl.max(tops, 0))
-                    sums = tl.sum(tl.load(stat + place * 2 + 1, mask=on, other=0.0) * shares, 0)
-                    parts = tl.load(part + place[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0)
-                    result = (tl.sum(parts * shares[:, None], 0) / sums).to(out.dtype.element_ty)
-                    tl.store(out + (b * H + k * G + one) * D + h, result, mask=inside)
-                tl.store(count + b * K + k, 0)
+            for _ in range(split, tiles, SPLITS):
+                ok = t < old
+                t += SPLITS * T
+                next_keys, next_values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)  # before this one is computed with
+                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale)
+                keys, values = next_keys, next_values
+        _finish(highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H, K, D, SPLITS)
+
+
+@triton.jit
+def _rope_write(
+    qkv, q_gain, k_gain, cos, sin, kv, slots, out, page_stride, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, group): X heads, first the groups of q, which go to `out`, then those of k and of v, which go to the row's slot."""
+    if PDL:
+        gdc_launch_dependents()
+    b, group = tl.program_id(0), tl.program_id(1)
+    QUERIES: tl.constexpr = (H + X - 1) // X
+    KEYS: tl.constexpr = (K + X - 1) // X
+    h = tl.arange(0, DP)
+    inside = h < D
+    turned = tl.where(h < D // 2, h + D // 2, h - D // 2)
+    c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
+    slot = tl.load(slots + b)
+    gains = (c, c)
+    if NORM:
+        gain = tl.where(group < QUERIES, q_gain, k_gain)
+        gains = (tl.load(gain + h, mask=inside, other=0.0), tl.load(gain + turned, mask=inside, other=0.0))
+    if PDL:
+        gdc_wait()
+    row = qkv + b.to(tl.int64) * ((H + 2 * K) * D)
+    if group < QUERIES:
+        x = group * X + tl.arange(0, X)
+        there = (x < H)[:, None] & inside[None, :]
+        own = tl.load(row + x[:, None] * D + h[None, :], mask=there, other=0.0)
+        far = tl.load(row + x[:, None] * D + turned[None, :], mask=there, other=0.0)
+        tl.store(out + (b * H + x)[:, None] * D + h[None, :], _turned(own, far, gains, c, s, eps, D, NORM), mask=there)
+    else:
+        values = group - QUERIES >= KEYS
+        x = (group - QUERIES) % KEYS * X + tl.arange(0, X)
+        there = (x < K)[:, None] & inside[None, :]
+        source = row + (H + tl.where(values, K, 0) + x)[:, None] * D
+        own = tl.load(source + h[None, :], mask=there, other=0.0)
+        if not values:
+            own = _turned(own, tl.load(source + turned[None, :], mask=there, other=0.0), gains, c, s, eps, D, NORM)
+        to = kv + (slot // S).to(tl.int64) * page_stride + ((tl.where(values, K, 0) + x) * S + slot % S)[:, None] * D + h[None, :]
+        tl.store(to, own, mask=there)
 
 
 def launch(
@@ -159,6 +233,32 @@ def launch(
             qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, page_tables, seq_lens, slots,
             plan.parts, plan.stats, plan.counts, out, page_tables.stride(0), kv.stride(0), scale * LOG2E, eps, num_heads, num_kv_heads,
             head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, plan.tile, plan.splits,
-            max(16, triton.next_power_of_2(num_heads // num_kv_heads)), q_norm is not None, pdl, **options,
+            max(16, triton.next_power_of_2(num_heads // num_kv_heads)), plan.stages, q_norm is not None, pdl, **options,
+        )  # fmt: skip
+    return out
+
+
+def write(
+    qkv: Float[Tensor, "B width"],
+    q_norm: Float[Tensor, "D"] | None,
+    k_norm: Float[Tensor, "D"] | None,
+    cos: Float32[Tensor, "B 1 D"],
+    sin: Float32[Tensor, "B 1 D"],
+    kv: Float[Tensor, "N 2 K S D"],
+    slots: Int32[Tensor, "B"],
+    eps: float,
+    pdl: bool,
+) -> Float[Tensor, "B H D"]:
+    """The first half of `rope_attend`: k and v are written, and q is returned."""
+    (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    out = torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    options = {"num_warps": 2} | ({"launch_pdl": True} if pdl else {})
+    kernel: Any = _rope_write
+    with torch.cuda.device_of(qkv):
+        kernel[(rows, triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS))](
+            qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, slots, out, kv.stride(0), eps,
+            num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, HEADS, q_norm is not None, pdl,
+            **options,
         )  # fmt: skip
     return out

@@ -1,0 +1,147 @@
+"""The Triton kernels of matrix products of more rows than `triton_linear.py` takes: a pipelined product, cut along its inputs too where its
+outputs are few, and the sum of such parts with what follows in a decoder layer. Imported only where Triton is.
+
+All wait for the kernel ahead of them before they read what changes from step to step (programmatic dependent launch).
+"""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..types import Float, Float32, Tensor
+from .triton_linear import _gated, _rounded
+
+if TYPE_CHECKING:
+    from .wide import WideTile
+
+
+@triton.jit
+def _product(
+    x, w, bias, y, B, N, K: tl.constexpr, PART: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (outputs, rows, part): `[BP, BN]` outputs over PART of the K inputs; sums of parts are stored in float32."""
+    if PDL:
+        gdc_launch_dependents()
+    n, b, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BP + tl.arange(0, BP), tl.program_id(2)
+    k = part * PART + tl.arange(0, BK)
+    on = (b < B)[:, None]
+    rows = x + b.to(tl.int64)[:, None] * K + k[None, :]
+    columns = w + n.to(tl.int64)[None, :] * K + k[:, None]
+    ups = columns + N.to(tl.int64) * K
+    acc = tl.zeros([BP, BN], tl.float32)
+    other = tl.zeros([BP, BN], tl.float32)
+    biases = tl.load(bias + n)[None, :] if BIAS else 0.0
+    if PDL:
+        gdc_wait()
+    for at in tl.range(0, PART, BK, num_stages=STAGES):
+        inputs = tl.load(rows + at, mask=on, other=0.0)
+        acc = tl.dot(inputs, tl.load(columns + at), acc)
+        if GATED:
+            other = tl.dot(inputs, tl.load(ups + at), other)
+    to = y + (part * B + b).to(tl.int64)[:, None] * N + n[None, :]
+    if PARTS > 1:
+        tl.store(to, acc, mask=on)
+    else:
+        if GATED:
+            acc = _gated(acc, other, y.dtype.element_ty)
+        tl.store(to, _rounded(acc, biases, acc, y.dtype.element_ty, BIAS, False), mask=on)
+
+
+@triton.jit
+def _sum_norm(
+    parts, bias, residual, gain, y, h, B, eps, M: tl.constexpr, MP: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i: row i's sum of parts, plus bias and residual, rounded where the plain functions round; and its norm."""
+    if PDL:
+        gdc_launch_dependents()
+    b, m = tl.program_id(0).to(tl.int64), tl.arange(0, MP)
+    inside = m < M
+    gains = tl.load(gain + m, mask=inside, other=0.0)
+    biases = tl.load(bias + m, mask=inside, other=0.0) if BIAS else 0.0
+    if PDL:
+        gdc_wait()
+    before = tl.load(residual + b * M + m, mask=inside, other=0.0)
+    total = tl.zeros([MP], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + (part * B + b) * M + m, mask=inside, other=0.0).to(tl.float32)
+    total = _rounded(total, biases, before, y.dtype.element_ty, BIAS, True)
+    tl.store(y + b * M + m, total, mask=inside)
+    wide = total.to(tl.float32)
+    scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / M + eps)).to(h.dtype.element_ty)
+    tl.store(h + b * M + m, scaled * gains, mask=inside)
+
+
+@triton.jit
+def _gate(gate_up, y, N, BN: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    b, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    on = n < N
+    gate, up = tl.load(gate_up + b * 2 * N + n, mask=on), tl.load(gate_up + b * 2 * N + N + n, mask=on)
+    tl.store(y + b * N + n, _gated(gate, up, y.dtype.element_ty), mask=on)
+
+
+def product(
+    x: Float[Tensor, "B K"], weight: Float[Tensor, "out K"], bias: Float[Tensor, "out"] | None, gated: bool, tile: "WideTile", pdl: bool
+) -> Float[Tensor, "B N"]:
+    """`x @ weight.T + bias`, or of a stacked gate and up projection `silu(gate) * up`; `tile.parts` is 1. All tensors are contiguous."""
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, y, outputs, gated, tile, pdl)
+    return y
+
+
+def partial_product(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], tile: "WideTile", pdl: bool) -> Float32[Tensor, "parts B N"]:
+    """Sums over equal parts of K, whose sum is `x @ weight.T`; `tile.parts` is more than 1."""
+    y = torch.empty((tile.parts, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, y, weight.shape[0], False, tile, pdl)
+    return y
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: "WideTile", pdl: bool) -> None:
+    rows, width = x.shape
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    kernel: Any = _product
+    with torch.cuda.device_of(x):
+        kernel[(outputs // tile.outputs, triton.cdiv(rows, tile.rows), tile.parts)](
+            x, weight, x if bias is None else bias, y, rows, outputs, width, width // tile.parts, tile.rows, tile.outputs, tile.depth,
+            tile.stages, bias is not None, gated, tile.parts, pdl, **options,
+        )  # fmt: skip
+
+
+def gate(gate_up: Float[Tensor, "B 2*N"], pdl: bool) -> Float[Tensor, "B N"]:
+    """`silu(gate) * up` of the two halves. Contiguous."""
+    rows, width = gate_up.shape
+    y = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    block, kernel = min(2048, triton.next_power_of_2(width // 2)), cast(Any, _gate)
+    with torch.cuda.device_of(gate_up):
+        kernel[(rows, triton.cdiv(width // 2, block))](gate_up, y, width // 2, block, pdl, **({"launch_pdl": True} if pdl else {}))
+    return y
+
+
+def sum_norm(
+    parts: Float[Tensor, "parts B M"],
+    bias: Float[Tensor, "M"] | None,
+    residual: Float[Tensor, "B M"],
+    gain: Float[Tensor, "M"],
+    eps: float,
+    pdl: bool,
+) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+    """`residual + (sum of parts + bias)`, and its RMS norm with a gain. All tensors are contiguous."""
+    y, h = torch.empty_like(residual), torch.empty_like(residual)
+    rows, width = residual.shape
+    kernel: Any = _sum_norm
+    whole = triton.next_power_of_2(width)
+    options = {"num_warps": 4 if whole <= 4096 else 8} | ({"launch_pdl": True} if pdl else {})
+    with torch.cuda.device_of(parts):
+        kernel[(rows,)](
+            parts, gain if bias is None else bias, residual, gain, y, h, rows, eps, width, whole, bias is not None, parts.shape[0], pdl,
+            **options,
+        )  # fmt: skip
+    return y, h
