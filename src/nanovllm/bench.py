@@ -157,8 +157,11 @@ class _Stopwatch:
     def load(self, model: Model, kv: KVState, rows: Any) -> DecodeCarry:
         return self.inner.load(model, kv, rows)
 
-    def refresh(self, carry: DecodeCarry, rows: Any) -> DecodeCarry:
-        return self.inner.refresh(carry, rows)
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Any) -> DecodeCarry:
+        return self.inner.refresh(model, carry, rows)
+
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Any, rows: Any) -> DecodeCarry:
+        return self.inner.narrow(model, carry, keep, rows)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         start = time.perf_counter()

@@ -66,8 +66,12 @@ class Executor(Protocol):
         """The carry of a decode step over these rows."""
         ...
 
-    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """Donates `carry`. The same rows after some got other pages."""
+        ...
+
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+        """Donates `carry`. Of its rows those at the places `keep`, ascending, go on: `rows`. The others have ended."""
         ...
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
@@ -117,10 +121,14 @@ class EagerExecutor:
         host = decode_batch(rows, **self._layout)
         return decode_carry(model, kv, rows, host, self._follow(host))
 
-    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
         host = decode_batch(rows, **self._layout)
         return replace(carry, batch=to_device(host, carry.active.device, self._follow(host)))
+
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+        """See `Executor`."""
+        return self.load(model, carry.kv, rows)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
@@ -145,16 +153,6 @@ class EagerExecutor:
         """The handle of a plan for what the rows share; 0 where they read their pages by themselves."""
         self._plan = None if self._cascades is None else self._cascades.decode(host)
         return 0 if self._plan is None else self._plan.handle
-
-
-def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
-    """How many steps over these rows may follow the next one before the host has looked at its tokens.
-
-    What such a step writes lies behind what a row holds, in pages of its own, so it can be thrown away; none may run where a row only
-    reads in the next step, because the page behind its tokens may still be shared.
-    """
-    left = ((min(len(s.pages) * page_size, s.request.max_len - 1) - len(s.tokens)) if s.todo else 0 for s in rows)
-    return max(0, min(left, default=0))
 
 
 def compiled_layer(model: Model) -> LayerFunction:

@@ -2,8 +2,8 @@
 
 A step is: host arrays into the static buffers (only where the rows or their pages changed), replay, tokens fetched. Steps over the same
 rows need nothing from the host, so the next one is launched before the host has seen the tokens of this one: it runs while the host
-settles them, and is thrown away where the rows changed. The few last tokens of a prompt, all others being filled, run as the rows of such a
-graph too.
+settles them. A row that ended becomes padding; where other rows come or pages change the step is thrown away. The few last tokens of a
+prompt, all others being filled, run as the rows of such a graph too.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -28,7 +29,6 @@ from .compile import (
     fused_forward,
     sample_prompts,
     sampling_rows,
-    steps_ahead,
     to_host,
 )
 from .config import EngineConfig
@@ -38,6 +38,7 @@ from .model import Model
 from .models import FastChoice, fused
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
+from .run_ahead import RunAhead
 from .sampling_params import SamplingParams, from_generation_config
 from .state.kv import KVState
 from .state.request import Sequence
@@ -112,8 +113,7 @@ class GraphExecutor:
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
-        self._ahead, self._launched = 0, False  # steps that may be launched before they are asked for; whether one was
-        self._unused = 0  # rows of such steps that were thrown away
+        self._ahead = RunAhead(limits.page_size)
         self._warm_up(model, kv, limits, progress)
 
     @_on_device
@@ -132,42 +132,50 @@ class GraphExecutor:
         """See `Executor`. The carry is the static memory of the graph for these rows."""
         self._require_weights(model)
         features = sample.features([s.request.sampling for s in rows])
-        self._drop()
+        self._ahead.drop()
         self._loaded = None
         step = self._decode.load(kv, decode_batch(rows, **self._layout), sampling_rows(rows), features)
         self._loaded = step, len(rows)
-        # Counts of drawn tokens are written in place: a step that is thrown away would have counted.
-        self._ahead = 0 if features.penalties else steps_ahead(rows, self._layout["page_size"])
+        self._restart(step, rows)
         return step.carry
 
     @_on_device
-    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        step, _ = self._current(carry)
-        self._drop()
-        if self._decode.refresh(step, decode_batch(rows, **self._layout)):
-            self._ahead = 0 if step.kind.features.penalties else steps_ahead(rows, self._layout["page_size"])
+        step, held = self._current(carry)
+        self._ahead.drop()
+        if len(rows) == held and self._decode.refresh(step, decode_batch(rows, **self._layout)):
+            self._restart(step, rows)
             return step.carry
-        return self.load(self._model, carry.kv, rows)
+        return self.load(model, carry.kv, rows)
+
+    @_on_device
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+        """See `Executor`. The rows that have ended become padding, until fewer rows than another graph holds are left."""
+        step, _ = self._current(carry)
+        same = step.kind.size == self._decode.size(len(rows)) and not step.kind.features.penalties
+        gone = np.delete(self._ahead.places, keep)
+        if same and self._decode.retire(step, gone):
+            self._ahead.narrow(keep, rows)
+            return step.carry
+        return self.load(model, carry.kv, rows)
 
     @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`. One replay, of the step after this one where that may be; waits for this one's tokens."""
         self._require_weights(model)
         step, rows = self._current(carry)
-        if not self._launched:
+        if not self._ahead.take():
             step.graph.replay()
-        self._launched = False
         results = step.fetch()
-        if self._ahead:
+        if self._ahead.next():
             step.graph.replay()
-            self._ahead, self._launched = self._ahead - 1, True
-        return step.carry, results.wait(rows)
+        drawn, places = results.wait(rows), self._ahead.places
+        return step.carry, drawn if len(places) == rows else drawn.at(places)
 
     def thrown_away(self) -> int:
         """See `Executor`."""
-        unused, self._unused = self._unused, 0
-        return unused
+        return self._ahead.thrown_away()
 
     @_on_device
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
@@ -206,11 +214,9 @@ class GraphExecutor:
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host))
 
-    def _drop(self) -> None:
-        """Throw a step away that was launched ahead."""
-        if self._launched and self._loaded is not None:
-            self._unused += self._loaded[1]
-        self._launched = False
+    def _restart(self, step: CapturedStep, rows: Seq[Sequence]) -> None:
+        # Counts of drawn tokens are written in place: a step that is thrown away would have counted.
+        self._ahead.restart(rows, allowed=not step.kind.features.penalties)
 
     def _require_weights(self, model: Model) -> None:
         if model.params is not self._model.params:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -212,16 +213,24 @@ def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...]) -> KVState:
 
 
 def _decode(model: Model, state: EngineState, plan: Plan, kv: KVState):
-    """One decode step, on the carry of the last one where the same rows go on."""
+    """One decode step, on the carry of the last one where no other rows have come."""
     executor, ids = state.runtime.executor, tuple(s.request.request_id for s in plan.decode)
-    if state.loaded is None or state.loaded[0] != ids:
-        carry = executor.load(model, kv, plan.decode)
-    elif plan.grew:
-        carry = executor.refresh(state.loaded[1], plan.decode)
+    before, carry = ((), None) if state.loaded is None else state.loaded
+    if carry is not None and before == ids:
+        carry = executor.refresh(model, carry, plan.decode) if plan.grew else carry
+    elif carry is not None and not plan.grew and (keep := _places(before, ids)) is not None:
+        carry = executor.narrow(model, carry, keep, plan.decode)
     else:
-        carry = state.loaded[1]
+        carry = executor.load(model, kv, plan.decode)
     carry, drawn = executor.decode(model, carry)
     return (ids, carry), drawn
+
+
+def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
+    """Where these requests stood among those before, in the same order; None where one did not."""
+    at = {rid: place for place, rid in enumerate(before)}
+    places = [at.get(rid, -1) for rid in ids]
+    return places if all(a < b for a, b in pairwise([-1, *places])) else None
 
 
 def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):

@@ -22,9 +22,10 @@ from .model import Model
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .ops.rope_attend import FusedDecodePlan
+from .run_ahead import retire
 from .sharing import own_runs
 from .state.kv import KVState, pages_for
-from .types import Tensor
+from .types import Int64, Tensor
 
 GREEDY = sample.Features()
 RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
@@ -122,7 +123,7 @@ class StepGraphs:
     def load(self, kv: KVState, host: HostBatch, drawing: Seq[sample.Row], features: sample.Features) -> CapturedStep:
         """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes."""
         rows = len(host.input_ids)
-        size = next(size for size in self.sizes if size >= rows)
+        size = self.size(rows)
         host = padded(host, size, **self._layout)
         kind = StepKind(size=size, features=features, way=self._follow(host))
         if kind not in self._steps:
@@ -144,6 +145,17 @@ class StepGraphs:
             return False
         self._fill(host, rows)
         return True
+
+    def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> bool:
+        """Make some of the rows of a loaded step padding; False where that cannot be: their pages may stand for what others share."""
+        if step.kind.way == "shared":
+            return False
+        retire(step.carry.batch, step.carry.active, places, **self._layout)
+        return True
+
+    def size(self, rows: int) -> int:
+        """The rows of the smallest graph that holds so many."""
+        return next(size for size in self.sizes if size >= rows)
 
     def capture(self, kv: KVState, kind: StepKind) -> None:
         """Warm a step up on a side stream, then record it. The rows in use are padding, so only the dummy page is written.

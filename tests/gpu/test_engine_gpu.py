@@ -1,5 +1,6 @@
 """The engine on a GPU: graphs equal eager steps, whatever the batch; compiled regions of the caller's; faults that only a GPU has."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -215,7 +216,7 @@ def test_steps_that_nobody_asked_for_do_not_show(model: nv.Model, contexts: list
         for _ in range(3 + turn):
             state, outs = nv.step(model, state)
             done.update({o.request_id: o.output for o in outs if o.output is not None})
-            ahead += executor._launched
+            ahead += executor._ahead.launched
         if turn == 1:
             state, gone = nv.submit(model, state, contexts[8], GREEDY)
             state, _ = nv.step(model, state)
@@ -227,3 +228,26 @@ def test_steps_that_nobody_asked_for_do_not_show(model: nv.Model, contexts: list
         assert_same(model, prompt, done[rid].token_ids, tokens)
     assert_same(model, contexts[6][:21], done[ids[2]].token_ids, alone.token_ids)
     nv.check(state)
+
+
+def test_rows_that_end_become_padding(model: nv.Model, contexts: list[list[int]]):
+    """Replies of all lengths in one batch of few rows, and of many: each is what it is alone, and few steps are loaded."""
+    for count in (9, 30):
+        prompts = [[i, *contexts[i % 8]] for i in range(count)]
+        each = [replace(GREEDY, max_tokens=n) for n in np.random.default_rng(count).integers(3, 41, count).tolist()]
+        limits = {**LIMITS, "max_num_seqs": count, "num_pages": 512, "max_num_batched_tokens": 256}
+        state, want = nv.init_state(model, **limits), []
+        for prompt, params in zip(prompts, each, strict=True):
+            state, gen = nv.generate(model, state, prompt, params)
+            want.append(gen.token_ids)
+            state = nv.release(state, gen.chunk)
+        state = nv.init_state(model, **limits)
+        executor, loads = state.runtime.executor, []
+        assert isinstance(executor, GraphExecutor)
+        load = executor.load
+        executor.load = lambda *args, seen=loads, load=load: seen.append(len(args[-1])) or load(*args)
+        state, gens = nv.generate_many(model, state, prompts, each)
+        for prompt, gen, tokens in zip(prompts, gens, want, strict=True):
+            assert_same(model, prompt, gen.token_ids, tokens)
+        assert len(loads) <= 12, loads
+        nv.check(state)

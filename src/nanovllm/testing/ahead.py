@@ -3,22 +3,27 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ..compile import Drawn, Executor, steps_ahead
+from ..compile import Drawn, Executor
 from ..decode import DecodeCarry
 from ..model import Model
+from ..run_ahead import RunAhead, retire
 from ..state.kv import KVState
 from ..state.request import Sequence
 
 
 @dataclass(slots=True)
 class AheadExecutor:
-    """`ready` is the result of a step that nobody has asked for, `left` how many more may be run so."""
+    """`ready` is the result of a step that nobody has asked for."""
 
     inner: Executor
     page_size: int
-    left: int = 0
+    ahead: RunAhead
     ready: tuple[DecodeCarry, Drawn] | None = None
-    unused: int = 0
+
+    @classmethod
+    def over(cls, inner: Executor, page_size: int) -> "AheadExecutor":
+        """The executor with nothing run yet."""
+        return cls(inner, page_size, RunAhead(page_size))
 
     def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
@@ -26,27 +31,34 @@ class AheadExecutor:
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        self._drop(rows)
-        return self.inner.load(model, kv, rows)
+        self.ahead.drop()
+        return self._restarted(self.inner.load(model, kv, rows), rows)
 
-    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        self._drop(rows)
-        return self.inner.refresh(carry, rows)
+        if len(rows) != len(carry.active):
+            return self.load(model, carry.kv, rows)
+        self.ahead.drop()
+        return self._restarted(self.inner.refresh(model, carry, rows), rows)
+
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+        """See `Executor`."""
+        newest = self.ready[0] if self.ready is not None and self.ahead.launched else carry
+        if newest.batch.plan or newest.sampling.penalties is not None:
+            return self.load(model, carry.kv, rows)
+        gone = self.ahead.narrow(keep, rows)
+        retire(newest.batch, newest.active, gone, page_size=self.page_size, dummy_page=newest.kv.pools[0].shape[1] - 1)
+        return carry
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
-        after, drawn = self.inner.decode(model, carry) if self.ready is None else self.ready
-        self.ready = None
-        if self.left and after.sampling.penalties is None:  # whose counts are written in place
-            self.left -= 1
-            self.ready = self.inner.decode(model, after)
-        return after, drawn
+        after, drawn = self.ready if self.ahead.take() and self.ready is not None else self.inner.decode(model, carry)
+        self.ready = self.inner.decode(model, after) if self.ahead.next() else None
+        return after, drawn.at(self.ahead.places)
 
     def thrown_away(self) -> int:
         """See `Executor`."""
-        unused, self.unused = self.unused, 0
-        return unused + self.inner.thrown_away()
+        return self.ahead.thrown_away() + self.inner.thrown_away()
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
         """See `Executor`."""
@@ -56,8 +68,6 @@ class AheadExecutor:
         """See `Executor`."""
         self.inner.end(ticket)
 
-    def _drop(self, rows: Seq[Sequence]) -> None:
-        """Forget what was run ahead, for these rows stand in its place."""
-        if self.ready is not None:
-            self.unused += len(self.ready[1].token_ids)
-        self.left, self.ready = steps_ahead(rows, self.page_size), None
+    def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+        self.ahead.restart(rows, allowed=carry.sampling.penalties is None)  # whose counts are written in place
+        return carry

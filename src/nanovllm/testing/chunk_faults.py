@@ -7,14 +7,14 @@ from unittest.mock import patch
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine
 
-from .. import chunk_file, chunk_format, chunks, compile, engine, fill, ops
+from .. import chunk_file, chunk_format, chunks, compile, engine, fill, ops, run_ahead
 from ..chunk_format import Head
 from ..errors import ChunkFileError
+from ..run_ahead import RunAhead
 from ..state import prefix, request
 from ..state.chunk import EXACT
 from ..state.request import Sequence
 from . import ahead
-from .ahead import AheadExecutor
 from .ahead_machine import AheadMachine
 from .chunk_machine import ChunkMachine, ModelChunkMachine
 from .faults import Fault, writes_without_copy
@@ -43,12 +43,24 @@ def _runs_ahead_of_copies(steps_ahead):
     return lambda rows, page_size: min((len(s.pages) * page_size - len(s.tokens) for s in rows), default=0)
 
 
-def _keeps_what_it_ran(load):
-    def faulty(self, model, kv, rows):
-        ready = self.ready
-        carry = load(self, model, kv, rows)
-        self.ready = ready
-        return carry
+def _keeps_what_it_ran(drop):
+    def faulty(self):
+        launched = self.launched
+        drop(self)
+        self.launched = launched
+
+    return faulty
+
+
+def _lets_ended_rows_write(retire):
+    return lambda *args, **kwargs: None
+
+
+def _takes_the_first_rows(narrow):
+    def faulty(self, keep, rows):
+        gone = narrow(self, keep, rows)
+        self.places = np.arange(len(keep))
+        return gone
 
     return faulty
 
@@ -199,8 +211,10 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("tokens behind a gap at wrong positions", _forgets_gaps, (request, "offset_after")),
     _fault("gaps behind the end of a truncated chunk", _keeps_gaps_behind_the_end, (chunks, "cut")),
     _fault("a gap that forgets those before it", _forgets_older_gaps, (COMPOSE, "gapped")),
-    _fault("a step ahead that writes into a page shared still", _runs_ahead_of_copies, (ahead, "steps_ahead"), machine=AheadMachine),
-    _fault("a step ahead of rows that changed", _keeps_what_it_ran, (AheadExecutor, "load"), machine=AheadMachine),
+    _fault("a step ahead that writes into a page shared still", _runs_ahead_of_copies, (run_ahead, "steps_ahead"), machine=AheadMachine),
+    _fault("a step ahead of rows that changed", _keeps_what_it_ran, (RunAhead, "drop"), machine=AheadMachine),
+    _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine),
+    _fault("the results of a row that ended", _takes_the_first_rows, (RunAhead, "narrow"), machine=AheadMachine),
     _fault("a token left behind by a move", _moves_all_but_one, (ops, "move_kv")),
     _turning("keys composed and not turned", _turns_nothing, (COMPOSE, "joined")),
     _turning("keys turned the wrong way", _turns_back, (COMPOSE, "joined")),

@@ -63,9 +63,13 @@ class FlakyExecutor:
         """See `Executor`."""
         return self._run(lambda: self.inner.load(model, kv, rows))
 
-    def refresh(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
-        return self._run(lambda: self.inner.refresh(carry, rows))
+        return self._run(lambda: self.inner.refresh(model, carry, rows))
+
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+        """See `Executor`."""
+        return self._run(lambda: self.inner.narrow(model, carry, keep, rows))
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
@@ -96,7 +100,7 @@ class FlakyExecutor:
 
 
 def _tested(executor: Executor, limits: Limits) -> FlakyExecutor:
-    return FlakyExecutor(AheadExecutor(executor, limits.page_size) if limits.ahead else executor)
+    return FlakyExecutor(AheadExecutor.over(executor, limits.page_size) if limits.ahead else executor)
 
 
 class World(Protocol):

@@ -1,0 +1,79 @@
+"""Decode steps that an executor runs before they are asked for: how far they may go, and what of them was in vain.
+
+Such a step reads and writes only what its rows own, behind what they hold, so that it can be thrown away; and a row that has ended is
+left out of its results.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .batch import Batch
+from .state.request import Sequence
+from .types import Int32, Int64, Tensor
+
+
+@dataclass(slots=True)
+class RunAhead:
+    """`places` are those of the rows that go on, among the rows that the carry holds; `left` counts the steps that may still be run before
+    they are asked for, `unused` the tokens that were run in vain."""
+
+    page_size: int
+    places: Int64[np.ndarray, "B"] = field(default_factory=lambda: np.arange(0))
+    left: int = 0
+    launched: bool = False  # whether the next step that is asked for runs already
+    unused: int = 0
+
+    def restart(self, rows: Seq[Sequence], *, allowed: bool) -> None:
+        """These rows were filled in; a step that runs already was one over others, or is one too many."""
+        self.drop()
+        self.places, self.left = np.arange(len(rows)), steps_ahead(rows, self.page_size) if allowed else 0
+
+    def narrow(self, keep: Seq[int], rows: Seq[Sequence]) -> Int64[np.ndarray, "gone"]:
+        """Only `rows`, those at the places `keep` of the rows so far, go on; returns the carry's places of the others."""
+        gone = np.delete(self.places, keep)
+        self.unused += len(gone) if self.launched else 0
+        self.places, self.left = self.places[keep], steps_ahead(rows, self.page_size)
+        return gone
+
+    def drop(self) -> None:
+        """Throw away what runs."""
+        self.unused += len(self.places) if self.launched else 0
+        self.left, self.launched = 0, False
+
+    def take(self) -> bool:
+        """A step is asked for: whether it runs already."""
+        launched, self.launched = self.launched, False
+        return launched
+
+    def next(self) -> bool:
+        """Whether the step behind the one just asked for is to be launched now."""
+        if self.left:
+            self.left, self.launched = self.left - 1, True
+        return self.launched
+
+    def thrown_away(self) -> int:
+        """The tokens run in vain since the last call."""
+        unused, self.unused = self.unused, 0
+        return unused
+
+
+def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
+    """How many steps over these rows may follow the next one before the host has looked at its tokens: until one has no page left that it
+    will need, or all have ended.
+
+    A row that has ended may go on for a step: it writes behind what it holds, into a page of its own or the dummy page. None may run where
+    a row only reads in the next step, because the page behind its tokens may still be shared.
+    """
+    rooms = [(len(s.pages) * page_size if s.todo else 0, len(s.tokens), s.request.max_len - 1) for s in rows]
+    most = max((wanted - tokens for _, tokens, wanted in rooms), default=0)
+    return max(0, min([most, *(room - tokens for room, tokens, wanted in rooms if room < wanted)]))
+
+
+def retire(batch: Batch, active: Int32[Tensor, "B"], places: Int64[np.ndarray, "gone"], *, page_size: int, dummy_page: int) -> None:
+    """Make rows of a decode batch padding, in place: they write into the dummy page from now on, and do not move."""
+    at = torch.from_numpy(places).to(active.device, non_blocking=True)
+    for tensor, value in ((active, 0), (batch.seq_lens, 1), (batch.slots, dummy_page * page_size), (batch.page_tables, dummy_page)):
+        tensor.index_fill_(0, at, value)
