@@ -1,5 +1,4 @@
-"""The command line: `nanovllm generate`, `nanovllm chat`, `nanovllm memory`, `nanovllm bench`, `nanovllm profile`,
-`nanovllm eval-reuse`."""
+"""The command line: `nanovllm generate`, `chat`, `memory`, `check`, `bench`, `profile` and `eval-reuse`."""
 
 import argparse
 import io
@@ -20,6 +19,7 @@ from .errors import InvalidRequestError, NanoVLLMError
 from .init import init_state
 from .llm import LLM, Piece
 from .model import Model, load_model
+from .model_check import command as check_command
 from .sampling_params import SamplingParams, from_generation_config
 from .state.request import RequestOutput
 from .terminal import View, dim, is_terminal, note
@@ -33,11 +33,15 @@ examples:
   nanovllm chat --model Qwen/Qwen3-0.6B                   with a model out of the Hugging Face cache
   nanovllm generate --prompts prompts.txt > replies.jsonl many prompts at once, one a line
   nanovllm memory --out memory.svg                        who holds the pages of the KV memory, and what is shared
+  nanovllm check Qwen/Qwen3-0.6B                          whether the fast kernels compute what the plain layers do
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for what cannot be served (one line on stderr), 130 after Ctrl-C."""
+    """Run one command and return its exit code: 0, 2 for what cannot be served (one line on stderr), 130 after Ctrl-C.
+
+    `check` returns 1 where a layer falls back.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack a character of the reply
@@ -85,7 +89,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,bench,profile,eval-reuse}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,check,bench,profile,eval-reuse}")
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
     generate.add_argument("prompt", nargs="*", help="the text to continue; several words are joined; without any, stdin is read")
@@ -117,6 +121,10 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     memory_demo.add_arguments(memory)
     _add_model_options(memory, num_pages=f"{memory_demo.NUM_PAGES}; {memory_demo.DEMO_PAGES} for the demonstration")
     memory.set_defaults(run=memory_demo.run)
+
+    check = commands.add_parser("check", help="compare a model's fast kernels with its plain layers", description=check_command.DESCRIPTION)
+    check_command.add_arguments(check)
+    check.set_defaults(run=check_command.main)
 
     bench = commands.add_parser("bench", help="measure the speed of this machine")
     profiled = commands.add_parser("profile", help="show which kernels a step is made of")

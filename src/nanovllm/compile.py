@@ -7,6 +7,7 @@ compiles the layer once, captures the decode step in CUDA graphs, and owns their
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device
 from .config import EngineConfig, ModelConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
+from .models.choice import FastChoice, LayerFunction
 from .ops.cascade import CascadePlan
 from .state.engine_state import Lease
 from .state.kv import KVState, pages_for
@@ -153,23 +155,24 @@ class EagerExecutor:
         return 0 if self._plan is None else self._plan.handle
 
 
-def compiled_forward(model: Model) -> Forward:
-    """The model's forward over one compiled layer function, which serves all layers and every number of tokens.
-
-    A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
-    """
+def compiled_layer(model: Model) -> LayerFunction:
+    """The model's layer as one compiled function, which serves all layers and every number of tokens."""
     # The tracer counts compilations by code object: one of its own, so that engines do not use each other's limit up.
     original = model.spec.layer
     own = FunctionType(original.__code__.replace(), original.__globals__, original.__name__, original.__defaults__)
-    compiled = torch.compile(own, fullgraph=True)
+    return torch.compile(own, fullgraph=True)
+
+
+def compiled_forward(model: Model, compiled: LayerFunction | None = None) -> Forward:
+    """The model's forward over what `compiled_layer` returns; None: one of its own.
+
+    A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
+    """
+    compiled = compiled_layer(model) if compiled is None else compiled
 
     def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
         if index < 2:  # what is not marked varies later at the price of one more compilation
-            for tensor in (x, cos, sin, batch.slots, batch.page_tables, batch.seq_lens, batch.cu_seqlens):
-                if tensor is not None and tensor.shape[0] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            if batch.page_tables.shape[1] > 1:
-                torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
+            _mark_dynamic(x, cos, sin, batch)
         return compiled(w, x, pages, index, cos, sin, batch, config)
 
     def forward(params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
@@ -178,6 +181,31 @@ def compiled_forward(model: Model) -> Forward:
             return models.forward(params, kv, batch, config, layer=layer if whole else model.spec.layer)
 
     return forward
+
+
+def _mark_dynamic(x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> None:
+    for tensor in (x, cos, sin, batch.slots, batch.page_tables, batch.seq_lens, batch.cu_seqlens):
+        if tensor is not None and tensor.shape[0] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    if batch.page_tables.shape[1] > 1:
+        torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
+
+
+def fused_forward(model: Model, choice: FastChoice | None, compiled: LayerFunction | None = None) -> Forward:
+    """The forward of `models/fused.py`, with the layers that `choice` leaves out compiled; None: it leaves none out.
+
+    `compiled` is what `compiled_layer` returns; None: one of its own where it is needed.
+    """
+    if choice is None or choice.all_layers:
+        return models.fused.forward if choice is None or choice.head else partial(models.fused.forward, choice=choice)
+    own = compiled_layer(model) if compiled is None else compiled
+
+    def plain(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+        _mark_dynamic(x, cos, sin, batch)
+        with torch._dynamo.config.patch(recompile_limit=COMPILES):
+            return own(w, x, pages, index, cos, sin, batch, config)
+
+    return partial(models.fused.forward, plain=plain, choice=choice)
 
 
 def sample_prompts(limits: EngineConfig) -> list[HostBatch]:

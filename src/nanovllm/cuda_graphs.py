@@ -20,12 +20,21 @@ from tqdm import tqdm
 from . import sample
 from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
-from .compile import Drawn, compiled_forward, decode_carry, draw_first, sample_prompts, sampling_rows, to_host
+from .compile import (
+    Drawn,
+    compiled_forward,
+    decode_carry,
+    draw_first,
+    fused_forward,
+    sample_prompts,
+    sampling_rows,
+    to_host,
+)
 from .config import EngineConfig
 from .decode import DecodeCarry
 from .errors import InvalidRequestError
 from .model import Model
-from .models import fused
+from .models import FastChoice, fused
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .run_ahead import RunAhead
@@ -66,23 +75,34 @@ def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable
 class GraphExecutor:
     """See `compile.Executor`. Holds what cannot be a value: compiled functions, graphs, static buffers, attention plans."""
 
-    def __init__(self, model: Model, limits: EngineConfig, kv: KVState, *, cascade: bool | None = None, progress: bool | None = None):
+    def __init__(
+        self,
+        model: Model,
+        limits: EngineConfig,
+        kv: KVState,
+        *,
+        cascade: bool | None = None,
+        choice: FastChoice | None = None,
+        progress: bool | None = None,
+    ):
         """Compile, and capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
         model's own `generation_config`; others, those that read shared pages once, and those of few rows with very many tokens, are
         captured when they are first asked for.
 
         `kv` is the memory that the graphs will read and write; of its contents only the dummy page changes. `cascade`: see `init_state`.
+        `choice`: the layers that the fused kernels may run; None: all.
         """
         self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
-        served = fused.serves(model.params)
-        self._forward = fused.forward if served else compiled_forward(model)
+        served = fused.serves(model.params) and (choice is None or any(choice.layers))
+        self._forward = fused_forward(model, choice) if served else compiled_forward(model)
         policy = None if cascade is False else cascade_policy(model, limits, always=bool(cascade))
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
-        self._together = served
-        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=served)
+        # Plain layers can attend neither by a fused plan, nor where the new keys and values of prompts lie together.
+        self._together = served and (choice is None or choice.all_layers)
+        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together)
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)

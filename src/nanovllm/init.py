@@ -1,9 +1,11 @@
 """`init_state`: an engine's first state, its KV pool and its runtime."""
 
 import warnings
+from functools import partial
 
 import torch
 
+from . import models
 from .attention_plans import AttentionUnavailableError, Cascades, cascade_policy
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
 from .config import EngineConfig
@@ -11,6 +13,8 @@ from .engine import model_key, require_model
 from .errors import InvalidRequestError, OutOfPagesError
 from .keywords import explain_unknown_keywords
 from .model import Model
+from .model_check.examine import choose
+from .models import FastChoice
 from .state.engine_state import EngineState, Lease
 from .state.kv import KVState, bytes_per_page, init_kv, pages_for
 from .state.pool import init_pool
@@ -31,6 +35,7 @@ def init_state(
     seed: int = 0,
     compile: bool | None = None,
     cascade: bool | None = None,
+    check: bool | None = None,
     progress: bool | None = None,
 ) -> EngineState:
     """An empty engine for `model`.
@@ -40,14 +45,15 @@ def init_state(
     prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
     steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
     requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
+    `check`: whether the fast form of each decode layer is compared with the plain one on the model's own weights before it is used; a
+    layer beyond the error bound runs in plain torch, with one warning for all. None does it on a GPU; True on a CPU too.
     `progress`: None draws bars on a terminal.
     Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory.
     """
     require_model(model)
-    if compile is not None and not isinstance(compile, bool):
-        raise InvalidRequestError(f"compile={compile!r} must be True, False or None")
-    if cascade is not None and not isinstance(cascade, bool):
-        raise InvalidRequestError(f"cascade={cascade!r} must be True, False or None")
+    for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):
+        if value is not None and not isinstance(value, bool):
+            raise InvalidRequestError(f"{name}={value!r} must be True, False or None")
     config = model.config
     max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
@@ -62,6 +68,7 @@ def init_state(
     )
     if max_model_len > config.max_position_embeddings:
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
+    choice = _choice(model, limits, compile, check)  # before the pool takes the memory that it needs for a moment
     if num_pages is None:
         num_pages = _default_pages(model, limits, memory_fraction)
         limits = EngineConfig(**{**_fields(limits), "num_pages": num_pages})
@@ -70,12 +77,33 @@ def init_state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
-    runtime = Runtime(Lease(model_key(model)), _executor(model, limits, kv, compile, cascade, progress))
+    runtime = Runtime(Lease(model_key(model)), _executor(model, limits, kv, compile, cascade, choice, progress))
     return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
 
 
+def _choice(model: Model, limits: EngineConfig, compile: bool | None, check: bool | None) -> FastChoice | None:
+    """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks."""
+    cuda = model.device.type == "cuda"
+    runs_fast = compile is not False if cuda else compile is None
+    if not (runs_fast and (cuda if check is None else check)):
+        return None
+    try:
+        choice, warning = choose(model, limits.max_num_seqs, limits.page_size)
+    except torch.OutOfMemoryError:
+        choice, warning = None, f"{model.name}: no memory to check the fast decode path with: it is used unchecked"
+    if warning:
+        warnings.warn(warning, stacklevel=4)
+    return None if choice is None or choice.whole else choice
+
+
 def _executor(
-    model: Model, limits: EngineConfig, kv: KVState, compile: bool | None, cascade: bool | None, progress: bool | None
+    model: Model,
+    limits: EngineConfig,
+    kv: KVState,
+    compile: bool | None,
+    cascade: bool | None,
+    choice: FastChoice | None,
+    progress: bool | None,
 ) -> Executor:
     cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
     # Plain torch gains nothing by reading once: it is for those who ask.
@@ -83,14 +111,14 @@ def _executor(
     if compile is False:
         return EagerExecutor(*pages, model.spec.forward, cascades)
     if not (cuda or compile):
-        return EagerExecutor(*pages, cascades=cascades)
+        return EagerExecutor(*pages, models.forward if choice is None else partial(models.forward, fast=choice), cascades)
     if not cuda:
         return EagerExecutor(*pages, compiled_forward(model), cascades)
     from .cuda_graphs import GraphExecutor
 
     try:
         with torch.cuda.device(model.device):
-            return GraphExecutor(model, limits, kv, cascade=cascade, progress=progress)
+            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, progress=progress)
     except AttentionUnavailableError as error:
         warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
         return EagerExecutor(*pages, compiled_forward(model), cascades)

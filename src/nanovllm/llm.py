@@ -66,6 +66,7 @@ class LLM:
         seed: int = 0,
         compile: bool | None = None,
         cascade: bool | None = None,
+        check: bool | None = None,
     ) -> None:
         """Load a model and set its engine up. `model` is what `load_model` takes, or a `Model`, whose device and dtype then stand.
 
@@ -86,6 +87,7 @@ class LLM:
             seed=seed,
             compile=compile,
             cascade=cascade,
+            check=check,
         )
         self.inbox: Map[int, RequestOutput | None] = Map()
 

@@ -18,6 +18,8 @@ from ..ops.rope_attend import rope_attend, rope_write
 from ..ops.wide import linear_add_norm
 from ..state.kv import KVState
 from ..types import Float, Float32, Tensor
+from . import layers
+from .choice import FastChoice, LayerFunction, by_layer
 from .layers import rope_angles
 from .params import Layer, Params
 
@@ -31,26 +33,58 @@ def serves(params: Params[Tensor]) -> bool:
 
 def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
     """Whether so few tokens are run by `decode_layer`."""
-    first, embed = params.layers[0], params.embed
-    shapes = ((first.qkv, False), (first.o, False), (first.gate_up, True), (first.down, False))
-    return all(few.serves(embed.device, embed.dtype, num_tokens, w.shape[1], gated) for w, gated in shapes)
+    return _few(params.layers[0], params.embed, num_tokens)
 
 
-def forward(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Float[Tensor, "R V"], KVState]:
-    """A model's `forward`; donates `kv`. `batch.plan` is what `rope_attend` takes, or for prompts `paged_prefill`."""
+def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
+    shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
+    return all(few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated) for matrix, gated in shapes)
+
+
+def forward(
+    params: Params[Tensor],
+    kv: KVState,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    plain: LayerFunction | None = None,
+    choice: FastChoice | None = None,
+) -> tuple[Float[Tensor, "R V"], KVState]:
+    """A model's `forward`; donates `kv`. `batch.plan` is what `rope_attend` takes, or for prompts `paged_prefill`.
+
+    `plain` runs the layers that `choice` leaves out (None: there are none), and `layers.head` the head; then `batch.plan` is what
+    `paged_decode` takes.
+    """
     (pages,) = kv.pools
     cos, sin = rope_angles(batch.positions, params.inv_freq, config.rope)
     x = F.embedding(batch.input_ids, params.embed)
     weight, eps = params.embed if params.head is None else params.head, config.rms_norm_eps
+    fast = (True,) * config.num_layers if choice is None or plain is None else choice.layers
+    last = layers.head if choice is not None and not choice.head else None
     if follows_closely(params, x.shape[0]):
+        layer = decode_layer if plain is None else by_layer(decode_layer, plain, fast)
         for index, w in enumerate(params.layers):
-            x = decode_layer(w, x, pages, index, cos, sin, batch, config)
-        return head(x if batch.logit_indices is None else x[batch.logit_indices], params.final_norm, weight, eps), kv
+            x = layer(w, x, pages, index, cos, sin, batch, config)
+        return (last or head)(_wanted(x, batch), params.final_norm, weight, eps), kv
     h = _norm(x, params.layers[0].input_norm, eps)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
     for index, (w, (_, gain)) in enumerate(zip(params.layers, pairwise(gains), strict=True)):
-        x, h = wide_layer(w, x, h, gain, pages, index, cos, sin, batch, config)
-    return linear(h if batch.logit_indices is None else h[batch.logit_indices], weight), kv
+        if fast[index] or plain is None:
+            x, h = wide_layer(w, x, h, gain, pages, index, cos, sin, batch, config)
+        else:
+            x = plain(w, x, pages, index, cos, sin, batch, config)
+            h = _norm(x, gain, eps)
+    return linear(_wanted(h, batch), weight) if last is None else last(_wanted(x, batch), params.final_norm, weight, eps), kv
+
+
+def layer(
+    w: Layer[Tensor], x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
+) -> Float[Tensor, "T M"]:
+    """`decode_layer` or `wide_layer`, as the tokens ask for, with the signature of a model's `layer`."""
+    if _few(w, x, x.shape[0]):
+        return decode_layer(w, x, pages, index, cos, sin, batch, config)
+    h = _norm(x, w.input_norm, config.rms_norm_eps)
+    return wide_layer(w, x, h, w.input_norm, pages, index, cos, sin, batch, config)[0]
 
 
 def decode_layer(
@@ -95,6 +129,11 @@ def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor
     if x.shape[0] <= few.FEW:
         return norm_linear(x, weight, gain=gain, eps=eps)
     return linear(_norm(x, gain, eps), weight)
+
+
+def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
+    """The tokens whose logits are asked for."""
+    return x if batch.logit_indices is None else x[batch.logit_indices]
 
 
 def _norm(x: Float[Tensor, "T M"], gain: Float[Tensor, "M"], eps: float) -> Float[Tensor, "T M"]:

@@ -1,0 +1,80 @@
+"""A model as a whole: `examine` for the report, `choose` for an engine that starts."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ..errors import InvalidRequestError
+from ..model import Model
+from ..models.choice import FastChoice
+from ..models.fast import FastPath, fast_path
+from .agree import agreement
+from .compare import Compared, compare, error_bound
+from .report import CheckReport, chosen, reported
+from .text import sample_tokens
+
+ROWS = (1, 2, 8, 16, 24)  # of the decode batches of a report: kernels differ for one or two, for more, and beyond 16
+START_ROWS = (1, 8, 24)  # of those at the start of an engine
+START_TOKENS = 96
+
+
+def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16) -> CheckReport:
+    """Compare the model's fast decode path with its plain layers on `num_tokens` tokens of a text, layer by layer and greedily.
+
+    Raises `InvalidRequestError` for less than one token or more than the model has positions.
+    """
+    if not 1 <= num_tokens <= model.config.max_position_embeddings:
+        raise InvalidRequestError(f"num_tokens={num_tokens} must be 1 to {model.config.max_position_embeddings}, the model's positions")
+    with _on_device(model):
+        fast = fast_path(model.params, model.config)
+        rows = (1,) if fast is None else tuple(count for count in ROWS if count <= num_tokens)
+        token_ids = sample_tokens(model, num_tokens)
+        compared = compare(model, fast, token_ids, rows, page_size)
+        choice = None if fast is None else chosen(compared, model.dtype)
+        greedy = None if fast is None or choice is None else agreement(model, fast, choice, token_ids, compared.final, page_size)
+        return reported(model, fast, choice, rows, compared, greedy)
+
+
+def choose(model: Model, max_num_seqs: int, page_size: int) -> tuple[FastChoice | None, str]:
+    """Which layers of an engine's decode steps may run in their fast form, by a short comparison, and one line of warning or nothing.
+
+    None: the model has no fast form here. Needs memory for one layer in float64, and on a GPU gives it back to the system.
+    """
+    with _on_device(model):
+        fast = fast_path(model.params, model.config)
+        if fast is None:
+            return None, ""
+        token_ids = sample_tokens(model, min(START_TOKENS, model.config.max_position_embeddings))
+        rows = sorted({min(count, max_num_seqs, len(token_ids)) for count in START_ROWS})
+        compared = compare(model, fast, token_ids, rows, page_size)
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+    choice = chosen(compared, model.dtype)
+    return choice, "" if choice.whole else warning(model, fast, choice, compared)
+
+
+def warning(model: Model, fast: FastPath, choice: FastChoice, compared: Compared) -> str:
+    """One line: what falls back, and the error that is farthest beyond its bound."""
+    layers = [index for index, kept in enumerate(choice.layers) if not kept]
+    found = [] if choice.head or compared.fast_head is None else [("the head", compared.fast_head, compared.plain_head)]
+    for index in layers:
+        assert compared.fast is not None
+        plain, quick = compared.plain[index], compared.fast[index]
+        found += [(f"layer {index}", quick.output, plain.output), (f"layer {index}", quick.kv, plain.kv)]
+    place, error, plain_error = max(found, key=lambda each: _excess(each[1], error_bound(each[2], model.dtype)))
+    names = [f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"] * bool(layers) + ["the head"] * (not choice.head)
+    bound = error_bound(plain_error, model.dtype)
+    return (
+        f"{model.name}: the path {fast.name} errs by {error:.2g} in {place}, beyond its bound {bound:.2g}: "
+        f"{' and '.join(names)} will run in plain torch, slower"
+    )
+
+
+def _excess(error: float, bound: float) -> float:
+    """By how much an error is beyond its bound; one that is no number is farthest."""
+    return error / bound if error <= bound or error > bound else float("inf")
+
+
+def _on_device(model: Model) -> AbstractContextManager[object]:
+    """Kernels go to the current device: make it the model's."""
+    return torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()

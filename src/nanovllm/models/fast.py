@@ -1,0 +1,42 @@
+"""The fast form of a model's decode steps: what stands in the place of its `layer` and of `layers.head` here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import ModelConfig
+from ..ops.native import library
+from ..ops.rope_attend import FusedDecodePlan
+from ..types import Tensor
+from . import cpu, fused
+from .choice import HeadFunction, LayerFunction
+from .params import Params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastPath:
+    """What runs decode steps in the place of a model's `layer` and `layers.head`.
+
+    `plan` makes the memory that a batch of so many rows needs and whose handle goes into `Batch.plan`, None where there is no need.
+    """
+
+    name: str
+    layer: LayerFunction
+    head: HeadFunction
+    plan: Callable[[int], FusedDecodePlan | None]
+
+
+def fast_path(params: Params[Tensor], config: ModelConfig) -> FastPath | None:
+    """The fast form of the model's decode steps; None where it has none here.
+
+    On a GPU: the kernels of `fused.py`. On a CPU: C (`cpu.py`), in float32 and bfloat16, where there is a compiler.
+    """
+    device, dtype = params.embed.device, params.embed.dtype
+    if fused.serves(params):
+
+        def plan(rows: int) -> FusedDecodePlan:
+            return FusedDecodePlan(rows, config.num_heads, config.num_kv_heads, config.head_dim, device)
+
+        return FastPath(name="fused", layer=fused.layer, head=fused.head, plan=plan)
+    if device.type == "cpu" and dtype in cpu.DTYPES and library(cpu.SOURCE, cpu.SYMBOLS) is not None:
+        return FastPath(name="C", layer=cpu.decode_layer, head=cpu.head, plan=lambda _: None)
+    return None
