@@ -105,15 +105,19 @@ def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     return pools.release(pool, sequence.pages)
 
 
-def worth_taking(pool: Pool, matched: list[int], sequence: Sequence, page_size: int) -> bool:
+def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size: int) -> bool:
     """Whether indexed pages serve a sequence better than those it has: they hold more, and take no more out of what is available.
 
     They can, where a live chunk holds a second copy of a run whose indexed pages are idle.
     """
     if len(matched) * page_size <= sequence.num_filled:
         return False
-    busy = sum(page not in pool.prefix.idle_since for page in matched)
-    return busy >= sequence.num_filled // page_size
+    return num_busy(pool, matched) >= sequence.num_filled // page_size
+
+
+def num_busy(pool: Pool, indexed: np.ndarray) -> int:
+    """How many of these indexed pages somebody else holds too, so that they are not counted as available."""
+    return int(np.count_nonzero(pool.pages.owners(indexed) > 1))
 
 
 def written_pages(sequence: Sequence, count: int, page_size: int) -> np.ndarray:
@@ -234,8 +238,8 @@ class _Draft:
         if missing <= self.pool.num_available:
             return True
         matched = pools.match(self.pool, first.tokens.array())
-        idle = sum(page in self.pool.prefix.idle_since for page in matched)
         missing = pages_for(first.tokens.length + 1, self.config.page_size) - max(len(matched), len(first.pages))
+        idle = len(matched) - num_busy(self.pool, matched)
         return missing <= self.pool.num_available - idle
 
     def admit(self) -> Sequence:
