@@ -120,7 +120,7 @@ def by_pool_size(repeats: int, sizes: Iterable[int], rows: int = 64) -> dict[str
 
 def by_finished(repeats: int, counts: Iterable[int], rows: int = 64) -> dict[str, float]:
     """Microseconds of a decode step by the requests that the engine has served before, in ascending order."""
-    engine, nothing = engine_of(8_192)
+    engine, nothing = engine_of(65_536)
     random, served, out = Random(1), 0, {}
     for count in sorted(counts):
         for _ in range(served, count, rows):

@@ -48,6 +48,14 @@ def test_a_copy_is_the_callers():
     assert array[0] == 0
 
 
+def test_a_write_copies_nothing():
+    newest = IntArray.zeros(1000)
+    memory = newest._memory()
+    for value in range(1000):
+        newest = newest.put(places(value % 7), value)
+        assert newest._memory() is memory
+
+
 def test_an_old_version_holds_a_bounded_past():
     first = newest = IntArray.zeros(LENGTH)
     for value in range(1000):

@@ -45,7 +45,7 @@ class IntVector:
     def __getitem__(self, index: int) -> int:
         if not -self.length <= index < self.length:
             raise IndexError(f"index {index} of a vector of {self.length}")
-        return int(self.buffer.data[index % self.length])
+        return self.buffer.data.item(index % self.length)
 
     def __iter__(self):
         return iter(self.array().tolist())
