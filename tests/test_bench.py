@@ -1,6 +1,7 @@
 """The workloads: the engine that they measure is left as it was, and what they count is what ran."""
 
 import runpy
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nanovllm.testing.models import random_model, tiny_config
 MODEL = random_model(tiny_config())
 TINY = nv.load_model("tiny", device="cpu")
 CHAT_TURNS = runpy.run_path(str(Path(__file__).parents[1] / "bench/chat_turns.py"), run_name="chat_turns")
+HOST = runpy.run_path(str(Path(__file__).parents[1] / "bench/host.py"), run_name="host")
 TEXT = ("reuse", "anew")
 
 
@@ -72,3 +74,24 @@ def test_the_figures_of_a_chat_add_up(chats: dict[str, Any]) -> None:
     assert [line.count("no room") for line in lines] == [0, 0, 0, 2, *[0] * (len(lines) - 4)]
     again = chats["recompute"]
     assert f" {again.total('prompt')} ({again.total('again')}) " in lines[5]
+
+
+def seconds(num_pages: int, served: int = 0) -> float:
+    """How long two requests take in a pool of this size, after others."""
+    engine, _ = HOST["engine_of"](num_pages)
+    for place in range(0, served, 32):
+        engine.generate([[1 + place + i, 5] for i in range(32)], [1] * 32, 0.0)
+    start = time.perf_counter()
+    engine.generate([[3] * 40, [4] * 40], [100, 90], 0.0)
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(("small", "large"), [((64,), (2_000_000,)), ((4096,), (4096, 320))], ids=["pool", "served"])
+def test_host_time_grows_neither_with_the_pool_nor_with_what_was_served(small: tuple[int, ...], large: tuple[int, ...]) -> None:
+    assert min(seconds(*large) for _ in range(3)) < 3 * min(seconds(*small) for _ in range(3))
+
+
+def test_the_figures_of_the_host() -> None:
+    figures = HOST["shared_prompt"](1, requests=2, prefix=64, own=3, count=4) | HOST["decode_steps"](1, (1, 2)) | HOST["offline"](1, 2)
+    assert all(value > 0 for value in figures.values())
+    assert figures["offline_steps"] > 100

@@ -57,6 +57,44 @@ def serve(state, prompts, params):
 REPLIES = [alone(prompt, greedy(9)).token_ids for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("max_num_seqs", [2, 8])
+def test_replies_do_not_depend_on_who_looks_at_the_sequences(max_num_seqs):
+    """Looked at, running sequences are made at every step; else where something happens to them."""
+    params = [greedy(count, stop_token_ids=stops) for count, stops in ((30, ()), (9, ()), (20, (REPLIES[2][5],)), (1, ()), (14, ()))]
+    ended = []
+    for looks in (True, False):
+        state, outputs = engine(max_num_seqs=max_num_seqs), []
+        for prompt, options in zip(PROMPTS, params, strict=True):
+            state, _ = submit(MODEL, state, prompt, options)
+        while state.running or state.waiting:
+            before = state
+            state, drawn = step(MODEL, state)
+            outputs.append([(out.request_id, out.token_ids, out.finish_reason, out.output and out.output.token_ids) for out in drawn])
+            if looks:
+                check(state)
+                assert len(list(before.running)) == len(before.running)
+        check(state)
+        ended.append((outputs, state.stats, state.pool.num_available))
+    assert ended[0] == ended[1]
+
+
+def test_sequences_that_nobody_looked_at_are_there_for_whoever_asks():
+    state, rid = submit(MODEL, engine(), PROMPTS[0], greedy(20))
+    state, other = submit(MODEL, state, PROMPTS[1], greedy(20))
+    drawn = {rid: [], other: []}
+    for _ in range(6):
+        state, outputs = step(MODEL, state)
+        for out in outputs:
+            drawn[out.request_id].extend(out.token_ids)
+    assert {s.request.request_id: s.tokens.array(s.request.num_prompt).tolist() for s in state.running} == drawn
+    state = cancel(state, rid)
+    check(state)
+    (left,) = state.running
+    assert left.tokens.array(left.request.num_prompt).tolist() == drawn[other]
+    state, replies = drain(MODEL, state)
+    assert replies[other].token_ids == alone(PROMPTS[1], greedy(20)).token_ids
+
+
 def test_alone_is_a_plain_forward():
     for prompt, reply in zip(PROMPTS, REPLIES, strict=True):
         logits, _ = WORLD.uncached([*prompt, *reply[:-1]])

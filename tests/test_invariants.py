@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from immutables import Map
 
@@ -16,7 +17,7 @@ from nanovllm.state import prefix as prefix_ops
 from nanovllm.state.chunk import Provenance
 from nanovllm.state.pages import PageState
 from nanovllm.state.pool import Pool
-from nanovllm.state.prefix import Node
+from nanovllm.state.prefix import Run
 from nanovllm.state.request import Queue
 from nanovllm.state.vector import IntVector
 from nanovllm.testing.models import random_model, tiny_config
@@ -54,7 +55,8 @@ def first_running(state, **changes):
 
 
 def a_lost_owner(state, chunk):
-    return with_pages(state, refcounts=state.pages.refcounts.delete(chunk.pages[2]))
+    pages = state.pages
+    return with_pages(state, counts=pages.counts.put(chunk.pages.array(2, 3), 0), num_used=pages.num_used - 1)
 
 
 def an_owner_too_many(state, chunk):
@@ -75,7 +77,18 @@ def a_key_without_a_page(state, chunk):
 
 def a_page_behind_nothing(state, chunk):
     page = chunk.pages[1]
-    return with_prefix(state, nodes=state.prefix.nodes.set(page, Node(15, state.prefix.nodes[page].tokens, 0)))
+    return with_prefix(state, nodes=state.prefix.nodes.set(page, state.prefix.nodes[page]._replace(parent=15)))
+
+
+def a_page_in_another_run(state, chunk):
+    first, page = chunk.pages[0], chunk.pages[1]
+    return with_prefix(state, nodes=state.prefix.nodes.set(page, state.prefix.nodes[page]._replace(place=state.prefix.nodes[first].place)))
+
+
+def a_page_behind_another_of_its_run(state, chunk):
+    node = state.prefix.nodes[chunk.pages[1]]
+    twice = Run(np.concatenate((node.run.tokens, node.run.tokens)), np.concatenate((node.run.pages, node.run.pages)))
+    return with_prefix(state, nodes=state.prefix.nodes.set(chunk.pages[1], node._replace(run=twice, place=node.place + 2)))
 
 
 def a_wrong_count_of_children(state, chunk):
@@ -136,6 +149,8 @@ def a_negative_counter(state, chunk):
         (a_page_in_no_list, "'partition'"),
         (a_key_without_a_page, "'index'"),
         (a_page_behind_nothing, "'index'"),
+        (a_page_in_another_run, "'index': page . is indexed with other tokens"),
+        (a_page_behind_another_of_its_run, "'index': page . stands at 3 of a run"),
         (a_wrong_count_of_children, "'index': page . counts 5 children"),
         (a_page_in_use_called_idle, "idle"),
         (a_chunk_of_too_few_pages, "'reference counts'|'chunk'"),

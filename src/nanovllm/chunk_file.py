@@ -89,7 +89,7 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
         pool, fresh = pools.allocate(pool, missing) or (pool, ())
         taken.extend(fresh)
         require_writable(pool.pages, fresh)
-        pages = IntVector.of([*shared, *fresh])
+        pages = IntVector.of(shared).extend(fresh)
         start = len(shared) * size
         at = np.arange(count)
         slots = torch.from_numpy((pages.array()[at // size] * size + at % size).astype(np.int32)).to(model.device)

@@ -1,6 +1,7 @@
 """What a request attends to: from a chunk, a text, token ids, or a list of these, to one run of tokens after at most one chunk."""
 
 import reprlib
+from array import array
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -70,24 +71,35 @@ def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
     if not isinstance(ids, list | tuple | np.ndarray):
         accepted = "a chunk, a text or token ids" if where else "a chunk, a text, token ids or a list of these"
         raise InvalidRequestError(f"{where or 'a prompt'} must be {accepted}, not {type(ids).__name__}")
-    if isinstance(ids, list | tuple) and set(map(type, ids)) - {int}:
+    ids = _packed(ids)
+    if isinstance(ids, list | tuple):
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 wrong = f"{lead}token id {reprlib.repr(token)} is of type {type(token).__name__}, not an integer"
                 raise InvalidRequestError(wrong + ("; a part is a chunk, a text or a list of token ids alone" if where else ""))
     try:
-        array = np.asarray(ids, dtype=None if len(ids) else np.int32)
+        found = np.asarray(ids, dtype=None if len(ids) else np.int32)
     except (ValueError, OverflowError) as error:
         raise InvalidRequestError(f"{lead}token ids must be a flat list of integers: {error}") from None
-    if array.ndim == 1 and array.dtype.kind not in "iu" and isinstance(ids, list | tuple):  # integers beyond 64 bits, or mixed with such
+    if found.ndim == 1 and found.dtype.kind not in "iu" and isinstance(ids, list | tuple):  # integers beyond 64 bits, or mixed with such
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(f"{lead}token id {reprlib.repr(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequestError(f"{lead}token ids must be a flat list of integers, not an array of {array.dtype} with {array.ndim} axes")
-    if len(array) and (array.min() < 0 or array.max() >= vocab_size):
-        wrong = array[(array < 0) | (array >= vocab_size)][0]
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise InvalidRequestError(f"{lead}token ids must be a flat list of integers, not an array of {found.dtype} with {found.ndim} axes")
+    if len(found) and (found.min() < 0 or found.max() >= vocab_size):
+        wrong = found[(found < 0) | (found >= vocab_size)][0]
         raise InvalidRequestError(f"{lead}token id {int(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
-    return array.astype(np.int32)
+    return found.astype(np.int32)
+
+
+def _packed(ids: Any) -> Any:
+    """A list of plain ints of 32 bits as an array, in half the time that numpy takes for it; anything else as it is."""
+    if not isinstance(ids, list | tuple) or list(map(type, ids)).count(int) < len(ids):
+        return ids
+    try:
+        return np.array(array("I", ids))
+    except OverflowError:
+        return ids
 
 
 def require_chunk(chunk: Any, name: str = "chunk") -> None:

@@ -6,6 +6,7 @@ Every function takes an `EngineState` and returns the next; the old one is donat
 import reprlib
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +23,7 @@ from .errors import InvalidRequestError, OutOfPagesError
 from .keywords import explain_unknown_keywords
 from .model import Model
 from .sampling_params import SamplingParams, from_generation_config, validate_for
-from .schedule import Plan, give_up_pages, schedule
+from .schedule import Plan, give_up_pages, schedule, steady
 from .settle import counted, draw_token, finish_reason, result
 from .state import pool as pools
 from .state.chunk import Chunk, offset_after
@@ -30,6 +31,7 @@ from .state.engine_state import EngineState, ModelKey
 from .state.kv import KVState
 from .state.pool import Pool
 from .state.request import Request, Sequence, StepOutput, StopScan
+from .state.steady import Steady
 from .state.vector import IntVector
 from .tokenizer import Detokenizer
 
@@ -64,7 +66,9 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     """A step without the lease: what `step` and `generate_many` share. Pages that it takes over are noted in `taken`."""
     if not state.running and not state.waiting:
         return state, []
-    plan = schedule(state.pool, state.running, state.waiting, state.config)
+    if isinstance(state.running, Steady) and state.running.holds(state.pool, state.waiting):
+        return _steady_step(model, state, state.running)
+    plan = schedule(state.pool, tuple(state.running), state.waiting, state.config)
     for sequence in plan.stuck:
         if not sequence.num_generated:
             raise OutOfPagesError(
@@ -78,8 +82,28 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     if plan.prefill:
         prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill)
     if plan.decode:
-        loaded, decoded = _decode(model, state, plan, kv)
+        ids = tuple([s.request.request_id for s in plan.decode])
+        loaded, decoded = _decode(model, state, ids, plan.decode, kv, grew=plan.grew)
     return _settle(model, state, plan, kv, prefilled, loaded, decoded)
+
+
+def _steady_step(model: Model, state: EngineState, running: Steady) -> tuple[EngineState, list[StepOutput]]:
+    """A step that needs no schedule: all that there is to settle are the replies that end with it."""
+    loaded, decoded = _decode(model, state, running.ids, running, state.kv)
+    now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
+    outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
+    after = running.after(decoded.token_ids.astype(np.int32))
+    if rows := after.ending(tokens):
+        gone, after = after.part(rows)
+        for row, sequence in zip(rows, gone, strict=True):
+            reason = finish_reason(sequence, tokens[row]) or "length"
+            outputs[row] = outputs[row]._replace(finish_reason=reason, output=result(model, sequence, reason, now))
+            pool, kept = _end(pool, kept, sequence)
+        if isinstance(after, Steady):
+            after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
+    unused = state.runtime.executor.thrown_away()
+    stats = state.stats.add(decode_tokens=len(tokens) + unused, discarded_tokens=unused)
+    return replace(state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded), outputs
 
 
 def cancel(state: EngineState, request_id: int) -> EngineState:
@@ -212,16 +236,16 @@ def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...]) -> KVState:
     return kv
 
 
-def _decode(model: Model, state: EngineState, plan: Plan, kv: KVState):
-    """One decode step, on the carry of the last one where no other rows have come."""
-    executor, ids = state.runtime.executor, tuple(s.request.request_id for s in plan.decode)
+def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, *, grew: bool = False):
+    """One decode step, on the carry of the last one where no other rows have come; `grew` where some have other pages."""
+    executor = state.runtime.executor
     before, carry = ((), None) if state.loaded is None else state.loaded
     if carry is not None and before == ids:
-        carry = executor.refresh(model, carry, plan.decode) if plan.grew else carry
-    elif carry is not None and not plan.grew and (keep := _places(before, ids)) is not None:
-        carry = executor.narrow(model, carry, keep, plan.decode)
+        carry = executor.refresh(model, carry, rows) if grew else carry
+    elif carry is not None and not grew and (keep := _places(before, ids)) is not None:
+        carry = executor.narrow(model, carry, keep, rows)
     else:
-        carry = executor.load(model, kv, plan.decode)
+        carry = executor.load(model, kv, rows)
     carry, drawn = executor.decode(model, carry)
     return (ids, carry), drawn
 
@@ -236,8 +260,7 @@ def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
 def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
     """Append what was drawn, end what is done, index what was filled, count what was run."""
     now, pool, page_size = time.perf_counter(), plan.pool, state.config.page_size
-    moved: dict[int, Sequence] = {}
-    drew: dict[int, int] = {}
+    moved: dict[int, tuple[Sequence, int | None]] = {}  # by request: what it has grown to, and the token that it drew
     prompt_run = reply_run = rerun = 0
     first_tokens = iter([] if prefilled is None else enumerate(prefilled.token_ids.tolist()))
     for sequence, count in plan.prefill:
@@ -246,35 +269,36 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
         grown = sequence.advance(count)
         pool = pools.insert(pool, grown.tokens.array(0, grown.num_exact), grown.pages.array(), sequence.num_exact // page_size)
+        token = None
         if prefilled is not None and count == sequence.todo:
-            row, drew[rid] = next(first_tokens)
-            grown = draw_token(grown, drew[rid], prefilled, row, now)
-        moved[rid] = grown
+            row, token = next(first_tokens)
+            grown = draw_token(grown, token, prefilled, row, now)
+        moved[rid] = grown, token
     if decoded is not None:
+        reply_run += len(plan.decode)
         for row, (sequence, token) in enumerate(zip(plan.decode, decoded.token_ids.tolist(), strict=True)):
-            rid = sequence.request.request_id
             prompt, again = counted(sequence, 1)
-            prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + 1 - prompt, rerun + again
-            drew[rid] = token
-            moved[rid] = draw_token(sequence, token, decoded, row, now)
+            if prompt or again:
+                prompt_run, reply_run, rerun = prompt_run + prompt, reply_run - prompt, rerun + again
+            moved[sequence.request.request_id] = draw_token(sequence, token, decoded, row, now), token
     running, kept, outputs = [], state.kept, []
     for sequence in plan.running:
         rid = sequence.request.request_id
-        grown, token = moved.get(rid, sequence), drew.get(rid)
+        grown, token = moved.get(rid) or (sequence, None)
         if token is None:
             running.append(grown)
             continue
         reason = finish_reason(grown, token)
         if reason is None:
             running.append(grown)
-            outputs.append(StepOutput(request_id=rid, token_ids=(token,)))
+            outputs.append(StepOutput(rid, (token,)))
             continue
         output = result(model, grown, reason, now)
-        outputs.append(StepOutput(request_id=rid, token_ids=(token,), finish_reason=reason, output=output))
+        outputs.append(StepOutput(rid, (token,), reason, output))
         pool, kept = _end(pool, kept, grown)
     for sequence in plan.stuck:
         rid, output = sequence.request.request_id, result(model, sequence, "length", now)
-        outputs.append(StepOutput(request_id=rid, token_ids=(), finish_reason="length", output=output))
+        outputs.append(StepOutput(rid, (), "length", output))
         pool, kept = _end(pool, kept, sequence)
     unused = state.runtime.executor.thrown_away()
     stats = state.stats.add(
@@ -285,7 +309,10 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         discarded_tokens=unused,
         preemptions=plan.num_preempted,
     )
-    state = replace(state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded)
+    state = replace(
+        state, kv=kv, pool=pool, running=steady(pool, tuple(running), plan.waiting, state.config), waiting=plan.waiting, kept=kept,
+        stats=stats, loaded=loaded,
+    )  # fmt: skip
     return state, outputs
 
 

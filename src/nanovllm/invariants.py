@@ -66,13 +66,14 @@ def vars_of(value: object) -> list[int]:
 
 
 def _check_pages(pages: PageState, expected: Counter[int]) -> None:
-    for page in expected.keys() | pages.refcounts.keys():
-        counted, real = pages.refcount(page), expected[page]
+    counts = pages.refcounts
+    for page in expected.keys() | counts.keys():
+        counted, real = counts.get(page, 0), expected[page]
         _require(counted == real, "reference counts", f"page {page} counts {counted} owners and has {real}")
     free = free_pages(pages)
     _require(len(free) == pages.num_free, "partition", f"{len(free)} pages are listed free and {pages.num_free} have no owner")
     _require(len(free) == len(set(free)), "partition", "a page is listed free twice")
-    held = set(pages.refcounts.keys())
+    held = set(counts)
     _require(not held & set(free), "partition", f"pages {sorted(held & set(free))[:8]} are both free and held")
     _require(held | set(free) == set(range(pages.num_pages)), "partition", "free and held pages are not the whole pool")
 
@@ -85,6 +86,12 @@ def _check_prefix(index: PrefixIndex) -> None:
         _require(node.parent == ROOT or node.parent in index.nodes, "index", f"page {page} follows {node.parent}, which is not indexed")
         _require(len(node.tokens) == 4 * index.page_size, "index", f"page {page} is indexed with {len(node.tokens) // 4} tokens")
         _require(node.num_children == children[page], "index", f"page {page} counts {node.num_children} children and has {children[page]}")
+        run, place, size = node.run, node.place, index.page_size
+        same = run.pages[place] == page and run.tokens[place * size : (place + 1) * size].tobytes() == node.tokens
+        _require(same, "index", f"page {page} is indexed with other tokens than its run has at {place}")
+        before = index.nodes.get(node.parent)
+        follows = place == 0 or (before is not None and before.run is run and before.place == place - 1)
+        _require(follows, "index", f"page {page} stands at {place} of a run and not behind the page before it")
     _require({p: t for t, p in index.idle.items()} == dict(index.idle_since.items()), "eviction order", "its two directions disagree")
     for page, since in index.idle_since.items():
         _require(index.oldest <= since < index.now, "eviction order", f"page {page} is idle since {since}, before {index.oldest}")
@@ -93,7 +100,7 @@ def _check_prefix(index: PrefixIndex) -> None:
 
 def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:
     """Pages behind the first `num_exact` tokens are not found by these tokens; they may be by those that they were filled with."""
-    pairs = list(zip(pages, match(state.prefix, tokens.array()), strict=False))[num_exact // state.config.page_size :]
+    pairs = list(zip(pages, match(state.prefix, tokens.array()).tolist(), strict=False))[num_exact // state.config.page_size :]
     found = [page for page, indexed in pairs if page == indexed]
     _require(not found, "exact index", f"approximate pages {found} are in the prefix index")
 

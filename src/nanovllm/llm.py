@@ -166,7 +166,7 @@ class LLM:
                         text=text.end(output.text), token_ids=output.token_ids[seen:], finish_reason=output.finish_reason, output=output
                     )
                     return
-                if token_ids := self._drawn(ids[0])[seen:]:
+                if token_ids := self._drawn(ids[0], seen):
                     seen += len(token_ids)
                     text, piece = text.push(token_ids)
                     yield Piece(text=piece, token_ids=token_ids)
@@ -199,13 +199,13 @@ class LLM:
                     self.state = cancel(self.state, i)
             self.inbox = inbox.finish()
 
-    def _drawn(self, request_id: int) -> list[int]:
-        """The tokens that a request under way has drawn so far, whoever called the steps."""
+    def _drawn(self, request_id: int, seen: int = 0) -> list[int]:
+        """The tokens that a request under way has drawn so far behind the first `seen`, whoever called the steps."""
         waiting = self.state.waiting.items.get(request_id)
         sequence = waiting or next((s for s in self.state.running if s.request.request_id == request_id), None)
         if sequence is None:
             raise InvalidRequestError(f"request {request_id} was cancelled, or its last step taken, outside of this LLM's calls")
-        return sequence.tokens.array(sequence.request.num_prompt).tolist()
+        return sequence.tokens.array(sequence.request.num_prompt + seen).tolist()
 
     def _require_known(self, waited: set[int]) -> None:
         if waited and not self.state.running and not self.state.waiting:

@@ -18,6 +18,7 @@ from .state.kv import pages_for
 from .state.pages import require_writable
 from .state.pool import Pool
 from .state.request import Queue, Sequence
+from .state.steady import Steady
 from .state.vector import IntVector
 
 LOOKAHEAD = 64  # tokens whose pages a decoding sequence gets ahead of need, while an eighth of the pool stays free
@@ -62,12 +63,36 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
         sequence = draft.admit()
         if sequence.todo <= 1:
             if draft.make_room(sequence, sequence.num_filled + sequence.todo):
-                chosen.append(sequence.request.request_id)
+                chosen.add(sequence.request.request_id)
                 budget -= 1
         elif count := draft.place_prefill(sequence, budget):
             prefill[sequence.request.request_id] = count
             budget -= count
     return draft.finish(chosen, prefill)
+
+
+def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: EngineConfig) -> tuple[Sequence, ...] | Steady:
+    """The sequences, with the number of steps in which `schedule` would choose one token of each and change nothing, where there are any.
+
+    There are none while a request could be admitted, where a page to be written is missing or shared, or where more than a token is to be
+    looked at: a prompt, tokens lost to preemption, stop texts, log-probabilities.
+    """
+    size, steps = config.page_size, config.max_model_len
+    if not running or len(running) > config.max_num_batched_tokens:
+        return running
+    for s in running:
+        filled, request = s.num_filled, s.request
+        if s.todo != 1 or filled < request.num_prompt or filled < s.most_filled:
+            return running
+        if s.stops is not None or request.sampling.logprobs is not None:
+            return running
+        steps = min(steps, s.pages.length * size - filled)
+        if steps <= 0:
+            return running
+    if _Draft(pool, list(running), waiting, config).may_admit():
+        return running
+    written = np.concatenate([written_pages(s, steps, size) for s in running])
+    return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else running
 
 
 Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
@@ -105,15 +130,19 @@ def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     return pools.release(pool, sequence.pages)
 
 
-def worth_taking(pool: Pool, matched: list[int], sequence: Sequence, page_size: int) -> bool:
+def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size: int) -> bool:
     """Whether indexed pages serve a sequence better than those it has: they hold more, and take no more out of what is available.
 
     They can, where a live chunk holds a second copy of a run whose indexed pages are idle.
     """
     if len(matched) * page_size <= sequence.num_filled:
         return False
-    busy = sum(page not in pool.prefix.idle_since for page in matched)
-    return busy >= sequence.num_filled // page_size
+    return num_busy(pool, matched) >= sequence.num_filled // page_size
+
+
+def num_busy(pool: Pool, indexed: np.ndarray) -> int:
+    """How many of these indexed pages somebody else holds too, so that they are not counted as available."""
+    return int(np.count_nonzero(pool.pages.owners(indexed) > 1))
 
 
 def written_pages(sequence: Sequence, count: int, page_size: int) -> np.ndarray:
@@ -138,32 +167,41 @@ class _Draft:
         self.num_preempted = self.num_reused = 0
         self.grew = False
 
-    def place_decode(self, decoding: list[Sequence]) -> list[int]:
-        size, short = self.config.page_size, False
-        for sequence in decoding:
-            if len(sequence.pages) * size < sequence.num_filled + 1 or self.shares_tail(sequence):
-                if self.find(sequence) is None:
-                    continue
+    def place_decode(self, decoding: list[Sequence]) -> set[int]:
+        """Room for a token of each that decodes; returns the ids of those that are to."""
+        short = False
+        for sequence in self.in_need(decoding):
+            if self.find(sequence) is not None:
                 short = self.make_room(sequence, sequence.num_filled + sequence.todo) or short
         if short:
             self.grew = True
-            for sequence in decoding:
-                self.look_ahead(sequence)
-        return [_id(s) for s in decoding]
+            self.look_ahead(decoding)
+        return {s.request.request_id for s in decoding}
+
+    def in_need(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Those without a page for their next token, or with one that is partly filled and shared."""
+        size = self.config.page_size
+        partly = [s for s in decoding if s.num_filled % size and s.todo]
+        tails = np.array([s.pages[s.num_filled // size] for s in partly], np.int32)
+        shared = {_id(partly[at]) for at in np.flatnonzero(self.pool.pages.owners(tails) > 1)}
+        return [s for s in decoding if s.pages.length * size <= s.num_filled or (shared and _id(s) in shared)]
 
     def shares_tail(self, sequence: Sequence) -> bool:
         filled, size = sequence.num_filled, self.config.page_size
         return filled % size != 0 and sequence.todo > 0 and self.pool.pages.refcount(sequence.pages[filled // size]) > 1
 
-    def look_ahead(self, sequence: Sequence) -> None:
+    def look_ahead(self, decoding: list[Sequence]) -> None:
         """More pages than needed now, from free ones alone, so that many steps pass before the tables change again."""
-        at = self.find(sequence)
-        if at is None:
-            return
-        length = min(sequence.request.max_len, sequence.num_filled + 1 + LOOKAHEAD)
-        missing = pages_for(length, self.config.page_size) - len(self.running[at].pages)
-        if missing > 0 and self.pool.pages.num_free - missing >= self.config.num_pages // 8:
-            self.reserve(at, length)
+        held, size = {_id(s): at for at, s in enumerate(self.running)}, self.config.page_size
+        for sequence in decoding:
+            at, spare = held.get(_id(sequence)), self.pool.pages.num_free - self.config.num_pages // 8
+            if spare <= 0:
+                return
+            if at is None:
+                continue
+            length = min(sequence.request.max_len, sequence.num_filled + 1 + LOOKAHEAD)
+            if 0 < pages_for(length, size) - self.running[at].pages.length <= spare:
+                self.reserve(at, length)
 
     def place_prefill(self, sequence: Sequence, budget: int) -> int:
         """The tokens of a prompt that run in this step: what budget and pool allow; the oldest sequence always gets at least one."""
@@ -234,8 +272,8 @@ class _Draft:
         if missing <= self.pool.num_available:
             return True
         matched = pools.match(self.pool, first.tokens.array())
-        idle = sum(page in self.pool.prefix.idle_since for page in matched)
         missing = pages_for(first.tokens.length + 1, self.config.page_size) - max(len(matched), len(first.pages))
+        idle = len(matched) - num_busy(self.pool, matched)
         return missing <= self.pool.num_available - idle
 
     def admit(self) -> Sequence:
@@ -260,10 +298,10 @@ class _Draft:
         at = bisect(self.running, rid, key=_id) - 1
         return at if at >= 0 and _id(self.running[at]) == rid else None
 
-    def finish(self, chosen: list[int], prefill: dict[int, int]) -> Plan:
-        held = {_id(s): s for s in self.running}
+    def finish(self, chosen: set[int], prefill: dict[int, int]) -> Plan:
         pool, size = pools.release(self.pool, self.sources), self.config.page_size
-        decode = tuple(held[rid] for rid in chosen if rid in held)
+        decode = tuple([s for s in self.running if s.request.request_id in chosen])
+        held = {_id(s): s for s in self.running} if prefill else {}
         prompts = tuple((held[rid], count) for rid, count in prefill.items() if rid in held)
         require_writable(pool.pages, [s.pages[s.num_filled // size] for s in decode if s.todo])
         for sequence, count in prompts:

@@ -18,6 +18,7 @@ from .pages import PageState
 from .pool import Pool
 from .prefix import PrefixIndex
 from .request import Queue, Sequence
+from .steady import Steady
 
 if TYPE_CHECKING:
     from ..compile import Runtime
@@ -101,7 +102,7 @@ class EngineState:
     config: EngineConfig
     kv: KVState
     pool: Pool
-    running: tuple[Sequence, ...] = ()
+    running: tuple[Sequence, ...] | Steady = ()
     waiting: Queue = field(default_factory=Queue)
     chunks: Map[int, Chunk] = field(default_factory=Map)
     sessions: Map[int, Session] = field(default_factory=Map)

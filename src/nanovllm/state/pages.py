@@ -1,42 +1,58 @@
 """`PageState`: which pages are free and how many owners each other page has. Persistent: no call changes an older value."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from immutables import Map
+import numpy as np
 
 from ..errors import BrokenInvariantError
+from .array import IntArray
+from .vector import Ints, as_array
 
 FreeList = tuple[int, Any] | None  # (page, rest); an alias that names itself cannot be checked at run time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PageState:
-    """Owners of `num_pages` pages. `refcounts` has every page with an owner; `returned` lists pages given back, newest first;
-    pages from `unused` on were never handed out. Size and cost of a call do not depend on the size of the pool."""
+    """Owners of `num_pages` pages, `num_used` of which have one. `returned` lists pages given back, newest first; pages from `unused` on
+    were never handed out. The cost of a call does not depend on the size of the pool."""
 
     num_pages: int
-    refcounts: Map[int, int]
+    num_used: int
+    counts: IntArray
     returned: FreeList
     unused: int
 
     @property
     def num_free(self) -> int:
         """Pages without an owner."""
-        return self.num_pages - len(self.refcounts)
+        return self.num_pages - self.num_used
+
+    @property
+    def refcounts(self) -> dict[int, int]:
+        """Every page that has owners, and how many; linear in the pool, for `check` and tests."""
+        counts = self.counts.copy()
+        return {int(page): int(counts[page]) for page in np.flatnonzero(counts)}
 
     def __repr__(self) -> str:
-        return f"PageState({len(self.refcounts)} of {self.num_pages} pages used)"
+        return f"PageState({self.num_used} of {self.num_pages} pages used)"
 
     def refcount(self, page: int) -> int:
         """Owners of `page`; 0 when it is free."""
-        return self.refcounts.get(page, 0)
+        return self.counts[page]
+
+    def owners(self, held: np.ndarray) -> np.ndarray:
+        """Owners of each page. Raises `BrokenInvariantError` for what is no page of the pool."""
+        try:
+            return self.counts.get(held)
+        except IndexError:
+            strangers = [page for page in held.tolist() if not 0 <= page < self.num_pages]
+            raise BrokenInvariantError(f"pages {strangers[:8]} are not in a pool of {self.num_pages}") from None
 
 
 def init_pages(num_pages: int) -> PageState:
     """A pool of free pages `0 ... num_pages - 1`."""
-    return PageState(num_pages=num_pages, refcounts=Map(), returned=None, unused=0)
+    return PageState(num_pages=num_pages, num_used=0, counts=IntArray.zeros(num_pages), returned=None, unused=0)
 
 
 def allocate(pages: PageState, count: int) -> tuple[PageState, tuple[int, ...]] | None:
@@ -46,8 +62,9 @@ def allocate(pages: PageState, count: int) -> tuple[PageState, tuple[int, ...]] 
     if count == 0:
         return pages, ()
     taken, returned, unused = _upcoming(pages, count)
-    refcounts = pages.refcounts.update(dict.fromkeys(taken, 1))
-    return PageState(num_pages=pages.num_pages, refcounts=refcounts, returned=returned, unused=unused), taken
+    counts = pages.counts.put(np.array(taken, np.int32), 1)
+    used = pages.num_used + count
+    return PageState(num_pages=pages.num_pages, num_used=used, counts=counts, returned=returned, unused=unused), taken
 
 
 def upcoming(pages: PageState, count: int) -> tuple[int, ...] | None:
@@ -65,40 +82,38 @@ def _upcoming(pages: PageState, count: int) -> tuple[tuple[int, ...], FreeList, 
     return (*taken, *range(unused, unused + missing)), returned, unused + missing
 
 
-def retain(pages: PageState, held: Iterable[int]) -> PageState:
+def retain(pages: PageState, held: Ints) -> PageState:
     """Add an owner to each page. Raises `BrokenInvariantError` for a free page."""
-    counts = pages.refcounts.mutate()
-    for page in held:
-        if page not in counts:
-            raise BrokenInvariantError(f"page {page} is free and cannot be retained")
-        counts[page] = counts[page] + 1
-    refcounts = counts.finish()
-    return PageState(num_pages=pages.num_pages, refcounts=refcounts, returned=pages.returned, unused=pages.unused)
+    unique, times = np.unique(as_array(held), return_counts=True)
+    owners = pages.owners(unique)
+    if not owners.all():
+        raise BrokenInvariantError(f"page {unique[owners == 0][0]} is free and cannot be retained")
+    counts = pages.counts.put(unique, owners + times)
+    return PageState(num_pages=pages.num_pages, num_used=pages.num_used, counts=counts, returned=pages.returned, unused=pages.unused)
 
 
-def release(pages: PageState, held: Iterable[int]) -> PageState:
+def release(pages: PageState, held: Ints) -> PageState:
     """Take an owner from each page; a page without owners is free. Raises `BrokenInvariantError` for a page that is already free."""
-    returned = pages.returned
-    counts = pages.refcounts.mutate()
-    for page in held:
-        owners = counts.get(page, 0)
-        if owners == 0:
-            raise BrokenInvariantError(f"page {page} is free already: a double free")
-        if owners == 1:
-            del counts[page]
-            returned = (page, returned)
-        else:
-            counts[page] = owners - 1
-    refcounts = counts.finish()
-    return PageState(num_pages=pages.num_pages, refcounts=refcounts, returned=returned, unused=pages.unused)
+    held = as_array(held)
+    unique, times = np.unique(held, return_counts=True)
+    left = pages.owners(unique) - times
+    if (left < 0).any():
+        raise BrokenInvariantError(f"page {unique[left < 0][0]} is free already: a double free")
+    counts, returned = pages.counts.put(unique, left), pages.returned
+    freed = dict.fromkeys(held[counts.get(held) == 0].tolist())
+    for page in freed:
+        returned = (page, returned)
+    used = pages.num_used - len(freed)
+    return PageState(num_pages=pages.num_pages, num_used=used, counts=counts, returned=returned, unused=pages.unused)
 
 
-def require_writable(pages: PageState, written: Iterable[int]) -> None:
+def require_writable(pages: PageState, written: Ints) -> None:
     """Raise `BrokenInvariantError` unless each page has exactly one owner (invariant 3)."""
-    for page in written:
-        owners = pages.refcount(page)
-        if owners != 1:
-            raise BrokenInvariantError(f"page {page} has {owners} owners and cannot be written; exactly one is needed")
+    written = as_array(written)
+    owners = pages.owners(written)
+    if (owners != 1).any():
+        page, count = written[owners != 1][0], owners[owners != 1][0]
+        raise BrokenInvariantError(f"page {page} has {count} owners and cannot be written; exactly one is needed")
 
 
 def free_pages(pages: PageState) -> list[int]:

@@ -1,6 +1,5 @@
 """The page pool: `PageState` and `PrefixIndex` together, since a page held by the index alone counts as available."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +9,7 @@ from . import pages as page_ops
 from . import prefix as prefix_ops
 from .pages import PageState, init_pages
 from .prefix import PrefixIndex, init_prefix
+from .vector import Ints, as_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,30 +50,31 @@ def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
     return Pool(pages=taken[0], prefix=prefix), taken[1]
 
 
-def acquire(pool: Pool, held: Iterable[int]) -> Pool:
+def acquire(pool: Pool, held: Ints) -> Pool:
     """Add an owner to pages that are in use or indexed."""
-    held = list(held)
-    if not held:
+    held = as_array(held)
+    if not len(held):
         return pool
-    return Pool(pages=page_ops.retain(pool.pages, held), prefix=prefix_ops.set_busy(pool.prefix, held))
+    alone = held[pool.pages.owners(held) == 1]  # none but these can be idle
+    return Pool(pages=page_ops.retain(pool.pages, held), prefix=prefix_ops.set_busy(pool.prefix, alone.tolist()))
 
 
-def release(pool: Pool, held: Iterable[int]) -> Pool:
+def release(pool: Pool, held: Ints) -> Pool:
     """Take an owner from each page of a run, given in order; the deepest page is the first to become evictable.
 
     A page that stands there twice loses two.
     """
-    backwards = list(held)[::-1]
-    if not backwards:
+    backwards = as_array(held)[::-1]
+    if not len(backwards):
         return pool
     pages = page_ops.release(pool.pages, backwards)
-    owners, nodes = pages.refcounts, pool.prefix.nodes
-    idle = [page for page in dict.fromkeys(backwards) if owners.get(page) == 1 and page in nodes]
+    alone = backwards[pages.owners(backwards) == 1]
+    idle = [page for page in dict.fromkeys(alone.tolist()) if page in pool.prefix.nodes]
     return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle))
 
 
-def match(pool: Pool, tokens: np.ndarray) -> list[int]:
-    """The pages of the longest indexed prefix of `tokens`."""
+def match(pool: Pool, tokens: np.ndarray) -> np.ndarray:
+    """The pages (int32) of the longest indexed prefix of `tokens`."""
     return prefix_ops.match(pool.prefix, tokens)
 
 

@@ -18,12 +18,25 @@ from ..errors import BrokenInvariantError
 ROOT = -1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Pages that entered the index by one call, each behind the one before: a look-up compares their tokens in one go.
+
+    The pages of a run that are still indexed are its first ones: those whose node names this very run.
+    """
+
+    tokens: np.ndarray
+    pages: np.ndarray
+
+
 class Node(NamedTuple):
-    """A page in the trie: the page before it, its tokens as int32 bytes, and how many pages stand right after it."""
+    """A page in the trie: the page before it, its tokens as int32 bytes, how many pages stand right after it, and its place in a run."""
 
     parent: int
     tokens: bytes
     num_children: int
+    run: Run
+    place: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,17 +68,34 @@ def init_prefix(page_size: int) -> PrefixIndex:
     return PrefixIndex(page_size=page_size, children=Map(), nodes=Map(), idle=Map(), idle_since=Map(), oldest=0, now=0)
 
 
-def match(index: PrefixIndex, tokens: np.ndarray) -> list[int]:
-    """The pages that hold the longest indexed prefix of `tokens` (int32), in order."""
-    size, data, children = index.page_size, np.ascontiguousarray(tokens, np.int32).tobytes(), index.children
-    found, parent = [], ROOT
-    for start in range(0, len(tokens) // size * size * 4, size * 4):
-        page = children.get((parent, data[start : start + size * 4]))
+def match(index: PrefixIndex, tokens: np.ndarray) -> np.ndarray:
+    """The pages (int32) that hold the longest indexed prefix of `tokens` (int32), in order. Costs a look-up for each run on the way."""
+    size, tokens = index.page_size, np.ascontiguousarray(tokens, np.int32)
+    found, depth, parent = [np.empty(0, np.int32)], 0, ROOT
+    while (depth + 1) * size <= len(tokens):
+        page = index.children.get((parent, tokens[depth * size : (depth + 1) * size].tobytes()))
         if page is None:
             break
-        found.append(page)
-        parent = page
-    return found
+        pages = _follow(index, page, tokens[depth * size :])
+        found.append(pages)
+        depth, parent = depth + len(pages), int(pages[-1])
+    return np.concatenate(found)
+
+
+def _follow(index: PrefixIndex, page: int, tokens: np.ndarray) -> np.ndarray:
+    """The pages from `page` on, of the run that it stands in, that hold `tokens`; it holds the first of them."""
+    size, nodes = index.page_size, index.nodes
+    run, place = nodes[page].run, nodes[page].place
+    pages, held = run.pages[place:], run.tokens[place * size :]
+    count = min(len(held), len(tokens))
+    differs = held[:count] != tokens[:count]
+    alike = int(differs.argmax()) if differs.any() else count
+
+    def gone(at: int) -> bool:
+        node = nodes.get(int(pages[at]))
+        return node is None or node.run is not run
+
+    return pages[: bisect(range(alike // size), False, key=gone)]
 
 
 def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int) -> tuple[PrefixIndex, list[int]]:
@@ -87,22 +117,23 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int
     if first == stop:
         return index, added
     parent = parent if first == start else int(pages[first - 1])
+    run = Run(np.array(tokens[first * size : stop * size], np.int32), np.array(pages[first:stop], np.int32))
+    data, width = run.tokens.tobytes(), size * run.tokens.itemsize
+    if (parent, data[:width]) in index.children:
+        return index, added
     children, nodes = index.children.mutate(), index.nodes.mutate()
-    data = np.ascontiguousarray(tokens[first * size : stop * size], np.int32).tobytes()
-    for i in range(first, stop):
-        at = (i - first) * size * 4
-        page, key = int(pages[i]), data[at : at + size * 4]
-        found = children.get((parent, key))
-        if found is None and page not in nodes:
-            children[parent, key] = page
-            nodes[page] = Node(parent, key, 0)
-            if parent != ROOT:
-                above = nodes[parent]
-                nodes[parent] = above._replace(num_children=above.num_children + 1)
-            added.append(page)
-        elif found != page:
+    if parent != ROOT:
+        above = nodes[parent]
+        nodes[parent] = above._replace(num_children=above.num_children + 1)
+    for place, page in enumerate(run.pages.tolist()):
+        if page in nodes:
             break
+        key = data[place * width : (place + 1) * width]
+        children[parent, key] = page
+        nodes[page] = Node(parent, key, 1, run, place)
+        added.append(page)
         parent = page
+    nodes[parent] = nodes[parent]._replace(num_children=0)
     return _replace(index, children=children.finish(), nodes=nodes.finish()), added
 
 
@@ -121,6 +152,8 @@ def set_idle(index: PrefixIndex, pages: list[int]) -> PrefixIndex:
 
 def set_busy(index: PrefixIndex, pages: list[int]) -> PrefixIndex:
     """Take pages that somebody holds again out of the order of eviction; pages that were not idle are passed over."""
+    if not pages:
+        return index
     idle, since = index.idle.mutate(), index.idle_since.mutate()
     for page in pages:
         time = since.pop(page, None)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from immutables import Map
@@ -104,6 +104,15 @@ class Sequence:
             provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps,
         )  # fmt: skip
 
+    def drew(self, token_ids: np.ndarray) -> "Sequence":
+        """The sequence after as many steps as there are tokens, the last of which is not filled; it had drawn one before."""
+        tokens = self.tokens.extend(token_ids)
+        return Sequence(
+            request=self.request, tokens=tokens, pages=self.pages, num_filled=tokens.length - 1, most_filled=tokens.length - 1,
+            num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Queue:
@@ -167,8 +176,7 @@ class RequestOutput:
     metrics: Metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step did for one request: the token it drew, and the whole result when that was the last."""
 
     request_id: int

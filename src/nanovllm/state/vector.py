@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Ints = Iterable[int] | np.ndarray
 _MIN_CAPACITY = 16
+
+
+def as_array(values: Ints) -> np.ndarray:
+    """Ints as int32, without a copy where they are an array of these or a vector."""
+    if isinstance(values, IntVector):
+        return values.array()
+    return values.astype(np.int32, copy=False) if isinstance(values, np.ndarray) else np.fromiter(values, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,9 +32,9 @@ class IntVector:
     length: int
 
     @staticmethod
-    def of(values: Iterable[int] | np.ndarray = ()) -> "IntVector":
+    def of(values: Ints = ()) -> "IntVector":
         """A vector of its own from ints."""
-        source = values if isinstance(values, np.ndarray) else np.fromiter(values, np.int32)
+        source = as_array(values)
         data = np.empty(max(_MIN_CAPACITY, len(source) + len(source) // 4), np.int32)
         data[: len(source)] = source
         return IntVector(_Buffer(data, [len(source)]), len(source))
@@ -37,7 +45,7 @@ class IntVector:
     def __getitem__(self, index: int) -> int:
         if not -self.length <= index < self.length:
             raise IndexError(f"index {index} of a vector of {self.length}")
-        return int(self.buffer.data[index % self.length])
+        return self.buffer.data.item(index % self.length)
 
     def __iter__(self):
         return iter(self.array().tolist())
@@ -57,9 +65,9 @@ class IntVector:
             return IntVector(buffer, length + 1)
         return self.extend((value,))
 
-    def extend(self, values: Iterable[int] | np.ndarray) -> "IntVector":
+    def extend(self, values: Ints) -> "IntVector":
         """The vector with more ints behind it."""
-        more = values if isinstance(values, np.ndarray) else np.fromiter(values, np.int32)
+        more = as_array(values)
         end = self.length + len(more)
         buffer = self.buffer
         if buffer.used[0] != self.length or end > len(buffer.data):

@@ -94,7 +94,7 @@ def _changes_the_old_value(allocate):
     def faulty(state, count):
         done = allocate(state, count)
         if done is not None:
-            object.__setattr__(state, "refcounts", done[0].refcounts)
+            object.__setattr__(state, "counts", done[0].counts)
         return done
 
     return faulty
@@ -120,7 +120,7 @@ def _ignores_earlier_tokens(match):
             if page is None or page in found:
                 break
             found.append(page)
-        return found
+        return np.array(found, np.int32)
 
     return faulty
 

@@ -44,7 +44,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(tokens=token_ids(max_size=9), index=st.booleans())
     def begin(self, tokens: list[int], index: bool) -> None:
         """A new run: what is indexed is shared, the rest gets pages of its own, evicting the oldest idle ones."""
-        matched = pools.match(self.pool, np.array(tokens, np.int32))
+        matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
         expect(matched == self.shadow.match(tokens), f"invariant 4: {tokens} matched {matched}, not {self.shadow.match(tokens)}")
         for page, key in zip(matched, self.shadow.keys(tokens), strict=False):
             expect(self.memory[page] == key, f"invariant 4: {tokens} got page {page}, which holds {self.memory[page]}")
@@ -118,7 +118,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def look_up(self, tokens: list[int]) -> None:
         """A look-up changes nothing."""
         before = freeze(self.pool)
-        found = pools.match(self.pool, np.array(tokens, np.int32))
+        found = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
         expect(found == self.shadow.match(tokens), f"invariant 4: {tokens} matched {found}, not {self.shadow.match(tokens)}")
         expect(freeze(self.pool) == before, f"looking {tokens} up changed the index")
 

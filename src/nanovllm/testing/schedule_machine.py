@@ -91,7 +91,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     def fill(self, tokens: list[int]) -> None:
         """A chunk is prefilled outside the scheduler."""
         size, run = self.limits.page_size, IntVector.of(tokens)
-        matched = pools.match(self.pool, run.array())
+        matched = pools.match(self.pool, run.array()).tolist()
         pool = pools.acquire(self.pool, matched)
         taken = pools.allocate(pool, pages_for(len(run), size) - len(matched))
         if taken is None or 2 * (pages_for(len(run), size) + self._pinned()) > self.limits.num_pages + 1:

@@ -13,6 +13,7 @@ from ..state.pool import Pool
 from ..state.prefix import PrefixIndex
 from ..state.request import Queue
 from ..state.request import Sequence as Running
+from ..state.steady import Steady
 from ..state.vector import IntVector
 
 
@@ -47,7 +48,7 @@ def freeze(value: Any) -> Any:
             return freeze(value.tokens), freeze(value.pages), value.num_filled, value.most_filled
         case Queue():
             return tuple((s.request.request_id, freeze(s)) for s in value), value.head
-        case list() | tuple():
+        case list() | tuple() | Steady():
             return tuple(freeze(part) for part in value)
         case _:
             raise TypeError(f"cannot freeze a {type(value).__name__}")
