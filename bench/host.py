@@ -50,8 +50,8 @@ class Nothing:
         return len(rows)
 
     def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any) -> Any:
-        self.rows = len(rows)
-        return carry
+        """Those that are left."""
+        return len(rows)
 
     def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
         """Zeros."""
