@@ -130,8 +130,8 @@ class _Plan:
 
     def launch(self, backend, info, q, kv, arrays, out, mask, scale, pdl, lse=None, layout=HND) -> None:
         """`kv` are pages, `[N, K, S, D]` each, with the arrays that find them; or in layout NHD rows `[T, K, D]` with their bounds."""
-        module = self.modules[backend]
-        (module.paged_run if layout == HND else module.ragged_run)(
+        module, paged = self.modules[backend], layout == HND
+        (module.paged_run if paged else module.ragged_run)(
             self.workspace.buffer,
             self.schedule,
             info,
@@ -147,11 +147,11 @@ class _Plan:
             *(None,) * 6,  # masks, slopes, multi-item scoring
             0.0,  # logits_soft_cap
             scale,
-            *(None,) * 3,  # scales of 8-bit inputs
+            *(None,) * (3 if paged else 0),  # scales of 8-bit inputs
             1.0,  # rope_scale
             1e4,  # rope_theta
             0,  # token_pos_in_items_len
-            self.workspace.buffer.numel(),
+            *((self.workspace.buffer.numel(),) if paged else ()),
         )
 
 
