@@ -73,7 +73,8 @@ def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable
 
 
 class GraphExecutor:
-    """See `compile.Executor`. Holds what cannot be a value: compiled functions, graphs, static buffers, attention plans."""
+    """See `compile.Executor`. Holds what cannot be a value: graphs, static buffers, attention plans, and compiled functions for models that
+    the kernels do not serve."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class GraphExecutor:
         choice: FastChoice | None = None,
         progress: bool | None = None,
     ):
-        """Compile, and capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
+        """Capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
         model's own `generation_config`; others, those that read shared pages once, and those of few rows with very many tokens, are
         captured when they are first asked for.
 
