@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nanovllm.config import EngineConfig
@@ -137,7 +138,7 @@ def test_a_plan_changes_nothing_that_was_passed_in():
         assert (pool.pages.num_free, ids(running), [list(s.pages) for s in running], ids(left)) == before
 
 
-def test_pages_ahead_of_need_come_from_free_ones_alone():
+def test_pages_ahead_of_need_leave_an_eighth_of_the_pool():
     limits = config(num_pages=100)
     pool, running, left = settled(start(limits, waiting(0, 2, max_tokens=500)))
     plan = schedule(pool, running, left, limits)
@@ -147,6 +148,22 @@ def test_pages_ahead_of_need_come_from_free_ones_alone():
     pool, running, left = settled(start(tight, waiting(0, 2, max_tokens=500)))
     plan = schedule(pool, running, left, tight)
     assert len(plan.running[0].pages) == 2
+
+
+def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():
+    """Where replies of the past fill the pool, the tables change no more often than in an empty one."""
+    limits = config(num_pages=100)
+    pool = init_pool(limits.num_pages, limits.page_size)
+    for first in range(0, 1000, 10):  # other tokens each time
+        done = pools.allocate(pool, 1)
+        assert done is not None
+        pool, pages = done
+        pool = pools.insert(pool, np.arange(first, first + 2, dtype=np.int32), np.array(pages, np.int32), 0)
+        pool = pools.release(pool, pages)
+    assert pool.pages.num_free == 0 and pool.num_available == 100
+    pool, running, left = settled(schedule(pool, [], queue(waiting(0, 2, max_tokens=500)), limits))
+    plan = schedule(pool, running, left, limits)
+    assert plan.grew and len(plan.running[0].pages) == (3 + LOOKAHEAD + 1) // 2
 
 
 def test_the_budget_never_falls_short_of_those_that_decode():

@@ -21,7 +21,7 @@ from .state.request import Queue, Sequence
 from .state.steady import Steady
 from .state.vector import IntVector
 
-LOOKAHEAD = 64  # tokens whose pages a decoding sequence gets ahead of need, while an eighth of the pool stays free
+LOOKAHEAD = 64  # tokens whose pages a decoding sequence gets ahead of need, while an eighth of the pool stays available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -191,10 +191,17 @@ class _Draft:
         return filled % size != 0 and sequence.todo > 0 and self.pool.pages.refcount(sequence.pages[filled // size]) > 1
 
     def look_ahead(self, decoding: list[Sequence]) -> None:
-        """More pages than needed now, from free ones alone, so that many steps pass before the tables change again."""
+        """More pages than needed now, so that many steps pass before the tables change again.
+
+        Idle pages of the index are taken too, which would go within these steps anyway where it fills the pool; not while a request that
+        gave its pages up waits, for it comes back to what it had filled.
+        """
+        first = self.waiting.first()
+        back = first is not None and first.most_filled > 0
         held, size = {_id(s): at for at, s in enumerate(self.running)}, self.config.page_size
         for sequence in decoding:
-            at, spare = held.get(_id(sequence)), self.pool.pages.num_free - self.config.num_pages // 8
+            there = self.pool.pages.num_free if back else self.pool.num_available
+            at, spare = held.get(_id(sequence)), there - self.config.num_pages // 8
             if spare <= 0:
                 return
             if at is None:
