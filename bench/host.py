@@ -62,6 +62,13 @@ class Nothing:
         """Nothing runs ahead."""
         return 0
 
+    def begin(self, model: nv.Model, kv: Any, rows: Any, ticket: int) -> Any:
+        """As `load`."""
+        return len(rows)
+
+    def end(self, ticket: int) -> None:
+        """Nothing is held."""
+
 
 def _zeros(count: int) -> Drawn:
     return Drawn(token_ids=np.zeros(count, np.int32))
