@@ -20,7 +20,7 @@ import numpy as np
 
 import nanovllm as nv
 from nanovllm import collector
-from nanovllm.bench import Engine, random_tokens, record
+from nanovllm.bench import random_tokens, record
 from nanovllm.compile import Drawn
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -74,6 +74,21 @@ def _zeros(count: int) -> Drawn:
     return Drawn(token_ids=np.zeros(count, np.int32))
 
 
+class Engine:
+    """The state of the last call, and whole batches of greedy replies by `submit` and `step`."""
+
+    def __init__(self, model: nv.Model, **limits: int) -> None:
+        self.model, self.state = model, nv.init_state(model, **limits)
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> None:
+        """Run them to their ends."""
+        for prompt, count in zip(prompts, max_tokens, strict=True):
+            params = nv.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            self.state, _ = nv.submit(self.model, self.state, prompt, params)
+        while self.state.running or self.state.waiting:
+            self.state, _ = nv.step(self.model, self.state)
+
+
 def engine_of(num_pages: int, max_num_seqs: int = 256) -> tuple[Engine, Nothing]:
     """An engine whose steps cost nothing but the host's time."""
     config = tiny_config(
@@ -91,7 +106,7 @@ def shared_prompt(repeats: int, requests: int = 32, prefix: int = 16384, own: in
     random, before, submits, after = Random(0), [], [], []
     for _ in range(repeats + 1):
         shared = random_tokens(random, prefix, VOCABULARY)
-        engine.generate([[*shared, 1]], [1], 0.0)
+        engine.generate([[*shared, 1]], [1])
         prompts = [shared + random_tokens(random, own, VOCABULARY) for _ in range(requests)]
         nothing.prompts.clear()
         start = time.perf_counter()
@@ -113,7 +128,7 @@ def decode_step(engine: Engine, nothing: Nothing, rows: int, steps: int = 256) -
     """Microseconds from one decode step to the next, the median over a run of `rows` requests."""
     random = Random(rows)
     nothing.steps.clear()
-    engine.generate([random_tokens(random, 32, VOCABULARY) for _ in range(rows)], [steps] * rows, 0.0)
+    engine.generate([random_tokens(random, 32, VOCABULARY) for _ in range(rows)], [steps] * rows)
     return _median(np.diff(nothing.steps), MICRO)
 
 
@@ -135,7 +150,7 @@ def by_finished(repeats: int, counts: Iterable[int], rows: int = 64) -> dict[str
     random, served, out = Random(1), 0, {}
     for count in sorted(counts):
         for _ in range(served, count, rows):
-            engine.generate([random_tokens(random, 64, VOCABULARY) for _ in range(rows)], [2] * rows, 0.0)
+            engine.generate([random_tokens(random, 64, VOCABULARY) for _ in range(rows)], [2] * rows)
         served = max(served, count)
         out[f"decode_x{rows}_after{count}_us"] = _median([decode_step(engine, nothing, rows) for _ in range(repeats)])
         served += rows * repeats
@@ -150,7 +165,7 @@ def offline(repeats: int, requests: int = 256) -> dict[str, float]:
     for _ in range(repeats):
         engine, nothing = engine_of(40_000)
         start = time.perf_counter()
-        engine.generate(prompts, counts, 0.6)
+        engine.generate(prompts, counts)
         times.append(time.perf_counter() - start)
         steps = len(nothing.steps)
     return {"offline_ms": round(1e3 * min(times), 1), "offline_steps": steps}

@@ -80,9 +80,9 @@ def seconds(num_pages: int, served: int = 0) -> float:
     """How long two requests take in a pool of this size, after others."""
     engine, _ = HOST["engine_of"](num_pages)
     for place in range(0, served, 32):
-        engine.generate([[1 + place + i, 5] for i in range(32)], [1] * 32, 0.0)
+        engine.generate([[1 + place + i, 5] for i in range(32)], [1] * 32)
     start = time.perf_counter()
-    engine.generate([[3] * 40, [4] * 40], [100, 90], 0.0)
+    engine.generate([[3] * 40, [4] * 40], [100, 90])
     return time.perf_counter() - start
 
 
