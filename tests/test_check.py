@@ -362,7 +362,7 @@ def test_nobody_looks_on_a_cpu_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_has_no_fast_form_is_not_looked_at() -> None:
     model = small(dtype="float16")
-    assert choose(model, 256, 16) == (None, "")
+    assert choose(model, 16) == (None, "")
     assert warned(model, check=True) == []
 
 
@@ -382,9 +382,24 @@ def test_check_is_true_false_or_none(untyped: None) -> None:
 
 
 @needs_c
+def test_kernels_that_cannot_be_made_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("triton.errors")
+
+    def refused(*_: Any) -> None:
+        raise errors.TritonError("out of shared memory")
+
+    monkeypatch.setattr("nanovllm.model_check.examine.compare", refused)
+    model = small()
+    choice, said = choose(model, 16)
+    assert choice == FastChoice(layers=(False,) * 3, head=False)
+    assert said == "random-0: the path C cannot run here ('out of shared memory'): plain torch does, slower"
+    assert warned(model, check=True) == [said]
+
+
+@needs_c
 def test_an_engine_of_few_rows_and_few_positions_is_checked_with_those() -> None:
     model = random_model(tiny_config(max_position_embeddings=5))
-    choice, said = choose(model, 1, 1)
+    choice, said = choose(model, 1)
     assert choice == all_fast(model.config) and said == ""
 
 

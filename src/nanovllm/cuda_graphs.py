@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -152,12 +151,10 @@ class GraphExecutor:
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`. The rows that have ended become padding, until fewer rows than another graph holds are left."""
         step, _ = self._current(carry)
-        same = step.kind.size == self._decode.size(len(rows)) and not step.kind.features.penalties
-        gone = np.delete(self._ahead.places, keep)
-        if same and self._decode.retire(step, gone):
-            self._ahead.narrow(keep, rows)
-            return step.carry
-        return self.load(model, carry.kv, rows)
+        if step.kind.size != self._decode.size(len(rows)) or step.kind.features.penalties or step.kind.way == "shared":
+            return self.load(model, carry.kv, rows)  # what stands for shared pages may be a row that has ended
+        self._decode.retire(step, self._ahead.narrow(keep, rows))
+        return step.carry
 
     @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
@@ -238,8 +235,8 @@ class GraphExecutor:
                 for features in graphs.usual:
                     graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way()))
                 bar.update()
-            for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for
-                bar.set_postfix_str(f"compile {len(host.seq_lens)}")
+            for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for, where layers are
+                bar.set_postfix_str(f"prompts {len(host.seq_lens)}")
                 self._forward(model.params, kv, self._prompt(host), model.config)
                 bar.update()
         torch.cuda.synchronize(self._device)

@@ -15,6 +15,7 @@ from .keywords import explain_unknown_keywords
 from .model import Model
 from .model_check.examine import choose
 from .models import FastChoice
+from .ops.backends import attention_backend
 from .state.engine_state import EngineState, Lease
 from .state.kv import KVState, bytes_per_page, init_kv, pages_for
 from .state.pool import init_pool
@@ -87,9 +88,12 @@ def _choice(model: Model, limits: EngineConfig, compile: bool | None, check: boo
     runs_fast = compile is not False if cuda else compile is None
     if not (runs_fast and (cuda if check is None else check)):
         return None
+    if cuda and attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) != "flashinfer":
+        return None  # compiled layers will run
     try:
-        choice, warning = choose(model, limits.max_num_seqs, limits.page_size)
+        choice, warning = choose(model, limits.page_size)
     except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
         choice, warning = None, f"{model.name}: no memory to check the fast decode path with: it is used unchecked"
     if warning:
         warnings.warn(warning, stacklevel=4)

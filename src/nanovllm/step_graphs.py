@@ -146,12 +146,9 @@ class StepGraphs:
         self._fill(host, rows)
         return True
 
-    def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> bool:
-        """Make some of the rows of a loaded step padding; False where that cannot be: their pages may stand for what others share."""
-        if step.kind.way == "shared":
-            return False
+    def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> None:
+        """Make some of the rows of a loaded step, which shares no pages, padding."""
         retire(step.carry.batch, step.carry.active, places, **self._layout)
-        return True
 
     def size(self, rows: int) -> int:
         """The rows of the smallest graph that holds so many."""

@@ -121,9 +121,9 @@ def test_attention_under_extreme_gains(lens: list[int], heads: int, kv_heads: in
 @pytest.mark.parametrize("fault", [forgets_q_norm, rounds_its_weights, writes_no_key, sees_no_new_token, is_no_number])
 def test_a_wrong_layer_is_found(fault: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
-    assert choose(model, 20, 16) == (all_fast(model.config), "")
+    assert choose(model, 16) == (all_fast(model.config), "")
     monkeypatch.setattr(fused, "decode_layer", planted(model, fault, 2))
-    choice, said = choose(model, 20, 16)
+    choice, said = choose(model, 16)
     assert choice == FastChoice(layers=(True, True, False, True))
     assert "the path fused errs by" in said and said.endswith("layer 2 will run in plain torch, slower")
 
@@ -141,26 +141,25 @@ def many_rows_wrong(model: nv.Model, *indices: int) -> Callable[..., Any]:
 def test_a_wrong_layer_for_many_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     monkeypatch.setattr(fused, "wide_layer", many_rows_wrong(model, 0, 3))
-    assert choose(model, 20, 16)[0] == FastChoice(layers=(False, True, True, False))
-    assert choose(model, 16, 16)[0] == all_fast(model.config)  # an engine of fewer rows never runs it
+    assert choose(model, 16)[0] == FastChoice(layers=(False, True, True, False))
 
 
 def test_a_wrong_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "head", lambda *given: HEAD(*given) * 1.1)
     model = small()
-    assert choose(model, 20, 16)[0] == FastChoice(layers=(True,) * 4, head=False)
+    assert choose(model, 16)[0] == FastChoice(layers=(True,) * 4, head=False)
 
 
 def test_what_the_kernels_do_not_serve_is_not_looked_at() -> None:
-    assert choose(small(dtype="float32"), 20, 16) == (None, "")
+    assert choose(small(dtype="float32"), 16) == (None, "")
 
 
 def test_looking_gives_its_memory_back() -> None:
     model = small()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    choose(model, 20, 16)  # the libraries' own workspaces stay
-    choose(model, 20, 16)
+    choose(model, 16)  # the libraries' own workspaces stay
+    choose(model, 16)
     assert free - torch.cuda.mem_get_info()[0] < 256 << 20
 
 

@@ -9,7 +9,7 @@ from nanovllm.ops import norm_linear as few
 from nanovllm.ops.norm_linear import Tile, norm_linear
 from nanovllm.ops.paged_decode import paged_decode
 from nanovllm.ops.plain import rms_norm
-from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend, rope_write
+from nanovllm.ops.rope_attend import FusedDecodePlan, cut_of, rope_attend, rope_write
 from nanovllm.ops.wide import WideTile, linear_add_norm, wide_tile
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 
@@ -219,9 +219,24 @@ def test_the_reference_of_a_sum_and_its_norm_is_the_plain_functions() -> None:
 @pytest.mark.parametrize("rows", [17, 64, 65, 256, 300])
 @pytest.mark.parametrize(("outputs", "width"), [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (1000, 512), (96, 100)])
 def test_a_wide_tile_covers_its_product(rows: int, outputs: int, width: int, split: bool, processors: int) -> None:
-    tile = wide_tile(rows, outputs, width, not split, processors, split=split)
+    tile = wide_tile(rows, outputs, width, not split, processors, 200_000, split=split)
     if tile is not None:
         assert outputs % tile.outputs == 0 and width % (tile.parts * tile.depth) == 0 and (split or tile.parts == 1)
         assert outputs // tile.outputs * tile.parts * -(-rows // tile.rows) <= processors
     if outputs == 1024 and split and processors == 132 and rows < 300:
         assert tile is not None and tile.parts == (4 if rows < 256 else 2)
+
+
+@pytest.mark.parametrize("memory", [200_000, 158_720, 93_184])
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_is_in_flight_fits_into_a_program(memory: int, gated: bool) -> None:
+    """On an H200, an A100 and a small card; what does not fit is not cut so."""
+    for rows in (17, 64, 200):
+        for outputs, width in ((1024, 2048), (3072, 1024), (5632, 2048), (11008, 4096)):
+            tile = wide_tile(rows, outputs, width, gated, 128, memory, split=not gated)
+            if tile is not None:
+                assert 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1)) <= memory
+    for rows in (1, 16, 17, 64, 256):
+        for head_dim in (64, 96, 128, 256):
+            tokens, _, stages, _ = cut_of(rows, head_dim, memory)
+            assert bool(stages) == (rows > 16) and tokens * stages * 4 * head_dim <= memory

@@ -137,9 +137,11 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
             own[0, each.page, :, :, each.offset] = 0
             angles = (cos[at], sin[at])
             want, want_kv = _run(model.spec.layer, wide, x_RM.double(), own.double(), each, angles, config)
-            for layer in forms:
-                got, got_kv = _run(layer, w, x_RM, own.clone(), each, angles, config, 0 if layer is model.spec.layer else plan)
-                found += [relative_error(got, want, want - x_RM.double()), relative_error(got_kv, want_kv, want_kv)]
+            copies = [own.clone() for _ in forms]  # before any of the kernels, which read old keys before they wait for each other
+            want_by = want - x_RM.double()
+            for layer, copied in zip(forms, copies, strict=True):
+                got, got_kv = _run(layer, w, x_RM, copied, each, angles, config, 0 if layer is model.spec.layer else plan)
+                found += [relative_error(got, want, want_by), relative_error(got_kv, want_kv, want_kv)]
         x_TM = y_TM
         del wide  # before the next one: two layers in float64 would be the largest need
     heads = [layers.head] if fast is None else [layers.head, fast.head]

@@ -1,5 +1,6 @@
 """A model as a whole: `examine` for the report, `choose` for an engine that starts."""
 
+import reprlib
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -8,6 +9,7 @@ from ..errors import InvalidRequestError
 from ..model import Model
 from ..models.choice import FastChoice
 from ..models.fast import FastPath, fast_path
+from ..ops.backends import installed
 from .agree import agreement
 from .compare import Compared, compare, error_bound
 from .report import CheckReport, chosen, reported
@@ -35,22 +37,36 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16) -> Chec
         return reported(model, fast, choice, rows, compared, greedy)
 
 
-def choose(model: Model, max_num_seqs: int, page_size: int) -> tuple[FastChoice | None, str]:
+def choose(model: Model, page_size: int) -> tuple[FastChoice | None, str]:
     """Which layers of an engine's decode steps may run in their fast form, by a short comparison, and one line of warning or nothing.
 
-    None: the model has no fast form here. Needs memory for one layer in float64, and on a GPU gives it back to the system.
+    None: the model has no fast form here. Needs memory for one layer in float64, and on a GPU gives it back to the system. Where a kernel
+    cannot be made for this GPU, nothing runs in its fast form.
     """
     with _on_device(model):
         fast = fast_path(model.params, model.config)
         if fast is None:
             return None, ""
         token_ids = sample_tokens(model, min(START_TOKENS, model.config.max_position_embeddings))
-        rows = sorted({min(count, max_num_seqs, len(token_ids)) for count in START_ROWS})
-        compared = compare(model, fast, token_ids, rows, page_size)
+        rows = sorted({min(count, len(token_ids)) for count in START_ROWS})
+        try:
+            compared = compare(model, fast, token_ids, rows, page_size)
+        except kernel_errors() as error:
+            nothing = FastChoice(layers=(False,) * model.config.num_layers, head=False)
+            return nothing, f"{model.name}: the path {fast.name} cannot run here ({reprlib.repr(str(error))}): plain torch does, slower"
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
     choice = chosen(compared, model.dtype)
     return choice, "" if choice.whole else warning(model, fast, choice, compared)
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises where it cannot make a kernel for a GPU."""
+    if not installed("triton"):
+        return ()
+    from triton.errors import TritonError
+
+    return (TritonError,)
 
 
 def warning(model: Model, fast: FastPath, choice: FastChoice, compared: Compared) -> str:

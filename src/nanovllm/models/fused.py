@@ -5,6 +5,7 @@ It agrees with a model's own `forward` within rounding, for every architecture w
 
 from itertools import pairwise
 
+import torch
 import torch.nn.functional as F
 
 from ..batch import Batch
@@ -27,8 +28,9 @@ from .params import Layer, Params
 def serves(params: Params[Tensor]) -> bool:
     """Whether the kernels can run this model."""
     embed = params.embed
-    plain = all(w.gate_up_bias is None for w in params.layers)
-    return plain and embed.device.type == "cuda" and embed.dtype in HALVES and installed("triton")
+    if any(w.gate_up_bias is not None for w in params.layers) or embed.dtype not in HALVES or not installed("triton"):
+        return False
+    return embed.device.type == "cuda" and torch.cuda.get_device_capability(embed.device) >= (8, 0)
 
 
 def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
@@ -56,6 +58,7 @@ def forward(
     `paged_decode` takes.
     """
     (pages,) = kv.pools
+    # The kernels read the angles before they wait; the lookup behind them, an ordinary launch, sees to it that they are there.
     cos, sin = rope_angles(batch.positions, params.inv_freq, config.rope)
     x = F.embedding(batch.input_ids, params.embed)
     weight, eps = params.embed if params.head is None else params.head, config.rms_norm_eps

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 HALVES = (torch.bfloat16, torch.float16)  # that our own kernels of a decode step take
+LARGEST = 200_000  # bytes of shared memory of one program: more did not pay
 FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)  # other sizes are not refused everywhere and can be silently wrong
 
@@ -21,6 +22,18 @@ def installed(package: str) -> bool:
 def dependent_launch(device: torch.device) -> bool:
     """Whether the GPU can start a kernel before the one ahead of it has ended (compute capability 9.0 or more)."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use, less some for sums."""
+    return min(LARGEST, torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 8192)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> Literal["flashinfer", "reference"]:

@@ -1,21 +1,19 @@
 """`norm_linear`: a matrix product of few rows with what stands before and after it in a decoder layer, in one launch on a GPU."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from ..types import Float, Tensor
-from .backends import HALVES, dependent_launch, installed
+from .backends import HALVES, dependent_launch, installed, processors, shared_memory
 from .linear import linear
 from .plain import rms_norm
-from .wide import processors, wide_tile
+from .wide import wide_tile
 
 FEW = 2  # rows up to which products are summed in float32, without tensor cores
 ROWS = 16  # up to which the norm is part of the product: beyond, every program would compute too much of it
 WIDEST = 16384  # inputs that lie in the registers of one program
-LARGEST = 200_000  # bytes of shared memory
 NARROW = 16  # outputs of a program that works on tensor cores
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -88,7 +86,8 @@ def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor
     from . import triton_wide
 
     pdl = dependent_launch(x.device)
-    tile = wide_tile(x.shape[0], weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, processors(x.device))
+    outputs, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    tile = wide_tile(x.shape[0], outputs, width, gated, processors(x.device), shared_memory(x.device))
     if tile is not None:
         return triton_wide.product(x, weight, bias, gated, tile, pdl)
     y = linear(x, weight, bias)
@@ -112,12 +111,6 @@ def fits(rows: int, width: int, gated: bool, memory: int) -> bool:
 def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
     """Bytes of shared memory, at most, of a program on tensor cores: its weights and the rows."""
     return 2 * width * (outputs * (2 if gated else 1) + max(8, 1 << (rows - 1).bit_length()))
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use, less some for sums; no more than what was measured to pay."""
-    return min(LARGEST, torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 8192)
 
 
 def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:

@@ -1,12 +1,11 @@
 """`linear_add_norm`: a projection, the residual, and the norm that follows; and how products of many rows are cut on a GPU."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from ..types import Float, Tensor
-from .backends import HALVES, dependent_launch, installed
+from .backends import HALVES, dependent_launch, installed, processors, shared_memory
 from .linear import linear
 from .plain import rms_norm
 
@@ -62,7 +61,7 @@ def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain
     from . import triton_wide
 
     x, residual, pdl = x.contiguous(), residual.contiguous(), dependent_launch(x.device)
-    tile = wide_tile(x.shape[0], weight.shape[0], weight.shape[1], False, processors(x.device), split=True)
+    tile = wide_tile(x.shape[0], weight.shape[0], weight.shape[1], False, processors(x.device), shared_memory(x.device), split=True)
     if tile is None:
         parts, bias = linear(x, weight, bias).unsqueeze(0), None
     elif tile.parts == 1:
@@ -72,10 +71,11 @@ def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain
     return triton_wide.sum_norm(parts, bias, residual, gain, eps, pdl)
 
 
-def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int, *, split: bool = False) -> WideTile | None:
+def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> WideTile | None:
     """The cut that was fastest on an H200 among those tried; None where the library's product is.
 
-    Programs take a multiprocessor each, so there are no more than `processors` of them. `split`: whether the inputs may be cut.
+    Programs take a multiprocessor each, so there are no more than `processors` of them, and `memory` bytes of its shared memory at most.
+    `split`: whether the inputs may be cut.
     """
     blocks = -(-rows // ROWS)
     if (gated and blocks > 1) or rows > MOST:
@@ -83,15 +83,11 @@ def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int,
     for parts in (4, 3, 2, 1) if split else (1,):
         for columns, depth, stages in ((32, 128 if gated else 256, 4 if gated else 3), (64, 128, 4)):
             programs = outputs // columns * blocks * parts
+            if 2 * stages * depth * (ROWS + columns * (2 if gated else 1)) > memory:
+                continue
             if outputs % columns == 0 and width % (depth * parts) == 0 and programs <= processors:
                 return WideTile(outputs=columns, depth=depth, stages=stages, parts=parts)
     return None
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _LIBRARY.impl("linear_add_norm", _reference, "CPU")

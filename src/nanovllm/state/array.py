@@ -37,6 +37,8 @@ class IntArray:
 
     def get(self, places: np.ndarray) -> np.ndarray:
         """What stands at these places (int32). Raises `IndexError` for one that is not in the array."""
+        if places.dtype != np.int32:
+            raise TypeError(f"places are int32, not {places.dtype}")
         return self._memory()[places.view(np.uint32)]
 
     def put(self, places: np.ndarray, values: np.ndarray | int) -> "IntArray":
