@@ -24,11 +24,11 @@ def test_the_document_says_what_was_measured() -> None:
 
 
 def test_a_block_is_filled_again_and_again(tmp_path: Path) -> None:
-    result = json.loads((RESULTS / "h200-qwen3-0.6b.json").read_text())
+    result = json.loads((RESULTS / "h200-bench.json").read_text())
     (tmp_path / "one.json").write_text(json.dumps(result))
-    text = "before\n<!-- bench: one.json -->\nold\n<!-- /bench -->\nbetween\n<!-- bench: two.json -->\n<!-- /bench -->\nafter"
+    text = "before\n<!-- bench: one.json -->\nbygone\n<!-- /bench -->\nbetween\n<!-- bench: two.json -->\n<!-- /bench -->\nafter"
     once = bench_docs.filled(text, tmp_path)
-    assert markdown(result) in once and "old" not in once
+    assert markdown(result) in once and "bygone" not in once
     assert once.startswith("before\n<!-- bench: one.json -->\n![") and once.endswith("No figures yet.\n<!-- /bench -->\nafter")
     assert bench_docs.filled(once, tmp_path) == once
     assert set(bench_docs.pictures(text, tmp_path)) == {"performance-one.svg"}
