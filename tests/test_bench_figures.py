@@ -229,6 +229,7 @@ def test_bench_prints_tables_or_json_and_writes_both_files(
     [
         (["--peer", "nobody"], "unknown peer 'nobody'; there are transformers"),
         (["--plot", "bench.png"], "ends with .svg"),
+        (["--output", "bench.svg"], "ends with .json"),
         (["--output", "/proc/no/run.json"], "/proc/no/run.json: "),
         (["--output", "/"], "is a folder"),
     ],

@@ -523,10 +523,12 @@ def test_a_model_without_a_fast_path(dtype: str) -> None:
 
 @needs_c
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["check", "--device", "cpu", "--tokens", "40", "--json", str(tmp_path / "report.json")]) == 0
+    assert cli.main(["check", "--device", "cpu", "--tokens", "40", "--output", str(tmp_path / "report.json")]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("tiny, Qwen3ForCausalLM, float32") and "over 40 tokens: 40 with the plain layers" in out
+    assert out.startswith("tiny, Qwen3ForCausalLM, float32") and "tokens of 40: with the plain layers on 40;" in out
     assert json.loads((tmp_path / "report.json").read_text())["num_tokens"] == 40
+    assert cli.main(["check", "--device", "cpu", "--tokens", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "report.json").read_text())
     folder = str(save_hf_folder(tmp_path / "model", tiny_config()))
     for named in ([folder], ["--model", folder]):
         assert cli.main(["check", *named, "--device", "cpu", "--dtype", "bfloat16", "--tokens", "20"]) == 0
@@ -544,11 +546,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     [
         (["no-such-model"], "'no-such-model' is neither a folder nor a repository"),
         (["tiny", "--model", "tiny"], "two models were named, 'tiny' and 'tiny': give one"),
-        (["--tokens", "0"], "num_tokens=0 must be 1 to 2048, the model's positions"),
         (["--tokens", "3000"], "num_tokens=3000"),
         (["--dtype", "int8"], "dtype 'int8'"),
         (["--device", "abacus"], "device='abacus'"),
-        (["--tokens", "2", "--json", "/no/such/folder/report.json"], "No such file or directory"),
+        (["--tokens", "2", "--output", "/dev/null/folder/report.json"], "Not a directory"),
     ],
 )
 def test_errors_of_the_command(arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import collector
+from ..arguments import positive, positives, require_folder
 from ..errors import InvalidRequestError
 from ..model import Model, load_model, resolve_device
 from ..terminal import note
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many = "numbers, comma-separated, at which growth is measured (default: %s; on a CPU %s)"
     for name in ("batches", "contexts"):
         on = (growth.Settings(), growth.ON_CPU)
-        parser.add_argument(f"--{name}", type=_positives, default=None, help=many % tuple(",".join(map(str, getattr(s, name))) for s in on))
+        parser.add_argument(f"--{name}", type=positives, default=None, help=many % tuple(",".join(map(str, getattr(s, name))) for s in on))
     peer = f"another engine to run the same workloads after ours, slowly: {', '.join(PEERS)}; may be given several times"
     parser.add_argument("--peer", action="append", default=[], metavar="NAME", help=peer)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
@@ -134,35 +135,14 @@ def _settings(options: argparse.Namespace, cuda: bool) -> growth.Settings:
 
 def _plot_path(options: argparse.Namespace) -> Path | None:
     path = options.plot or (options.output.with_suffix(".svg") if options.output else None)
+    if options.output and options.output.suffix != ".json":
+        raise InvalidRequestError(f"--output {options.output}: the result is a JSON file; give a name that ends with .json")
     if path is not None and path.suffix != ".svg":
         raise InvalidRequestError(f"--plot {path}: the picture is an SVG file; give a name that ends with .svg")
     return path
-
-
-def require_folder(path: Path | None) -> None:
-    """Before minutes of measuring: the file can be written. Raises `InvalidRequestError`."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequestError(f"{path}: {error.strerror}") from None
-    if path.is_dir():
-        raise InvalidRequestError(f"{path} is a folder, not a file to write")
 
 
 def _tell(what: str) -> None:
     """Where a run stands, for who waits at a terminal."""
     if sys.stderr.isatty():
         note(what)
-
-
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
-    return int(text)
-
-
-def _positives(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))

@@ -15,11 +15,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from .. import collector
+from ..arguments import positive, require_folder
 from ..engine import step
 from ..errors import InvalidRequestError
 from ..model import Model
 from ..terminal import note
-from .command import add_model_arguments, find_model, positive, require_folder
+from .command import add_model_arguments, find_model
 from .engine import Engine, room_for, start_decoding, time_steps
 from .kernels import Kernel, as_json, kernels, table
 from .record import record
@@ -59,7 +60,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     length = options.prefill or options.context
     longest = length + (1 if options.prefill else room_for(options.batch, length, 2 * options.steps, BUDGET))
     if longest > model.config.max_position_embeddings:
-        raise InvalidRequestError(f"{longest} tokens a row are more than the model's {model.config.max_position_embeddings} positions")
+        option, most = "--prefill" if options.prefill else "--context", model.config.max_position_embeddings
+        raise InvalidRequestError(f"{option} {length}: with the steps {longest} tokens a row, more than the model's {most} positions")
     pages = options.batch * (-(-(longest + AHEAD) // 16) + 1)
     limits = {"num_pages": pages, "max_model_len": longest, "max_num_seqs": options.batch, "max_num_batched_tokens": BUDGET}
     engine = Engine(model, **limits, compile=False if options.eager else None)

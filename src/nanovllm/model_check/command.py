@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..arguments import positive, require_folder
 from ..errors import InvalidRequestError
 from ..model import Model, load_model
 from .examine import examine
@@ -11,33 +12,33 @@ from .report import table
 
 DESCRIPTION = """\
 Compare a model's fast decode path (fused kernels on a GPU, C on a CPU) with its plain layers, on the model's own weights: every layer by
-itself beside float64, the extremes of its norms, and greedy agreement over a text. Exit code 0: all layers keep the bound; 1: some fall
-back to plain torch; 2: an error.
+itself beside float64, the extremes of its norms, and greedy agreement over a text. Exit code 0: all layers keep the bound, or there is no
+fast path here; 1: some fall back to plain torch; 2: an error.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm check`."""
-    where = "tiny, the packaged model (default), a folder, a repository in the Hugging Face cache, or the name of shapes that bench knows"
+    where = "tiny, the packaged model (default), a folder, a repository in the Hugging Face cache, or shapes that `bench --help` names"
     parser.add_argument("name", nargs="?", metavar="MODEL", help=where)
     parser.add_argument("--model", metavar="NAME", help="the same by an option, as for the other commands")
     parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens of the text (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this JSON file")
+    parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the text (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write that object to this file")
 
 
 def main(options: argparse.Namespace) -> int:
     """Check, print the table, write the file that was asked for. Returns 0 or, where a layer falls back, 1."""
     if options.name is not None and options.model is not None:
         raise InvalidRequestError(f"two models were named, {options.name!r} and {options.model!r}: give one")
+    require_folder(options.output)
     report = examine(loaded(options.name or options.model or "tiny", options.device, options.dtype), options.tokens)
-    print(table(report))
-    if options.json is not None:
-        try:
-            options.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidRequestError(f"--json {options.json}: {error.strerror}") from None
+    found = json.dumps(report.as_json(), indent=1)
+    print(found if options.json else table(report))
+    if options.output is not None:
+        options.output.write_text(found + "\n", encoding="utf-8")
     return 1 if report.fallen else 0
 
 

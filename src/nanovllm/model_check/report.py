@@ -175,8 +175,8 @@ def verdict(report: CheckReport) -> str:
 def _agreement_lines(found: Agreement | None) -> list[str]:
     if found is None:
         return []
-    exact = f"with float64 {found.fast_exact}, as against {found.plain_exact} of the plain layers"
-    lines = [f"Greedy agreement over {found.num_tokens} tokens: {found.both} with the plain layers ({exact})"]
+    exact = f"with float64 on {found.fast_exact}, the plain layers on {found.plain_exact}"
+    lines = [f"Greedy agreement, tokens of {found.num_tokens}: with the plain layers on {found.both}; {exact}"]
     apart = sorted(found.apart, key=lambda each: -each.margin)
     lines += [f"  token {each.place}: {each.fast}, plain {each.plain}, float64 {each.exact} by {each.margin:.2g}" for each in apart[:SHOWN]]
     return lines + [f"  and {len(apart) - SHOWN} more, by less"] * (len(apart) > SHOWN)

@@ -1,0 +1,30 @@
+"""Arguments that the commands share."""
+
+import argparse
+from pathlib import Path
+
+from .errors import InvalidRequestError
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Several of them, comma-separated."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def require_folder(path: Path | None) -> None:
+    """Before minutes of measuring: the file can be written, in a folder that is made if it is not there. Raises `InvalidRequestError`."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: {error.strerror}") from None
+    if path.is_dir():
+        raise InvalidRequestError(f"{path} is a folder, not a file to write")
