@@ -437,13 +437,14 @@ def test_fused_steps_with_plain_layers_among_them(architecture: str, few: bool, 
     monkeypatch.setattr(fused, "follows_closely", lambda *_: few)
     monkeypatch.setattr(fused, "decode_layer", seen(fused.decode_layer, ran, "fused", 3))
     monkeypatch.setattr(fused, "wide_layer", seen(fused.wide_layer, ran, "fused", 5))
+    monkeypatch.setattr(compile, "compiled_layer", lambda model: seen(model.spec.layer, ran, "plain", 3))
     rows = spread_rows(model, 16, 4, 4)
     kv = init_kv(model.config, num_pages=len(rows.source), page_size=4, dtype=model.dtype, device=model.device)
     want, want_kv = model.spec.forward(model.params, pytree.tree_map(torch.clone, kv), rows.batch, model.config)
     for layers_chosen in ((True, True, True), (False, True, False), (True, False, True), (False, False, True)):
         for head in (True, False):
             ran.clear()
-            steps = compile.fused_forward(model, FastChoice(layers=layers_chosen, head=head), seen(model.spec.layer, ran, "plain", 3))
+            steps = compile.fused_forward(model, FastChoice(layers=layers_chosen, head=head))
             got, got_kv = steps(model.params, pytree.tree_map(torch.clone, kv), rows.batch, model.config)
             assert ran == [("fused" if fast else "plain", index) for index, fast in enumerate(layers_chosen)]
             torch.testing.assert_close(got, want)

@@ -163,12 +163,12 @@ def compiled_layer(model: Model) -> LayerFunction:
     return torch.compile(own, fullgraph=True)
 
 
-def compiled_forward(model: Model, compiled: LayerFunction | None = None) -> Forward:
-    """The model's forward over what `compiled_layer` returns; None: one of its own.
+def compiled_forward(model: Model) -> Forward:
+    """The model's forward over what `compiled_layer` returns.
 
     A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
     """
-    compiled = compiled_layer(model) if compiled is None else compiled
+    compiled = compiled_layer(model)
 
     def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
         if index < 2:  # what is not marked varies later at the price of one more compilation
@@ -191,19 +191,16 @@ def _mark_dynamic(x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> None:
         torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
 
 
-def fused_forward(model: Model, choice: FastChoice | None, compiled: LayerFunction | None = None) -> Forward:
-    """The forward of `models/fused.py`, with the layers that `choice` leaves out compiled; None: it leaves none out.
-
-    `compiled` is what `compiled_layer` returns; None: one of its own where it is needed.
-    """
+def fused_forward(model: Model, choice: FastChoice | None) -> Forward:
+    """The forward of `models/fused.py`, with the layers that `choice` leaves out compiled; None: it leaves none out."""
     if choice is None or choice.all_layers:
         return models.fused.forward if choice is None or choice.head else partial(models.fused.forward, choice=choice)
-    own = compiled_layer(model) if compiled is None else compiled
+    compiled = compiled_layer(model)
 
     def plain(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
         _mark_dynamic(x, cos, sin, batch)
         with torch._dynamo.config.patch(recompile_limit=COMPILES):
-            return own(w, x, pages, index, cos, sin, batch, config)
+            return compiled(w, x, pages, index, cos, sin, batch, config)
 
     return partial(models.fused.forward, plain=plain, choice=choice)
 

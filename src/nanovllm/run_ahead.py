@@ -35,7 +35,8 @@ class RunAhead:
         """Only `rows`, those at the places `keep` of the rows so far, go on; returns the carry's places of the others."""
         gone = np.delete(self.places, keep)
         self.unused += len(gone) if self.launched else 0
-        self.places, self.left = self.places[keep], steps_ahead(rows, self.page_size)
+        # What is left holds for a part of the rows too; only where that is nothing may those that ended have been what was in the way.
+        self.places, self.left = self.places[keep], self.left or steps_ahead(rows, self.page_size)
         return gone
 
     def drop(self) -> None:

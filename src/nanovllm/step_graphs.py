@@ -189,9 +189,7 @@ class StepGraphs:
 
     def way(self) -> Way:
         """How rows attend that share nothing and are not long."""
-        if self._fused:
-            return "fused"
-        return "shared" if self._attention is None else "planned"
+        return "fused" if self._fused else "shared" if self._attention is None else "planned"
 
     def _follow(self, host: HostBatch) -> Way:
         """Make the plan for a padded batch; tells how it attends."""

@@ -104,11 +104,20 @@ def rope_write(
 
     Returns q, k and v, views of `qkv`. Arguments as in `rope_attend`.
     """
-    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
     torch.ops.nanovllm.rope_write.default(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps)
+    return _heads(qkv, pages)
+
+
+def _heads(qkv: Tensor, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, views of a fused projection's output."""
+    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     return q, k, v
+
+
+def _turned(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    return apply_rope(x if gain is None else rms_norm(x, gain, eps), cos, sin)
 
 
 @torch.library.register_fake("nanovllm::rope_write", lib=_LIBRARY)
@@ -117,11 +126,9 @@ def _fake_write(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps):
 
 
 def _write_steps(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps) -> None:
-    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = _heads(qkv, pages)
     for part, gain in ((q, q_norm), (k, k_norm)):
-        part.copy_(apply_rope(part if gain is None else rms_norm(part, gain, eps), cos, sin))
+        part.copy_(_turned(part, gain, cos, sin, eps))
     kv_write(pages, layer, k, v, slots)
 
 
@@ -141,11 +148,8 @@ def _fake(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, sl
 
 
 def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan) -> Tensor:
-    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
-    q, k = (x if gain is None else rms_norm(x, gain, eps) for x, gain in ((q, q_norm), (k, k_norm)))
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    q, k, v = _heads(qkv, pages)
+    q, k = _turned(q, q_norm, cos, sin, eps), _turned(k, k_norm, cos, sin, eps)
     kv_write(pages, layer, k, v, slots)
     return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan).flatten(1)
 
