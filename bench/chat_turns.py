@@ -225,10 +225,8 @@ def main() -> None:
         parser.error(f"{model.name} has no think tokens")
     chats = measure(model, options.turns, max_tokens=options.max_tokens, max_model_len=options.max_model_len)
     print(table(chats, options.turns))
-    result = record(model, {}, [])
-    result["command"] = f"python bench/chat_turns.py --model {options.model} --turns {options.turns} --max-tokens {options.max_tokens}"
-    result["page_size"] = 16
-    result["ways"] = {way: figures(chat, chats["anew"]) for way, chat in chats.items()}
+    command = f"python bench/chat_turns.py --model {options.model} --turns {options.turns} --max-tokens {options.max_tokens}"
+    result = record(model, {"page_size": 16, "ways": {way: figures(chat, chats["anew"]) for way, chat in chats.items()}}, command)
     if options.output:
         text = json.dumps(result, indent=2)
         options.output.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")

@@ -147,10 +147,8 @@ def main() -> None:
     model = load(options.model, device=options.device)
     memory, shm = Path("/dev/shm"), os.access("/dev/shm", os.W_OK)
     with tempfile.TemporaryDirectory(dir=memory if shm else None) as folder, tempfile.TemporaryDirectory(dir=options.disk) as disk:
-        result = record(model, measure(model, options.length, options.repeats, Path(folder), Path(disk)), [])
-    result["command"] = f"python bench/chunks.py --model {options.model} --length {options.length}"
-    if options.commit:
-        result["commit"] = options.commit
+        figures = measure(model, options.length, options.repeats, Path(folder), Path(disk))
+    result = record(model, figures, f"python bench/chunks.py --model {options.model} --length {options.length}", options.commit)
     print(json.dumps(result, indent=2))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n")

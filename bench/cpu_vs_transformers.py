@@ -62,7 +62,7 @@ def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats:
         figures[f"{key}_ratio"] = round(float(np.median(np.divide(speeds["ours"], speeds["theirs"]))), 2)
         if name == "tiny":
             figures[f"{key}_equal_replies"] = round(sum(agree) / len(agree), 3)
-    return record(model, figures, [])
+    return record(model, figures, "")
 
 
 def main() -> None:

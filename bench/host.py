@@ -20,6 +20,7 @@ import numpy as np
 
 import nanovllm as nv
 from nanovllm import collector
+from nanovllm.arguments import positive
 from nanovllm.bench import random_tokens, record
 from nanovllm.compile import Drawn
 from nanovllm.testing.models import random_model, tiny_config
@@ -190,16 +191,12 @@ def measure(repeats: int) -> dict[str, float]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--commit", help="recorded in place of what git says")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    result = record(engine_of(1)[0].model, measure(options.repeats), [])
-    result["command"] = f"python bench/host.py --repeats {options.repeats}"
-    if options.commit:
-        result["commit"] = options.commit
+    command = f"python bench/host.py --repeats {options.repeats}"
+    result = record(engine_of(1)[0].model, measure(options.repeats), command, options.commit)
     print(json.dumps(result, indent=2))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -163,7 +163,7 @@ def full(grown: dict[str, Any]) -> dict[str, Any]:
         one = Measured(workload="<b1>", what="1 & 2", key=key, work=work, tokens=max(1, work.tokens), seconds=seconds, steps=2, host=0.2)
         rows.append(report.row(one, SMALL, torch.float32, CEILING))
     figures = {"b1_step_us": 7.5, "b1_host_us": 2.5, "roofline": report.ceiling_json(CEILING), "workloads": rows, "growth": grown}
-    return bench.record(MODEL, figures | {"peers": {"other": {"b1_decode_tok_s": 0.05}}}, ["--json"])
+    return bench.record(MODEL, figures | {"peers": {"other": {"b1_decode_tok_s": 0.05}}}, "nanovllm bench --json")
 
 
 def test_tables_are_aligned(grown: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ def test_tables_are_aligned(grown: dict[str, Any]) -> None:
     assert rates[0][0] == "<b1>" and rates[0][-2:] == ("20%", "0")
     document = report.markdown(result | {"command": "nanovllm bench --which b1 --output a/b.json --json"})
     assert report.HOST in text and "| workload |" in document and "(`nanovllm bench --which b1`)" in document
-    assert "workload" not in report.text(bench.record(MODEL, {}, []))
+    assert "workload" not in report.text(bench.record(MODEL, {}, ""))
 
 
 def test_pictures_are_svg(grown: dict[str, Any]) -> None:

@@ -101,9 +101,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         peer = make(model, name)
         theirs = _run(peer.generate, peer.name, which, model, options.repeats)
         figures.setdefault("peers", {})[peer.name] = {one.key: one.figure for one in theirs}
-    result = record(model, figures, arguments)
-    if options.commit:
-        result["commit"] = options.commit
+    result = record(model, figures, " ".join(("nanovllm bench", *arguments)), options.commit)
     print(json.dumps(result, indent=2) if options.json else report.text(result))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n")

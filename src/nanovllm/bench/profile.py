@@ -73,8 +73,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         note("the profiler saw no kernels: CUPTI may be missing, or in use by another profiler")
     what = f"{options.batch} x {length} tokens of prompt" if options.prefill else f"{options.batch} x {length} tokens of context"
     figures: dict[str, Any] = {"what": what, "step_us": found.step_us, "host_us": found.host_us, "kernels": as_json(found.kernels)}
-    result = record(model, figures, arguments)
-    result["command"] = "nanovllm profile " + " ".join(arguments)
+    result = record(model, figures, " ".join(("nanovllm profile", *arguments)))
     print(json.dumps(result, indent=2) if options.json else text(result, found, options.top, cuda=cuda))
     return 0
 

@@ -3,7 +3,7 @@
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,16 @@ def commit() -> str:
         return "unknown"
 
 
-def record(model: Model, figures: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """One run's object: where, what, with which command, and the figures."""
+def record(model: Model, figures: Mapping[str, Any], command: str, at: str | None = None) -> dict[str, Any]:
+    """One run's object: where, what, with which command, at which commit (None: as git says), and the figures."""
     cuda, threads = model.device.type == "cuda", torch.get_num_threads()
     return {
         "engine": "nanovllm",
         "gpu": torch.cuda.get_device_name(model.device) if cuda else None,
         "cpu": None if cuda else f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
-        "commit": commit(),
+        "commit": at or commit(),
         "versions": versions(),
-        "command": "nanovllm bench " + " ".join(arguments),
+        "command": command,
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         **figures,
