@@ -5,13 +5,12 @@ It agrees with a model's own `forward` within rounding, for every architecture w
 
 from itertools import pairwise
 
-import torch
 import torch.nn.functional as F
 
 from ..batch import Batch
 from ..config import ModelConfig
 from ..ops import norm_linear as few
-from ..ops.backends import HALVES, installed
+from ..ops.backends import own_kernels
 from ..ops.linear import linear
 from ..ops.norm_linear import norm_linear
 from ..ops.paged_prefill import paged_prefill
@@ -27,10 +26,7 @@ from .params import Layer, Params
 
 def serves(params: Params[Tensor]) -> bool:
     """Whether the kernels can run this model."""
-    embed = params.embed
-    if any(w.gate_up_bias is not None for w in params.layers) or embed.dtype not in HALVES or not installed("triton"):
-        return False
-    return embed.device.type == "cuda" and torch.cuda.get_device_capability(embed.device) >= (8, 0)
+    return all(w.gate_up_bias is None for w in params.layers) and own_kernels(params.embed.device, params.embed.dtype)
 
 
 def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:

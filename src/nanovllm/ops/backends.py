@@ -18,6 +18,11 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def own_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our own kernels of captured steps run in this dtype there: a GPU of compute capability 8.0 or more."""
+    return device.type == "cuda" and dtype in HALVES and installed("triton") and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @functools.cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether the GPU can start a kernel before the one ahead of it has ended (compute capability 9.0 or more)."""

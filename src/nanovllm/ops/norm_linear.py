@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..types import Float, Tensor
-from .backends import HALVES, dependent_launch, installed, processors, shared_memory
+from .backends import dependent_launch, own_kernels, processors, shared_memory
 from .linear import linear
 from .plain import rms_norm
 from .wide import wide_tile
@@ -70,7 +70,7 @@ def _reference(
 def _cuda(x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
-    if whole and x.shape[0] > ROWS and gain is None and residual is None and x.dtype in HALVES and installed("triton"):
+    if whole and x.shape[0] > ROWS and gain is None and residual is None and own_kernels(x.device, x.dtype):
         return _wide(x.contiguous(), weight, bias, gated)
     if not whole or not serves(x.device, x.dtype, x.shape[0], x.shape[1], gated):
         return _reference(x, weight, gain, bias, residual, eps, gated)
@@ -96,9 +96,7 @@ def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor
 
 def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:
     """Whether the kernels can run a product of `rows` rows over `width` inputs; plain torch serves everything else."""
-    if device.type != "cuda" or dtype not in HALVES or not installed("triton") or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    return fits(rows, width, gated, shared_memory(device))
+    return own_kernels(device, dtype) and fits(rows, width, gated, shared_memory(device))
 
 
 def fits(rows: int, width: int, gated: bool, memory: int) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..types import Float, Tensor
-from .backends import HALVES, dependent_launch, installed, processors, shared_memory
+from .backends import dependent_launch, own_kernels, processors, shared_memory
 from .linear import linear
 from .plain import rms_norm
 
@@ -56,7 +56,7 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor,
 def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, bias, gain))
-    if not whole or x.dtype not in HALVES or not installed("triton"):
+    if not whole or not own_kernels(x.device, x.dtype):
         return _reference(x, weight, bias, residual, gain, eps)
     from . import triton_wide
 
