@@ -11,7 +11,7 @@ from .paged_decode import paged_decode
 from .plain import apply_rope, rms_norm
 from .plans import PlanMismatchError, lookup, register
 
-MOST_TOKENS, MOST_TILES = 1 << 14, 8  # of a batch of few rows; of one program over them
+MOST_TOKENS, MOST_TILES = 1 << 14, 16  # of a batch of few rows; of one program over them
 PIPELINED = 16  # rows beyond which there are programs enough to keep many tiles in flight
 LONG = 1024  # tokens of a row of such a batch that do not hold the others up
 
@@ -37,7 +37,8 @@ def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, 
         best = (64, 4, 3, 1) if batch_size <= 48 or batch_size > 192 else (32, 2, 4, 1)
         token = 4 << (head_dim - 1).bit_length()  # bytes of its key and value
         return next(cut for cut in (best, (32, 2, 3, 1), (32, 2, 2, 1), (16, 2, 2, 1)) if cut[0] * cut[2] * token <= memory)
-    return 64, 4, 0, 32 if batch_size <= 2 else max(2, 32 >> (batch_size - 1).bit_length())
+    warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)
+    return 64, warps, 0, splits
 
 
 class FusedDecodePlan:

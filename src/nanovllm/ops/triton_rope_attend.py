@@ -64,14 +64,19 @@ def _finish(
         if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
             j = tl.arange(0, SPLITS)
             on = j < active
+            tops = ()  # all are asked for before the first is used: a store between them would keep them back
+            sums = ()
+            parts = ()
             for one in tl.static_range(G):
                 place = b * H * SPLITS + k * G + one + j * H
-                tops = tl.load(stat + place * 2, mask=on, other=float("-inf"))
-                shares = tl.exp2(tops - tl.max(tops, 0))
-                sums = tl.sum(tl.load(stat + place * 2 + 1, mask=on, other=0.0) * shares, 0)
-                parts = tl.load(part + place[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0)
-                result = (tl.sum(parts * shares[:, None], 0) / sums).to(out.dtype.element_ty)
-                tl.store(out + (b * H + k * G + one) * D + h, result, mask=inside)
+                there = on[:, None] & inside[None, :]
+                tops += (tl.load(stat + place * 2, mask=on, other=float("-inf")),)
+                sums += (tl.load(stat + place * 2 + 1, mask=on, other=0.0),)
+                parts += (tl.load(part + place[:, None] * D + h[None, :], mask=there, other=0.0),)
+            for one in tl.static_range(G):
+                shares = tl.exp2(tops[one] - tl.max(tops[one], 0))
+                result = tl.sum(parts[one] * shares[:, None], 0) / tl.sum(sums[one] * shares, 0)
+                tl.store(out + (b * H + k * G + one) * D + h, result.to(out.dtype.element_ty), mask=inside)
             tl.store(count + b * K + k, 0)
 
 
@@ -131,14 +136,14 @@ def _rope_attend(
         there = used[:, None] & inside[None, :]
         queries = row + (k * G + m)[:, None] * D
         own, far = tl.load(queries + h[None, :], mask=there, other=0.0), tl.load(queries + turned[None, :], mask=there, other=0.0)
+        new, writes = row + (H + k) * D, inside & mine  # asked for before the first is used
+        new_key, new_far = tl.load(new + h, mask=writes, other=0.0), tl.load(new + turned, mask=writes, other=0.0)
+        new_value = tl.load(new + K * D + h, mask=writes, other=0.0)
         q = _turned(own, far, gains_q, c, s, eps, D, NORM)
         highest = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         mixed = tl.zeros([M, DP], tl.float32)
         if mine:
-            new = row + (H + k) * D
-            new_key, new_far = tl.load(new + h, mask=inside, other=0.0), tl.load(new + turned, mask=inside, other=0.0)
-            new_value = tl.load(new + K * D + h, mask=inside, other=0.0)
             new_row = _turned(new_key[None, :], new_far[None, :], gains_k, c, s, eps, D, NORM)
             written = kv + (slot // S).to(tl.int64) * page_stride + (k * S + slot % S) * D + h
             tl.store(written, tl.reshape(new_row, [DP]), mask=inside)
