@@ -240,6 +240,7 @@ class GraphExecutor:
                 self._forward(model.params, kv, self._prompt(host), model.config)
                 bar.update()
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # graphs keep what they need; the rest was for the runs before them
 
 
 def _usual_features(model: Model) -> dict[sample.Features, None]:

@@ -4,7 +4,9 @@ The buffers of all graphs are views of one set, sized for the largest batch. A g
 feeds the drawn tokens back.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -119,6 +121,7 @@ class StepGraphs:
         self._steps: dict[StepKind, CapturedStep] = {}
         self.usual, self._recent = tuple(usual), []
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # one for all, for what is cached of a stream's memory serves no other
 
     def load(self, kv: KVState, host: HostBatch, drawing: Seq[sample.Row], features: sample.Features) -> CapturedStep:
         """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes."""
@@ -177,13 +180,13 @@ class StepGraphs:
                 pass
         self._fill(nothing, 0)
         carry = self._carry(kv, kind)
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._run(carry, kind)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with _recording(graph, self._pool, stream):
             out = self._run(carry, kind)
         self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=_landing(out))
 
@@ -283,6 +286,17 @@ class StepGraphs:
             [getattr(carry.batch, name) for name in names], [getattr(after.batch, name) for name in names]
         )
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> Iterator[None]:
+    """`torch.cuda.graph` without giving cached memory back first, which for every graph of an engine takes a second or two in all."""
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 def _landing(out: DecodeOutput) -> Fetched:
