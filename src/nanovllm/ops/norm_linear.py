@@ -14,6 +14,7 @@ from .wide import wide_tile
 FEW = 2  # rows up to which products are summed in float32, without tensor cores
 ROWS = 16  # up to which the norm is part of the product: beyond, every program would compute too much of it
 WIDEST = 16384  # inputs that lie in the registers of one program
+HELD = 64  # weights that a thread holds without tensor cores: the next kernel's programs wait in the registers that are left
 NARROW = 16  # outputs of a program that works on tensor cores
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -115,7 +116,8 @@ def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Ti
     """The cut that was fastest on an H200 among those tried, by shape; `memory` bounds a program's shared memory, in bytes."""
     if rows <= FEW:
         whole = 1 << (width - 1).bit_length()
-        return Tile(outputs=max(1, (2048 if gated else 4096) // whole), warps=2 if whole <= 1024 else 4 if whole <= 4096 else 8)
+        warps = 2 if whole <= 2048 else 4 if whole <= 4096 else 8
+        return Tile(outputs=max(1, 32 * warps * HELD // whole // (2 if gated else 1)), warps=warps)
     depth = next(depth for depth in (256, 128, 64) if width % (4 * depth) == 0)
     wide = not gated and outputs >= 4096 and _memory(rows, width, gated, 2 * NARROW) <= memory // 2
     return Tile(outputs=2 * NARROW if wide else NARROW, warps=4, depth=depth)
