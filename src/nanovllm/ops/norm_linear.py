@@ -54,8 +54,8 @@ def norm_linear(
     `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `silu(gate) * up`, `[B, out / 2]`; without
     bias and residual. Rounds to x's dtype where the plain functions do: after the norm, its gain, the product, silu, the residual.
 
-    `cut`: a `Tile` for few rows, for many what `given_wide_tile` takes, as integers; empty: the default. A kernel that it does not fit
-    raises `CutError`; plain functions do not look at it.
+    `cut`: a `Tile` for few rows; for many, and few that no tile fits, what `given_wide_tile` takes; as integers, empty: the default. A
+    kernel that it does not fit raises `CutError`; plain functions do not look at it.
     """
     return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut)
 
@@ -94,9 +94,11 @@ def _cuda(
 ) -> Tensor:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
-    if whole and x.shape[0] > ROWS and gain is None and residual is None and own_kernels(x.device, x.dtype):
+    shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)
+    many = x.shape[0] > ROWS or (len(cut) > 0 and not serves(*shape))  # few rows that do not fit are plain unless a cut is given
+    if whole and many and gain is None and residual is None and own_kernels(x.device, x.dtype):
         return _wide(x.contiguous(), weight, bias, gated, cut)
-    if not whole or not serves(x.device, x.dtype, x.shape[0], x.shape[1], gated):
+    if not whole or not serves(*shape):
         return _reference(x, weight, gain, bias, residual, eps, gated)
     from . import triton_linear
 

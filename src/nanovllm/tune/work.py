@@ -48,8 +48,8 @@ def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
     yield Work(part="attend", form="attend", rows=rows, outputs=heads, width=head_dim)
     for part, (outputs, width, gated) in products.items():
         before = part in ("qkv", "gate_up")  # a norm stands before the product, and for the others behind the residual
-        form: Form = "few" if closely else "sum" if not before else "many" if rows > ROWS else "few"
-        if form != "few" or fits(rows, width, gated, machine.memory):
-            yield Work(part=part, form=form, rows=rows, outputs=outputs, width=width, gated=gated, norm=closely and before)
+        alone = rows <= ROWS and fits(rows, width, gated, machine.memory)
+        form: Form = "few" if closely else "sum" if not before else "few" if alone else "many"
+        yield Work(part=part, form=form, rows=rows, outputs=outputs, width=width, gated=gated, norm=closely and before)
     if rows <= FEW and fits(rows, hidden, False, machine.memory):
         yield Work(part="head", form="few", rows=rows, outputs=config.vocab_size, width=hidden, norm=True)
