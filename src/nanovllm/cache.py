@@ -1,12 +1,16 @@
 """The folder in the user's cache where what was built or measured on this machine lies, for later processes to find."""
 
+import errno
 import os
 from pathlib import Path
 
 
 def cache_path() -> Path:
-    """`$XDG_CACHE_HOME/nanovllm`, by default `~/.cache/nanovllm`, whether it is there or not."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "nanovllm"
+    """`$XDG_CACHE_HOME/nanovllm`, by default `~/.cache/nanovllm`, there or not. Raises `OSError` for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "nanovllm"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, str(error)) from error
 
 
 def cache_folder() -> Path:

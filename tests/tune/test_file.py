@@ -19,7 +19,7 @@ from immutables import Map
 import nanovllm as nv
 from nanovllm import cli, init
 from nanovllm.models.choice import FastChoice, all_fast
-from nanovllm.models.cuts import PARTS, Cuts, StepCuts
+from nanovllm.models.cuts import Cuts, StepCuts
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tune import command, use
 from nanovllm.tune.candidates import default_cut, neighbours
@@ -133,14 +133,12 @@ def test_the_name_depends_on_all_that_cuts_depend_on() -> None:
 
 
 WRITER = """
-import sys
+import json, sys
 from pathlib import Path
 from immutables import Map
 from nanovllm.models.cuts import StepCuts
-from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.tune.file import key_of, write_cuts
-path, rows, sizes = Path(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
-key = key_of(random_model(tiny_config(**sizes)))
+from nanovllm.tune.file import write_cuts
+path, rows, key = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 for _ in range(60):
     write_cuts(path, key, Map({n: StepCuts(qkv=(8, 2, 0)) for n in (1, 2)[:rows]}), [{"filler": "x" * 20_000}])
 """
@@ -149,7 +147,7 @@ for _ in range(60):
 def test_several_processes_write_whole_files(tmp_path: Path) -> None:
     path = tmp_path / "cuts.json"
     written(path, Map())
-    arguments = [[sys.executable, "-c", WRITER, str(path), str(1 + n % 2), repr(SIZES)] for n in range(3)]
+    arguments = [[sys.executable, "-c", WRITER, str(path), str(1 + n), json.dumps(key_of(MODEL))] for n in range(2)]
     workers = [subprocess.Popen(one, stderr=subprocess.PIPE, text=True) for one in arguments]
     seen = set()
     while any(worker.poll() is None for worker in workers):
@@ -178,7 +176,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_the_file_in_the_cache_is_taken_where_it_is(served: Path) -> None:
     assert use.cuts_for(MODEL, None) is None
-    with pytest.raises(nv.TuningFileError, match="not there"):
+    with pytest.raises(nv.TuningFileError, match="`nanovllm tune` writes it"):
         use.cuts_for(MODEL, True)
     written(served)
     for tuning in (None, True, served, str(served)):
@@ -330,4 +328,15 @@ def test_the_cache_folder_is_not_made_by_looking(monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert use.cuts_for(replace(MODEL), None) is None
-    assert not os.listdir(tmp_path) and set(PARTS) == set(StepCuts.__dataclass_fields__)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch, served: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert use.cuts_for(MODEL, None) is None
+    with pytest.raises(nv.TuningFileError, match="no file in the user's cache"):
+        use.cuts_for(MODEL, True)

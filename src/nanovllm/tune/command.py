@@ -2,8 +2,10 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .. import collector
 from ..arguments import positives, require_folder
@@ -48,18 +50,14 @@ def main(options: argparse.Namespace) -> int:
     if not fused.serves(model.params):
         raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; {model.name} in {model.dtype} on {device} is not served")
     key, machine = key_of(model), machine_of(model)
-    path = options.output or default_path(key)
-    if options.output is None:
-        try:
-            cache_folder()  # before minutes of measuring
-        except OSError as error:
-            raise InvalidRequestError(f"{path.parent}: {error.strerror or error}; name a file with --output") from None
+    path = options.output or _place(key)  # before minutes of measuring
     planned, results = plan(model.config, options.batches, machine), []
     collector.freeze()
     with bar(len(planned), "tune", "kernel") as shown:
-        for result in run(planned, machine, partial(measuring, model)):
-            results.append(result)
-            shown.set_postfix_str(f"{result.work.part}, {result.work.rows} rows")
+        found = run(planned, machine, partial(measuring, model))
+        for work in planned:
+            shown.set_postfix_str(f"{work.part}, {work.rows} rows")
+            results.append(next(found))
             shown.update()
     measured = [result.as_json() for result in results]
     write_cuts(path, key, chosen(results), measured)
@@ -68,3 +66,12 @@ def main(options: argparse.Namespace) -> int:
     else:
         print("\n".join([f"{model.name}, {key['dtype']}, {key['gpu']}", "", table(results), "", f"{verdict(results)} Written to {path}"]))
     return 0
+
+
+def _place(key: Mapping[str, Any]) -> Path:
+    """The file for a key in the user's cache, whose folder is there."""
+    try:
+        cache_folder()
+        return default_path(key)
+    except OSError as error:
+        raise InvalidRequestError(f"the user's cache cannot be written ({error.strerror or error}): name a file with --output") from None

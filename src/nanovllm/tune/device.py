@@ -57,9 +57,10 @@ def measuring(model: Model, work: Work) -> Iterator[Measure]:
 
 
 def _launched(setting: Setting, cut: Cut) -> tuple[Tensor, ...]:
-    """The results of a cut, of the second launch: it meets what the first has left behind. Raises `Unfit` where there is no such kernel."""
+    """The results of a cut, of the last launch: it meets what others have left behind. Raises `Unfit` where there is no such kernel."""
     try:
-        setting.launch(0, cut)
+        for number in range(setting.count):  # all of them: nothing may be compiled or loaded while a graph is captured
+            setting.launch(number, cut)
         results = setting.launch(0, cut)
         torch.cuda.synchronize()
     except (*kernel_errors(), CutError, RuntimeError) as error:
@@ -78,16 +79,16 @@ def _time(model: Model, setting: Setting, want: tuple[Tensor, ...], cut: Cut) ->
     with torch.cuda.graph(graph):
         for number in range(setting.count):
             setting.launch(number, cut)
-    return 1e3 * _replay(graph) / setting.count
+    return 1e3 * _median_ms(graph.replay) / setting.count
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
+def _median_ms(replay: Callable[[], object]) -> float:
     """Median milliseconds of a replay."""
     times = []
     for number in range(REPEATS + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         if number >= 3:

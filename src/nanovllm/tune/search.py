@@ -70,7 +70,6 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
 
 
 def _score(times: Times, usual: Times, margin: float) -> float:
-    """The mean of the times over the default's; of a cut that loses in any setting at least the largest."""
-    ratios = [mine / theirs for mine, theirs in zip(times, usual, strict=True)]
-    worst = max(ratios)
-    return max(worst, fmean(ratios)) if worst > 1 + margin else fmean(ratios)
+    """The times over the default's, all settings together; of a cut that loses in one of them, what it loses there."""
+    worst = max(mine / theirs for mine, theirs in zip(times, usual, strict=True))
+    return worst if worst > 1 + margin else fmean(times) / fmean(usual)

@@ -37,15 +37,27 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
         if tuning is None:
             return None
         raise InvalidRequestError(f"tuning={tuning!r} is for the kernels of a CUDA GPU, which do not run this model in {model.dtype} here")
-    path = default_path(key_of(model)) if tuning is None or tuning is True else Path(tuning).expanduser()
-    if tuning is None and not path.exists():
-        return None
-    if tuning is True and not path.exists():
-        raise TuningFileError(f"{path}: not there; `nanovllm tune` writes it")
+    if tuning is None or tuning is True:
+        path = _cached(model)
+        if path is None and tuning is None:
+            return None
+        if path is None:
+            raise TuningFileError(f"no file in the user's cache for {model.name} in {model.dtype} on this GPU: `nanovllm tune` writes it")
+    else:
+        path = Path(tuning).expanduser()
     try:
         return read_cuts(path, model, machine_of(model))
     except TuningFileError as error:
         if tuning is not None:
             raise
         warnings.warn(f"{error}; the default cuts are used", stacklevel=5)
+        return None
+
+
+def _cached(model: Model) -> Path | None:
+    """The file in the user's cache; None where there is none, or no cache."""
+    try:
+        path = default_path(key_of(model))
+        return path if path.exists() else None
+    except OSError:
         return None
