@@ -317,7 +317,7 @@ def test_bench_records_whether_cuts_were_used(served: Path, monkeypatch: pytest.
     monkeypatch.setattr("nanovllm.bench.command.find_model", lambda options: (MODEL, "small"))
     monkeypatch.setattr("nanovllm.bench.command.host_time", lambda model, state, size: (state, {}))
     written(served)
-    for arguments, source in (([], str(served)), (["--tuning", "off"], None), (["--tuning", str(served)], str(served))):
+    for arguments, source in (([], served.name), (["--tuning", "off"], None), (["--tuning", str(served)], served.name)):
         assert cli.main(["bench", "--device", "cpu", "--which", "host", "--json", *arguments]) == 0
         assert json.loads(capsys.readouterr().out)["tuning"] == source
 

@@ -88,7 +88,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     engine = Engine(model, **limits)
     figures: dict[str, Any] = {"init_s": round(time.perf_counter() - start, 2)}
     cuts = engine.state.runtime.cuts
-    figures["tuning"] = None if cuts is None else cuts.source  # the file whose cuts the kernels had; none: the defaults
+    figures["tuning"] = None if cuts is None else Path(cuts.source).name  # the file whose cuts the kernels had; none: the defaults
     collector.freeze()
     measured = _run(engine.generate, engine.name, which, model, options.repeats, engine)
     figures |= {one.key: one.figure for one in measured}

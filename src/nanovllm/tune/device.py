@@ -51,9 +51,11 @@ def measuring(model: Model, work: Work) -> Iterator[Measure]:
         def measure(cut: Cut) -> Times:
             return tuple(_time(model, setting, want, cut) for setting, want in zip(settings, wanted, strict=True))
 
-        yield measure
-        del settings, wanted, measure
-        torch.cuda.empty_cache()
+        try:
+            yield measure
+        finally:
+            del settings, wanted, measure
+            torch.cuda.empty_cache()
 
 
 def _launched(setting: Setting, cut: Cut) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from .candidates import valid
 from .work import Machine, works
 
 FORMAT = 1
-KERNELS = ("triton_linear.py", "triton_wide.py", "triton_rope_attend.py")  # another source is another kernel
+KERNELS = ("norm_linear", "triton_linear", "wide", "triton_wide", "rope_attend", "triton_rope_attend")  # other sources, other kernels
 LARGEST = 1 << 20  # bytes of a file
 
 
@@ -139,5 +139,5 @@ def _version(name: str) -> str:
 def _sources() -> str:
     folder, digest = Path(ops.__file__).parent, hashlib.sha256()
     for name in KERNELS:
-        digest.update((folder / name).read_bytes())
+        digest.update((folder / f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
