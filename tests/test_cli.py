@@ -130,7 +130,7 @@ def test_errors_are_one_line_and_exit_2(folder, capsys, arguments, match):
     assert re.search(match, captured.err)
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["check"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["check"], ["tune"], ["bench"]])
 def test_help_and_version(command, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main([*command, "--help"])

@@ -21,6 +21,7 @@ from .errors import (
     NanoVLLMError,
     OutOfPagesError,
     ReleasedChunkError,
+    TuningFileError,
 )
 from .generate import Generation, generate, generate_many
 from .init import init_state
@@ -75,6 +76,7 @@ __all__ = [
     "Stats",
     "StepOutput",
     "TokenLogprobs",
+    "TuningFileError",
     "begin",
     "cancel",
     "check",

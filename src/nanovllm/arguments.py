@@ -18,6 +18,14 @@ def positives(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
+def tuning(text: str) -> Path | bool:
+    """An argument for `tuning` of `init_state`: off, or a file."""
+    return Path(text) if text != "off" else False
+
+
+TUNING = "a file of `nanovllm tune`, or off: the kernels' default cuts (default: the file in the cache, where there is one)"
+
+
 def require_folder(path: Path | None) -> None:
     """Before minutes of measuring: the file can be written, in a folder that is made if it is not there. Raises `InvalidRequestError`."""
     if path is None:

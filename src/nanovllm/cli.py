@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `memory`, `check`, `bench`, `profile` and `eval-reuse`."""
+"""The command line: `nanovllm generate`, `chat`, `memory`, `check`, `tune`, `bench`, `profile` and `eval-reuse`."""
 
 import argparse
 import io
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import chat, collector, memory_demo
+from .arguments import TUNING, tuning
 from .compose import MODES
 from .errors import InvalidRequestError, NanoVLLMError
 from .init import init_state
@@ -34,6 +35,7 @@ examples:
   nanovllm generate --prompts prompts.txt > replies.jsonl many prompts at once, one a line
   nanovllm memory --out memory.svg                        who holds the pages of the KV memory, and what is shared
   nanovllm check Qwen/Qwen3-0.6B                          whether the fast kernels compute what the plain layers do
+  nanovllm tune --model Qwen/Qwen3-0.6B                   measure how the kernels are cut fastest on this GPU, once
 """
 
 
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack a character of the reply
-    measures = arguments[:1] in (["bench"], ["profile"], ["eval-reuse"])
+    measures = arguments[:1] in (["tune"], ["bench"], ["profile"], ["eval-reuse"])
     options = build_parser(with_bench=measures).parse_args(arguments, argparse.Namespace(arguments=arguments[1:], alone=argv is None))
     try:
         with one_line_warnings():
@@ -84,12 +86,12 @@ def _version() -> str:
 
 
 def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
-    """The parser of all commands; the options of `bench`, `profile` and `eval-reuse` cost imports and are left out unless asked for."""
+    """The parser of all commands; those of `tune`, `bench`, `profile` and `eval-reuse` cost imports and are left out unless asked for."""
     parser = argparse.ArgumentParser(
         prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,check,bench,profile,eval-reuse}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,check,tune,bench,profile,eval-reuse}")
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
     generate.add_argument("prompt", nargs="*", help="the text to continue; several words are joined; without any, stdin is read")
@@ -126,6 +128,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     check_command.add_arguments(check)
     check.set_defaults(run=check_command.main)
 
+    tuned = commands.add_parser("tune", help="measure how the kernels of a GPU are cut fastest, and keep it")
     bench = commands.add_parser("bench", help="measure the speed of this machine")
     profiled = commands.add_parser("profile", help="show which kernels a step is made of")
     quality = commands.add_parser("eval-reuse", help="measure what reuse of KV costs in quality")
@@ -133,7 +136,11 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         from . import bench as module
         from .bench import profile
         from .eval_reuse import command
+        from .tune import command as tune_command
 
+        tuned.description = tune_command.DESCRIPTION
+        tune_command.add_arguments(tuned)
+        tuned.set_defaults(run=tune_command.main)
         module.add_arguments(bench)
         bench.set_defaults(run=lambda options: module.main(options, options.arguments))
         profile.add_arguments(profiled)
@@ -199,7 +206,7 @@ def _settle(options: argparse.Namespace) -> None:
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
-    limits = {name: getattr(options, name) for name in ("num_pages", "max_model_len", "memory_fraction")}
+    limits = {name: getattr(options, name) for name in ("num_pages", "max_model_len", "memory_fraction", "tuning")}
     return {**limits, "compile": False if options.eager else None}
 
 
@@ -252,6 +259,7 @@ def _add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) -
     group.add_argument("--num-pages", type=int, metavar="N", help=f"KV memory in pages of 16 tokens (default: {num_pages})")
     group.add_argument("--max-model-len", type=int, metavar="N", help="the most tokens of prompt and reply together (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="the share of a GPU's memory to use (default 0.9)")
+    group.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
     group.add_argument("--eager", action="store_true", help="plain function calls, on a GPU too: starts sooner, runs far slower")
 
 

@@ -21,6 +21,7 @@ from .config import EngineConfig, ModelConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .model import Model
 from .models.choice import FastChoice, LayerFunction
+from .models.cuts import Cuts, with_cuts
 from .ops.cascade import CascadePlan
 from .state.engine_state import Lease
 from .state.kv import KVState, pages_for
@@ -93,10 +94,14 @@ class Executor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Runtime:
-    """The opaque part of an `EngineState`: the lease on its memory, and the executor with what cannot be a value."""
+    """The opaque part of an `EngineState`: the lease on its memory, and the executor with what cannot be a value.
+
+    `cuts`: by which the executor's kernels cut their work; None: by their defaults, or there are none.
+    """
 
     lease: Lease
     executor: Executor
+    cuts: Cuts | None = None
 
 
 class EagerExecutor:
@@ -191,10 +196,11 @@ def _mark_dynamic(x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> None:
         torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
 
 
-def fused_forward(model: Model, choice: FastChoice | None) -> Forward:
+def fused_forward(model: Model, choice: FastChoice | None, cuts: Cuts | None = None) -> Forward:
     """The forward of `models/fused.py`, with the layers that `choice` leaves out compiled; None: it leaves none out."""
+    forward = with_cuts(models.fused.forward, cuts)
     if choice is None or choice.all_layers:
-        return models.fused.forward if choice is None or choice.head else partial(models.fused.forward, choice=choice)
+        return forward if choice is None or choice.head else partial(forward, choice=choice)
     compiled = compiled_layer(model)
 
     def plain(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
@@ -202,7 +208,7 @@ def fused_forward(model: Model, choice: FastChoice | None) -> Forward:
         with torch._dynamo.config.patch(recompile_limit=COMPILES):
             return compiled(w, x, pages, index, cos, sin, batch, config)
 
-    return partial(models.fused.forward, plain=plain, choice=choice)
+    return partial(forward, plain=plain, choice=choice)
 
 
 def sample_prompts(limits: EngineConfig) -> list[HostBatch]:

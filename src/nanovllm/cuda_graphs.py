@@ -34,6 +34,7 @@ from .decode import DecodeCarry
 from .errors import InvalidRequestError
 from .model import Model
 from .models import FastChoice, fused
+from .models.cuts import Cuts
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .run_ahead import RunAhead
@@ -83,6 +84,7 @@ class GraphExecutor:
         *,
         cascade: bool | None = None,
         choice: FastChoice | None = None,
+        cuts: Cuts | None = None,
         progress: bool | None = None,
     ):
         """Capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
@@ -90,19 +92,21 @@ class GraphExecutor:
         captured when they are first asked for.
 
         `kv` is the memory that the graphs will read and write; of its contents only the dummy page changes. `cascade`: see `init_state`.
-        `choice`: the layers that the fused kernels may run; None: all.
+        `choice`: the layers that the fused kernels may run; None: all. `cuts`: how they cut their work; None: by their defaults.
         """
         self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         served = fused.serves(model.params) and (choice is None or any(choice.layers))
-        self._forward = fused_forward(model, choice) if served else compiled_forward(model)
+        self._forward = fused_forward(model, choice, cuts) if served else compiled_forward(model)
         policy = None if cascade is False else cascade_policy(model, limits, always=bool(cascade))
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
         # Plain layers can attend neither by a fused plan, nor where the new keys and values of prompts lie together.
         self._together = served and (choice is None or choice.all_layers)
-        self._decode = StepGraphs(model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together)
+        self._decode = StepGraphs(
+            model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts
+        )
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)

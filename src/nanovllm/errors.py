@@ -33,5 +33,9 @@ class ChunkFileError(NanoVLLMError):
     """A chunk file is truncated, changed, or belongs to another model."""
 
 
+class TuningFileError(NanoVLLMError):
+    """A file of `nanovllm tune` is missing, damaged, or for another GPU, model or version."""
+
+
 class BrokenInvariantError(NanoVLLMError):
     """`check` found a state that no sequence of calls should reach; the message names the invariant."""

@@ -1,5 +1,6 @@
 """`init_state`: an engine's first state, its KV pool and its runtime."""
 
+import os
 import warnings
 from functools import partial
 
@@ -15,10 +16,12 @@ from .keywords import explain_unknown_keywords
 from .model import Model
 from .model_check.examine import choose
 from .models import FastChoice
+from .models.cuts import Cuts
 from .ops.backends import attention_backend
 from .state.engine_state import EngineState, Lease
 from .state.kv import KVState, bytes_per_page, init_kv, pages_for
 from .state.pool import init_pool
+from .tune.use import cuts_for, require_tuning
 
 CPU_KV_BYTES = 4 << 30  # unless told otherwise
 
@@ -37,6 +40,7 @@ def init_state(
     compile: bool | None = None,
     cascade: bool | None = None,
     check: bool | None = None,
+    tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EngineState:
     """An empty engine for `model`.
@@ -48,13 +52,17 @@ def init_state(
     requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
     `check`: whether the fast form of each decode layer is compared with the plain one on the model's own weights before it is used; a
     layer beyond the error bound runs in plain torch, with one warning for all. None does it on a GPU; True on a CPU too.
+    `tuning`: how the kernels of a GPU cut their work: None as the file says that `nanovllm tune` wrote for this GPU, model and version,
+    where it is there; True where it must be; False by the defaults; a path as the file there says.
     `progress`: None draws bars on a terminal.
-    Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory.
+    Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory,
+    `TuningFileError` for a tuning file that was asked for and cannot be used.
     """
     require_model(model)
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):
         if value is not None and not isinstance(value, bool):
             raise InvalidRequestError(f"{name}={value!r} must be True, False or None")
+    require_tuning(tuning)
     config = model.config
     max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
@@ -69,7 +77,8 @@ def init_state(
     )
     if max_model_len > config.max_position_embeddings:
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
-    choice = _choice(model, limits, compile, check)  # before the pool takes the memory that it needs for a moment
+    cuts = _cuts(model, limits, compile, tuning)
+    choice, cuts = _choice(model, limits, compile, check, cuts)  # before the pool takes the memory that it needs for a moment
     if num_pages is None:
         num_pages = _default_pages(model, limits, memory_fraction)
         limits = EngineConfig(**{**_fields(limits), "num_pages": num_pages})
@@ -78,26 +87,51 @@ def init_state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
-    runtime = Runtime(Lease(model_key(model)), _executor(model, limits, kv, compile, cascade, choice, progress))
+    executor, cuts = _executor(model, limits, kv, compile, cascade, choice, cuts, progress)
+    runtime = Runtime(Lease(model_key(model)), executor, cuts)
     return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
 
 
-def _choice(model: Model, limits: EngineConfig, compile: bool | None, check: bool | None) -> FastChoice | None:
-    """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks."""
+def _captures(model: Model, limits: EngineConfig, compile: bool | None) -> bool:
+    """Whether steps will be captured: on a GPU whose attention FlashInfer serves."""
+    served = attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
+    return compile is not False and served
+
+
+def _cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
+    """The cuts of the kernels that will run; None: their defaults."""
+    if not _captures(model, limits, compile):
+        if tuning is None or tuning is False:
+            return None
+        raise InvalidRequestError(f"tuning={tuning!r} is for captured steps on a CUDA GPU; there are none on {model.device} here")
+    return cuts_for(model, tuning)
+
+
+def _choice(
+    model: Model, limits: EngineConfig, compile: bool | None, check: bool | None, cuts: Cuts | None
+) -> tuple[FastChoice | None, Cuts | None]:
+    """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks. Cuts by which
+    one does not are dropped for the defaults."""
     cuda = model.device.type == "cuda"
-    runs_fast = compile is not False if cuda else compile is None
+    runs_fast = _captures(model, limits, compile) if cuda else compile is None  # else compiled layers will run
     if not (runs_fast and (cuda if check is None else check)):
-        return None
-    if cuda and attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) != "flashinfer":
-        return None  # compiled layers will run
-    try:
-        choice, warning = choose(model, limits.page_size)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        choice, warning = None, f"{model.name}: no memory to check the fast decode path with: it is used unchecked"
+        return None, cuts
+    choice, warning = _looked(model, limits, cuts)
+    if cuts is not None and choice is not None and not choice.whole:
+        warnings.warn(f"the cuts of {cuts.source} are not used but the defaults: by them {warning}", stacklevel=4)
+        (choice, warning), cuts = _looked(model, limits, None), None
     if warning:
         warnings.warn(warning, stacklevel=4)
-    return None if choice is None or choice.whole else choice
+    return None if choice is None or choice.whole else choice, cuts
+
+
+def _looked(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[FastChoice | None, str]:
+    """What `choose` finds, where there is memory for it."""
+    try:
+        return choose(model, limits.page_size, cuts)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None, f"{model.name}: no memory to check the fast decode path with: it is used unchecked"
 
 
 def _executor(
@@ -107,25 +141,27 @@ def _executor(
     compile: bool | None,
     cascade: bool | None,
     choice: FastChoice | None,
+    cuts: Cuts | None,
     progress: bool | None,
-) -> Executor:
+) -> tuple[Executor, Cuts | None]:
+    """An executor, and the cuts that it uses."""
     cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
     # Plain torch gains nothing by reading once: it is for those who ask.
     cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
     if compile is False:
-        return EagerExecutor(*pages, model.spec.forward, cascades)
+        return EagerExecutor(*pages, model.spec.forward, cascades), None
     if not (cuda or compile):
-        return EagerExecutor(*pages, models.forward if choice is None else partial(models.forward, fast=choice), cascades)
+        return EagerExecutor(*pages, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None
     if not cuda:
-        return EagerExecutor(*pages, compiled_forward(model), cascades)
+        return EagerExecutor(*pages, compiled_forward(model), cascades), None
     from .cuda_graphs import GraphExecutor
 
     try:
         with torch.cuda.device(model.device):
-            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, progress=progress)
+            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, cuts=cuts, progress=progress), cuts
     except AttentionUnavailableError as error:
         warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
-        return EagerExecutor(*pages, compiled_forward(model), cascades)
+        return EagerExecutor(*pages, compiled_forward(model), cascades), None
 
 
 def _default_tokens(model: Model) -> int:

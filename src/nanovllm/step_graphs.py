@@ -21,6 +21,7 @@ from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
 from .errors import BrokenInvariantError
 from .model import Model
+from .models.cuts import Cuts
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .ops.rope_attend import FusedDecodePlan
@@ -105,10 +106,11 @@ class StepGraphs:
         cascades: Cascades | None,
         *,
         fused: bool,
+        cuts: Cuts | None = None,
     ):
         """Steps attend by FlashInfer's plans of `attention`, or by `cascades` where a batch shares enough; one of the two may be None.
-        `fused`: `forward` takes a `FusedDecodePlan`, and no row reads what another one writes. Graphs of `usual` features are kept for
-        good."""
+        `fused`: `forward` takes a `FusedDecodePlan`, cut by `cuts`, and no row reads what another one writes. Graphs of `usual` features
+        are kept for good."""
         self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
@@ -116,7 +118,7 @@ class StepGraphs:
         self._static, self._active = self._buffers(max(sizes))
         self._decode_plans: dict[int, DecodePlan] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
-        self._fused = fused
+        self._fused, self._cuts = fused, cuts
         self._fused_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
         self.usual, self._recent = tuple(usual), []
@@ -230,8 +232,8 @@ class StepGraphs:
 
     def _fused_plan(self, size: int) -> FusedDecodePlan:
         if size not in self._fused_plans:
-            c = self._model.config
-            self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device)
+            c, cut = self._model.config, () if self._cuts is None else self._cuts.at(size).attend
+            self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut)
         return self._fused_plans[size]
 
     def _buffers(self, size: int) -> tuple[Batch, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import collector
-from ..arguments import positive, positives, require_folder
+from ..arguments import TUNING, positive, positives, require_folder, tuning
 from ..errors import InvalidRequestError
 from ..model import Model, load_model, resolve_device
 from ..terminal import note
@@ -34,6 +34,7 @@ PEER_MEMORY = 0.5  # of a GPU's, where peers want the rest
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm bench`."""
     add_model_arguments(parser)
+    parser.add_argument("--tuning", type=tuning, default=None, metavar="FILE", help=TUNING)
     parser.add_argument("--which", default=None, help=f"comma-separated: {', '.join(WORKLOADS)} (default: all; on a CPU b1,b8,host)")
     repeats = "runs of each workload but offline, of which the median counts (default: %(default)s)"
     parser.add_argument("--repeats", type=positive, default=3, help=repeats)
@@ -78,7 +79,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     model, name = find_model(options)
     settings = _settings(options, cuda)
     ceiling = measure_ceiling(device, model.dtype)
-    limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN)}
+    limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN), "tuning": options.tuning}
     if "growth" in which:
         limits["max_model_len"] = max(limits["max_model_len"], growth.model_len(settings, model.config))
     if peers and cuda:
@@ -86,6 +87,8 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     start = time.perf_counter()
     engine = Engine(model, **limits)
     figures: dict[str, Any] = {"init_s": round(time.perf_counter() - start, 2)}
+    cuts = engine.state.runtime.cuts
+    figures["tuning"] = None if cuts is None else Path(cuts.source).name  # the file whose cuts the kernels had; none: the defaults
     collector.freeze()
     measured = _run(engine.generate, engine.name, which, model, options.repeats, engine)
     figures |= {one.key: one.figure for one in measured}

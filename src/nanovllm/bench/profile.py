@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from .. import collector
-from ..arguments import positive, require_folder
+from ..arguments import TUNING, positive, require_folder, tuning
 from ..engine import step
 from ..errors import InvalidRequestError
 from ..model import Model
@@ -42,6 +42,7 @@ class Profile:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm profile`."""
     add_model_arguments(parser)
+    parser.add_argument("--tuning", type=tuning, default=None, metavar="FILE", help=TUNING)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows that decode (default %(default)s)")
     parser.add_argument("--context", type=positive, default=256, metavar="N", help="tokens of each before the steps (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="steps that are profiled (default %(default)s)")
@@ -64,7 +65,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         raise InvalidRequestError(f"{option} {length}: with the steps {longest} tokens a row, more than the model's {most} positions")
     pages = options.batch * (-(-(longest + AHEAD) // 16) + 1)
     limits = {"num_pages": pages, "max_model_len": longest, "max_num_seqs": options.batch, "max_num_batched_tokens": BUDGET}
-    engine = Engine(model, **limits, compile=False if options.eager else None)
+    engine = Engine(model, **limits, compile=False if options.eager else None, tuning=options.tuning)
     collector.freeze()
     run = profile_prompts if options.prefill else profile_decode
     found = run(engine, options.batch, length, options.steps, options.trace)

@@ -8,6 +8,7 @@ import torch
 from ..errors import InvalidRequestError
 from ..model import Model
 from ..models.choice import FastChoice
+from ..models.cuts import Cuts
 from ..models.fast import FastPath, fast_path
 from ..ops.backends import installed
 from .agree import agreement
@@ -37,14 +38,14 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16) -> Chec
         return reported(model, fast, choice, rows, compared, greedy)
 
 
-def choose(model: Model, page_size: int) -> tuple[FastChoice | None, str]:
+def choose(model: Model, page_size: int, cuts: Cuts | None = None) -> tuple[FastChoice | None, str]:
     """Which layers of an engine's decode steps may run in their fast form, by a short comparison, and one line of warning or nothing.
 
     None: the model has no fast form here. Needs memory for one layer in float64, and on a GPU gives it back to the system. Where a kernel
-    cannot be made for this GPU, nothing runs in its fast form.
+    cannot be made for this GPU, nothing runs in its fast form. `cuts`: how the kernels cut their work; None: by their defaults.
     """
     with _on_device(model):
-        fast = fast_path(model.params, model.config)
+        fast = fast_path(model.params, model.config, cuts)
         if fast is None:
             return None, ""
         token_ids = sample_tokens(model, min(START_TOKENS, model.config.max_position_embeddings))

@@ -9,6 +9,7 @@ from ..ops.rope_attend import FusedDecodePlan
 from ..types import Tensor
 from . import cpu, fused
 from .choice import HeadFunction, LayerFunction
+from .cuts import Cuts, with_cuts
 from .params import Params
 
 
@@ -25,18 +26,20 @@ class FastPath:
     plan: Callable[[int], FusedDecodePlan | None]
 
 
-def fast_path(params: Params[Tensor], config: ModelConfig) -> FastPath | None:
+def fast_path(params: Params[Tensor], config: ModelConfig, cuts: Cuts | None = None) -> FastPath | None:
     """The fast form of the model's decode steps; None where it has none here.
 
-    On a GPU: the kernels of `fused.py`. On a CPU: C (`cpu.py`), in float32 and bfloat16, where there is a compiler.
+    On a GPU: the kernels of `fused.py`, which cut their work by `cuts`. On a CPU: C (`cpu.py`), in float32 and
+    bfloat16, where there is a compiler.
     """
     device, dtype = params.embed.device, params.embed.dtype
     if fused.serves(params):
 
         def plan(rows: int) -> FusedDecodePlan:
-            return FusedDecodePlan(rows, config.num_heads, config.num_kv_heads, config.head_dim, device)
+            cut = () if cuts is None else cuts.at(rows).attend
+            return FusedDecodePlan(rows, config.num_heads, config.num_kv_heads, config.head_dim, device, cut)
 
-        return FastPath(name="fused", layer=fused.layer, head=fused.head, plan=plan)
+        return FastPath(name="fused", layer=with_cuts(fused.layer, cuts), head=with_cuts(fused.head, cuts), plan=plan)
     if device.type == "cpu" and dtype in cpu.DTYPES and library(cpu.SOURCE, cpu.SYMBOLS) is not None:
         return FastPath(name="C", layer=cpu.decode_layer, head=cpu.head, plan=lambda _: None)
     return None

@@ -20,6 +20,7 @@ from ..state.kv import KVState
 from ..types import Float, Float32, Tensor
 from . import layers
 from .choice import FastChoice, LayerFunction, by_layer
+from .cuts import DEFAULT, Cuts, StepCuts, with_cuts
 from .layers import rope_angles
 from .params import Layer, Params
 
@@ -47,11 +48,12 @@ def forward(
     *,
     plain: LayerFunction | None = None,
     choice: FastChoice | None = None,
+    cuts: Cuts | None = None,
 ) -> tuple[Float[Tensor, "R V"], KVState]:
     """A model's `forward`; donates `kv`. `batch.plan` is what `rope_attend` takes, or for prompts `paged_prefill`.
 
     `plain` runs the layers that `choice` leaves out (None: there are none), and `layers.head` the head; then `batch.plan` is what
-    `paged_decode` takes.
+    `paged_decode` takes. `cuts`: how the kernels cut their work; None: by their defaults.
     """
     (pages,) = kv.pools
     # The kernels read the angles before they wait; the lookup behind them, an ordinary launch, sees to it that they are there.
@@ -60,16 +62,19 @@ def forward(
     weight, eps = params.embed if params.head is None else params.head, config.rms_norm_eps
     fast = (True,) * config.num_layers if choice is None or plain is None else choice.layers
     last = layers.head if choice is not None and not choice.head else None
+    here = DEFAULT if cuts is None else cuts.at(x.shape[0])
     if follows_closely(params, x.shape[0]):
-        layer = decode_layer if plain is None else by_layer(decode_layer, plain, fast)
+        closely = with_cuts(decode_layer, here)
+        layer = closely if plain is None else by_layer(closely, plain, fast)
         for index, w in enumerate(params.layers):
             x = layer(w, x, pages, index, cos, sin, batch, config)
-        return (last or head)(_wanted(x, batch), params.final_norm, weight, eps), kv
+        return (last or with_cuts(head, cuts))(_wanted(x, batch), params.final_norm, weight, eps), kv
     h = _norm(x, params.layers[0].input_norm, eps)
+    widely = with_cuts(wide_layer, here)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
     for index, (w, (_, gain)) in enumerate(zip(params.layers, pairwise(gains), strict=True)):
         if fast[index] or plain is None:
-            x, h = wide_layer(w, x, h, gain, pages, index, cos, sin, batch, config)
+            x, h = widely(w, x, h, gain, pages, index, cos, sin, batch, config)
         else:
             x = plain(w, x, pages, index, cos, sin, batch, config)
             h = _norm(x, gain, eps)
@@ -77,13 +82,23 @@ def forward(
 
 
 def layer(
-    w: Layer[Tensor], x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
+    w: Layer[Tensor],
+    x: Tensor,
+    pages: Tensor,
+    index: int,
+    cos: Tensor,
+    sin: Tensor,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    cuts: Cuts | None = None,
 ) -> Float[Tensor, "T M"]:
     """`decode_layer` or `wide_layer`, as the tokens ask for, with the signature of a model's `layer`."""
+    here = DEFAULT if cuts is None else cuts.at(x.shape[0])
     if _few(w, x, x.shape[0]):
-        return decode_layer(w, x, pages, index, cos, sin, batch, config)
+        return with_cuts(decode_layer, here)(w, x, pages, index, cos, sin, batch, config)
     h = _norm(x, w.input_norm, config.rms_norm_eps)
-    return wide_layer(w, x, h, w.input_norm, pages, index, cos, sin, batch, config)[0]
+    return with_cuts(wide_layer, here)(w, x, h, w.input_norm, pages, index, cos, sin, batch, config)[0]
 
 
 def decode_layer(
@@ -95,13 +110,15 @@ def decode_layer(
     sin: Float32[Tensor, "T 1 D"],
     batch: Batch,
     config: ModelConfig,
+    *,
+    cuts: StepCuts = DEFAULT,
 ) -> Float[Tensor, "T M"]:
     """One decoder layer of few tokens, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
     eps = config.rms_norm_eps
-    a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps), pages, index, cos, sin, batch, config)
-    x = norm_linear(a, w.o, bias=w.o_bias, residual=x)
-    h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True)
-    return norm_linear(h, w.down, bias=w.down_bias, residual=x)
+    a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
+    x = norm_linear(a, w.o, bias=w.o_bias, residual=x, cut=cuts.o)
+    h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, cut=cuts.gate_up)
+    return norm_linear(h, w.down, bias=w.down_bias, residual=x, cut=cuts.down)
 
 
 def wide_layer(
@@ -115,18 +132,22 @@ def wide_layer(
     sin: Float32[Tensor, "T 1 D"],
     batch: Batch,
     config: ModelConfig,
+    *,
+    cuts: StepCuts = DEFAULT,
 ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
     """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's."""
     eps = config.rms_norm_eps
-    a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias), pages, index, cos, sin, batch, config)
-    x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps)
-    return linear_add_norm(norm_linear(h, w.gate_up, gated=True), w.down, w.down_bias, x, gain, eps)
+    a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
+    x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, cut=cuts.o)
+    return linear_add_norm(norm_linear(h, w.gate_up, gated=True, cut=cuts.gate_up), w.down, w.down_bias, x, gain, eps, cut=cuts.down)
 
 
-def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float) -> Float[Tensor, "R V"]:
+def head(
+    x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float, *, cuts: Cuts | None = None
+) -> Float[Tensor, "R V"]:
     """The final norm and the logits: `layers.head`."""
     if x.shape[0] <= few.FEW:
-        return norm_linear(x, weight, gain=gain, eps=eps)
+        return norm_linear(x, weight, gain=gain, eps=eps, cut=() if cuts is None else cuts.at(x.shape[0]).head)
     return linear(_norm(x, gain, eps), weight)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ..cache import cache_folder, is_private
+
 BASE = ("-O3", "-fPIC", "-std=gnu11")
 TIMEOUT = 120.0  # seconds a compiler may take
 
@@ -37,8 +39,8 @@ def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
         return None
     name = f"{source.stem}-{_key(source, compiler)}.so"
     try:
-        target = _cache_folder() / name
-        if target.exists() and _private(target):
+        target = cache_folder() / name
+        if target.exists() and is_private(target):
             try:
                 return _load(target, symbols)
             except BuildError:
@@ -128,20 +130,6 @@ def _load(file: Path, symbols: tuple[str, ...]) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise BuildError(f"{file} does not load: {error}") from error
     return found
-
-
-def _cache_folder() -> Path:
-    """The folder of built libraries. Raises `OSError` where it cannot be made, or is not this user's alone to write."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "nanovllm"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _private(folder):
-        raise PermissionError(f"{folder} can be written by other users")
-    return folder
-
-
-def _private(path: Path) -> bool:
-    status = path.stat()
-    return os.name != "posix" or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
 
 
 def _key(source: Path, compiler: str) -> str:

@@ -1,5 +1,6 @@
 """`norm_linear`: a matrix product of few rows with what stands before and after it in a decoder layer, in one launch on a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,19 +8,22 @@ import torch.nn.functional as F
 
 from ..types import Float, Tensor
 from .backends import dependent_launch, own_kernels, processors, shared_memory
+from .cuts import CutError, named, powers_of_two
 from .linear import linear
 from .plain import rms_norm
-from .wide import wide_tile
+from .wide import given_wide_tile
 
 FEW = 2  # rows up to which products are summed in float32, without tensor cores
 ROWS = 16  # up to which the norm is part of the product: beyond, every program would compute too much of it
 WIDEST = 16384  # inputs that lie in the registers of one program
 HELD = 64  # weights that a thread holds without tensor cores: the next kernel's programs wait in the registers that are left
 NARROW = 16  # outputs of a program that works on tensor cores
+SUMMED = 4  # rows that can be summed in float32 at all: each is held in registers
+HELD = 256  # weights in the registers of one thread, at most
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
-    "norm_linear(Tensor x, Tensor weight, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated) -> Tensor",
+    "norm_linear(Tensor x, Tensor weight, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated, int[] cut=[]) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -42,6 +46,7 @@ def norm_linear(
     residual: Float[Tensor, "B N"] | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    cut: Sequence[int] = (),
 ) -> Float[Tensor, "B N"]:
     """`residual + (norm(x) @ weight.T + bias)`, where `norm` is the RMS norm with a gain, and what is None is left out.
 
@@ -49,17 +54,27 @@ def norm_linear(
 
     `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `silu(gate) * up`, `[B, out / 2]`; without
     bias and residual. Rounds to x's dtype where the plain functions do: after the norm, its gain, the product, silu, the residual.
+
+    `cut`: a `Tile` for few rows; for many, and few that no tile fits, what `given_wide_tile` takes; as integers, empty: the default. A
+    kernel that it does not fit raises `CutError`; plain functions do not look at it.
     """
-    return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated)
+    return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut)
 
 
 @torch.library.register_fake("nanovllm::norm_linear", lib=_LIBRARY)
-def _fake(x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
+def _fake(x, weight, gain, bias, residual, eps, gated, cut=()):
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
 
 
 def _reference(
-    x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gated: bool,
+    cut: Sequence[int] = (),
 ) -> Tensor:
     y = linear(x if gain is None else rms_norm(x, gain, eps), weight, bias)
     if gated:
@@ -68,27 +83,38 @@ def _reference(
     return y if residual is None else y + residual
 
 
-def _cuda(x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
+def _cuda(
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gated: bool,
+    cut: Sequence[int] = (),
+) -> Tensor:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
-    if whole and x.shape[0] > ROWS and gain is None and residual is None and own_kernels(x.device, x.dtype):
-        return _wide(x.contiguous(), weight, bias, gated)
-    if not whole or not serves(x.device, x.dtype, x.shape[0], x.shape[1], gated):
+    shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)
+    many = x.shape[0] > ROWS or (len(cut) > 0 and not serves(*shape))  # few rows that do not fit are plain unless a cut is given
+    if whole and many and gain is None and residual is None and own_kernels(x.device, x.dtype):
+        return _wide(x.contiguous(), weight, bias, gated, cut)
+    if not whole or not serves(*shape):
         return _reference(x, weight, gain, bias, residual, eps, gated)
     from . import triton_linear
 
     residual = None if residual is None else residual.contiguous()
-    tile = tile_of(x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated, shared_memory(x.device))
+    tile = given_tile(cut, x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated, shared_memory(x.device))
     pdl = dependent_launch(x.device)
     return triton_linear.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, pdl)
 
 
-def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, cut: Sequence[int]) -> Tensor:
     from . import triton_wide
 
     pdl = dependent_launch(x.device)
     outputs, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    tile = wide_tile(x.shape[0], outputs, width, gated, processors(x.device), shared_memory(x.device))
+    tile = given_wide_tile(cut, x.shape[0], outputs, width, gated, processors(x.device), shared_memory(x.device))
     if tile is not None:
         return triton_wide.product(x, weight, bias, gated, tile, pdl)
     y = linear(x, weight, bias)
@@ -121,6 +147,27 @@ def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Ti
     depth = next(depth for depth in (256, 128, 64) if width % (4 * depth) == 0)
     wide = not gated and outputs >= 4096 and _memory(rows, width, gated, 2 * NARROW) <= memory // 2
     return Tile(outputs=2 * NARROW if wide else NARROW, warps=4, depth=depth)
+
+
+def given_tile(cut: Sequence[int], rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
+    """The tile that a cut spells, `tile_of`'s where it is empty. Raises `CutError` for one that does not fit."""
+    if not cut:
+        return tile_of(rows, outputs, width, gated, memory)
+    tile = named(Tile, cut)
+    if not tile_fits(tile, rows, width, gated, memory):
+        raise CutError(f"{tile} does not fit a product of {rows} rows over {width} inputs{' twice' * gated} in {memory} bytes of memory")
+    return tile
+
+
+def tile_fits(tile: Tile, rows: int, width: int, gated: bool, memory: int) -> bool:
+    """Whether a kernel can cut a product so; `memory` bounds a program's shared memory, in bytes."""
+    if not powers_of_two(tile.outputs, tile.warps) or tile.warps > 16:
+        return False
+    if tile.depth == 0:
+        held = (tile.outputs << (width - 1).bit_length()) * (2 if gated else 1)
+        return rows <= SUMMED and width <= WIDEST and held <= HELD * 32 * tile.warps
+    whole = powers_of_two(tile.depth) and tile.depth >= 16 and width % (tile.depth * tile.warps) == 0
+    return whole and rows <= ROWS and tile.outputs >= NARROW and _memory(rows, width, gated, tile.outputs) <= memory
 
 
 _LIBRARY.impl("norm_linear", _reference, "CPU")

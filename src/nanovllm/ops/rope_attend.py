@@ -1,11 +1,14 @@
 """`rope_attend`: from a fused projection's output to attention's, for one new token a row, in one launch on a GPU; `rope_write` is its
 first half, for tokens of prompts."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from ..types import Float, Float32, Int32, Tensor
 from .backends import HALVES, LARGEST, dependent_launch, installed, shared_memory
+from .cuts import CutError, powers_of_two
 from .kv_write import kv_write
 from .paged_decode import paged_decode
 from .plain import apply_rope, rms_norm
@@ -41,16 +44,29 @@ def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, 
     return 64, warps, 0, splits
 
 
+def attention_fits(cut: Sequence[int], head_dim: int, memory: int) -> bool:
+    """Whether the kernel can cut its work so: the numbers of `cut_of`."""
+    if len(cut) != 4:
+        return False
+    tile, warps, stages, splits = cut
+    width = 1 << (head_dim - 1).bit_length()
+    held = stages * tile * 4 * width <= memory if stages else 4 * tile * width <= 512 * 32 * warps  # in shared memory, or in registers
+    return powers_of_two(tile, warps, splits) and tile >= 16 and warps <= 16 and splits <= 64 and 0 <= stages <= 8 and held
+
+
 class FusedDecodePlan:
     """The memory in which programs of one launch meet, for batches of `batch_size` rows; shared by all layers of a step.
 
     A row's tokens are cut in tiles of `tile`, dealt to `splits` programs a key head. Launches that share a plan belong to one stream.
+    `cut`: the numbers of `cut_of`; empty: those that it gives. Raises `CutError` for a cut that does not fit.
     """
 
-    def __init__(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+    def __init__(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, cut: Sequence[int] = ()):
         self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
-        self.tile, self.warps, self.stages, self.splits = cut_of(batch_size, head_dim, memory)
+        if cut and not attention_fits(cut, head_dim, memory):
+            raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit heads of {head_dim} in {memory} bytes of memory")
+        self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory)
         self.parts = torch.empty((batch_size, num_heads, self.splits, head_dim), dtype=torch.float32, device=device)
         self.stats = torch.empty((batch_size, num_heads, self.splits, 2), dtype=torch.float32, device=device)
         self.counts = torch.zeros((batch_size, num_kv_heads), dtype=torch.int32, device=device)  # zero again after every launch

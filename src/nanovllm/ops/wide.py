@@ -1,20 +1,25 @@
 """`linear_add_norm`: a projection, the residual, and the norm that follows; and how products of many rows are cut on a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..types import Float, Tensor
 from .backends import dependent_launch, own_kernels, processors, shared_memory
+from .cuts import Cut, CutError, named, powers_of_two
 from .linear import linear
 from .plain import rms_norm
 
 ROWS = 64  # of one program
 MOST = 256  # rows beyond which the library's products are as fast
+BY_LIBRARY: Cut = (0,)  # the cut that says: the library's product
+SUMS = 128  # in the registers of one thread, at most
+PARTS = 8  # of the inputs, at most
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
-    "linear_add_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor gain, float eps) -> (Tensor, Tensor)",
+    "linear_add_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor gain, float eps, int[] cut=[]) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -38,22 +43,31 @@ def linear_add_norm(
     residual: Float[Tensor, "B M"],
     gain: Float[Tensor, "M"],
     eps: float,
+    *,
+    cut: Sequence[int] = (),
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    """`y = residual + (x @ weight.T + bias)` and `norm(y)`, the RMS norm with a gain. Rounds where the plain functions do."""
-    return torch.ops.nanovllm.linear_add_norm.default(x, weight, bias, residual, gain, eps)
+    """`y = residual + (x @ weight.T + bias)` and `norm(y)`, the RMS norm with a gain. Rounds where the plain functions do.
+
+    `cut`: see `given_wide_tile`; plain functions do not look at it.
+    """
+    return torch.ops.nanovllm.linear_add_norm.default(x, weight, bias, residual, gain, eps, cut)
 
 
 @torch.library.register_fake("nanovllm::linear_add_norm", lib=_LIBRARY)
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake(x, weight, bias, residual, gain, eps, cut=()):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, cut: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
     y = residual + linear(x, weight, bias)
     return y, rms_norm(y, gain, eps)
 
 
-def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, cut: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, bias, gain))
     if not whole or not own_kernels(x.device, x.dtype):
@@ -61,7 +75,8 @@ def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain
     from . import triton_wide
 
     x, residual, pdl = x.contiguous(), residual.contiguous(), dependent_launch(x.device)
-    tile = wide_tile(x.shape[0], weight.shape[0], weight.shape[1], False, processors(x.device), shared_memory(x.device), split=True)
+    outputs, width = weight.shape
+    tile = given_wide_tile(cut, x.shape[0], outputs, width, False, processors(x.device), shared_memory(x.device), split=True)
     if tile is None:
         parts, bias = linear(x, weight, bias).unsqueeze(0), None
     elif tile.parts == 1:
@@ -88,6 +103,33 @@ def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int,
             if outputs % columns == 0 and width % (depth * parts) == 0 and programs <= processors:
                 return WideTile(outputs=columns, depth=depth, stages=stages, parts=parts)
     return None
+
+
+def given_wide_tile(
+    cut: Sequence[int], rows: int, outputs: int, width: int, gated: bool, processors: int, memory: int, *, split: bool = False
+) -> WideTile | None:
+    """The tile that a cut spells, None for `BY_LIBRARY`; what `wide_tile` gives where it is empty. Raises `CutError` where it cannot be."""
+    if not cut:
+        return wide_tile(rows, outputs, width, gated, processors, memory, split=split)
+    if tuple(cut) == BY_LIBRARY:
+        return None
+    tile = named(WideTile, cut)
+    if not wide_fits(tile, outputs, width, gated, memory, split=split):
+        raise CutError(
+            f"{tile} does not fit a product of {outputs} outputs over {width} inputs{' twice' * gated} in {memory} bytes of memory"
+        )
+    return tile
+
+
+def wide_fits(tile: WideTile, outputs: int, width: int, gated: bool, memory: int, *, split: bool) -> bool:
+    """Whether the kernel can cut a product of any number of rows so; `memory` bounds a program's shared memory, in bytes."""
+    if not powers_of_two(tile.outputs, tile.rows, tile.depth, tile.warps) or min(tile.outputs, tile.rows, tile.depth) < 16:
+        return False
+    if tile.warps > 16 or not 1 <= tile.parts <= (PARTS if split else 1) or tile.stages < 1:
+        return False
+    columns = tile.outputs * (2 if gated else 1)
+    held = 2 * tile.stages * tile.depth * (tile.rows + columns) <= memory and tile.rows * columns <= SUMS * 32 * tile.warps
+    return held and outputs % tile.outputs == 0 and width % (tile.depth * tile.parts) == 0
 
 
 _LIBRARY.impl("linear_add_norm", _reference, "CPU")

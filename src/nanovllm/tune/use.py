@@ -1,0 +1,63 @@
+"""The cuts that an engine uses: those of the file for its GPU and model, where there is one, or what its caller says."""
+
+import os
+import warnings
+from pathlib import Path
+
+from ..errors import InvalidRequestError, TuningFileError
+from ..model import Model
+from ..models import fused
+from ..models.cuts import Cuts
+from ..ops.backends import processors, shared_memory
+from .file import default_path, key_of, read_cuts
+from .work import Machine
+
+
+def machine_of(model: Model) -> Machine:
+    """The GPU that a model is on."""
+    return Machine(processors=processors(model.device), memory=shared_memory(model.device))
+
+
+def require_tuning(tuning: object) -> None:
+    """Raise `InvalidRequestError` for what the option cannot be."""
+    if tuning is not None and not isinstance(tuning, bool | str | os.PathLike):
+        raise InvalidRequestError(f"tuning={tuning!r} must be True, False, None or the path of a file of `nanovllm tune`")
+
+
+def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
+    """The cuts by which a model's kernels run; None: their defaults.
+
+    `tuning`: False is the defaults; None the file in the cache, where it is there, and a warning where it is damaged; True that file;
+    a path the file there. Raises `TuningFileError` for a file that was asked for and cannot be used, `InvalidRequestError` where one was
+    asked for and the kernels do not run.
+    """
+    if tuning is False:
+        return None
+    if not fused.serves(model.params):
+        if tuning is None:
+            return None
+        raise InvalidRequestError(f"tuning={tuning!r} is for the kernels of a CUDA GPU, which do not run this model in {model.dtype} here")
+    if tuning is None or tuning is True:
+        path = _cached(model)
+        if path is None and tuning is None:
+            return None
+        if path is None:
+            raise TuningFileError(f"no file in the user's cache for {model.name} in {model.dtype} on this GPU: `nanovllm tune` writes it")
+    else:
+        path = Path(tuning).expanduser()
+    try:
+        return read_cuts(path, model, machine_of(model))
+    except TuningFileError as error:
+        if tuning is not None:
+            raise
+        warnings.warn(f"{error}; the default cuts are used", stacklevel=5)
+        return None
+
+
+def _cached(model: Model) -> Path | None:
+    """The file in the user's cache; None where there is none, or no cache."""
+    try:
+        path = default_path(key_of(model))
+        return path if path.exists() else None
+    except OSError:
+        return None

@@ -1,0 +1,342 @@
+"""The file of a tuning run: round trips, damage, files of others, several writers; and which of them an engine reads."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from immutables import Map
+
+import nanovllm as nv
+from nanovllm import cli, init
+from nanovllm.models.choice import FastChoice, all_fast
+from nanovllm.models.cuts import Cuts, StepCuts
+from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.tune import command, use
+from nanovllm.tune.candidates import default_cut, neighbours
+from nanovllm.tune.file import LARGEST, default_path, key_of, read_cuts, write_cuts
+from nanovllm.tune.work import Machine, works
+
+H200 = Machine(processors=132, memory=200_000)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+MODEL = random_model(tiny_config(**SIZES))
+STEPS = Map({1: StepCuts(qkv=(8, 2, 0), head=(16, 4, 0)), 64: StepCuts(o=(32, 64, 64, 3, 2, 4), gate_up=(0,), attend=(32, 4, 3, 1))})
+
+
+def written(path: Path, steps: Map[int, StepCuts] = STEPS) -> dict[str, Any]:
+    write_cuts(path, key_of(MODEL), steps, [{"part": "qkv", "rows": 1}])
+    return json.loads(path.read_text())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cuts.json"
+    document = written(path)
+    assert read_cuts(path, MODEL, H200) == Cuts(steps=STEPS, source=str(path))
+    assert document["measured"] == [{"part": "qkv", "rows": 1}]
+    assert set(document["key"]) == {"gpu", "dtype", "shapes", "versions", "kernels"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@given(st.lists(st.integers(1, 300), max_size=4), st.data())
+def test_any_cuts_come_back(tmp_path_factory: pytest.TempPathFactory, rows: list[int], data: st.DataObject) -> None:
+    steps = {}
+    for count in rows:
+        cuts = {work.part: neighbours(work, default_cut(work, H200), H200) for work in works(MODEL.config, count, H200)}
+        steps[count] = StepCuts(**{part: data.draw(st.sampled_from(some)) for part, some in cuts.items() if some})
+    path = tmp_path_factory.mktemp("file") / "cuts.json"
+    written(path, Map(steps))
+    assert read_cuts(path, MODEL, H200).steps == Map(steps)
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], bytes]:
+    def edit(document: dict[str, Any]) -> bytes:
+        return json.dumps(document if (other := change(document)) is None else other).encode()
+
+    return edit
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], bytes], str]] = {
+    "empty": (lambda d: b"", "not JSON"),
+    "truncated": (lambda d: json.dumps(d).encode()[:-9], "not JSON"),
+    "not text": (lambda d: b"\x80\x04\x95\xff", "not JSON"),
+    "deep": (lambda d: b"[" * 100_000, "not JSON"),
+    "large": (lambda d: b" " * (LARGEST + 1), "larger than any tuning file"),
+    "a list": (edited(lambda d: [d]), "a list, not a tuning file"),
+    "another format": (edited(lambda d: d | {"format": 2}), "format 2, this version reads 1"),
+    "no key": (edited(lambda d: d.pop("key") and None), "does not say what it was measured for"),
+    "another GPU": (edited(lambda d: d["key"].update(gpu="NVIDIA A100")), 'another gpu: "NVIDIA A100", here it is "cpu"'),
+    "another dtype": (edited(lambda d: d["key"].update(dtype="float16")), "another dtype"),
+    "another model": (edited(lambda d: d["key"]["shapes"].update(hidden_size=512)), "another shapes"),
+    "another torch": (edited(lambda d: d["key"]["versions"].update(torch="2.0")), "another versions"),
+    "another kernel": (edited(lambda d: d["key"].update(kernels="0" * 16)), "another kernels"),
+    "no cuts": (edited(lambda d: d.pop("cuts") and None), "has no cuts"),
+    "rows that are none": (edited(lambda d: d["cuts"].update({"0": {}})), "'0' is no number of rows"),
+    "rows in words": (edited(lambda d: d["cuts"].update({"one": {}})), "'one' is no number of rows"),
+    "a step that is none": (edited(lambda d: d["cuts"].update({"1": [1]})), "cuts of 1 rows"),
+    "an unknown part": (edited(lambda d: d["cuts"]["1"].update(embed=[1, 1, 0])), "embed of 1 rows cannot be cut"),
+    "a part that is not run": (edited(lambda d: d["cuts"]["64"].update(head=[1, 1, 0])), "head of 64 rows cannot be cut"),
+    "a cut that does not fit": (edited(lambda d: d["cuts"]["1"].update(qkv=[3, 2, 0])), r"qkv of 1 rows cannot be cut by \[3, 2, 0\]"),
+    "a huge cut": (edited(lambda d: d["cuts"]["1"].update(qkv=[1 << 70, 2, 0])), "qkv of 1 rows cannot be cut"),
+    "a negative cut": (edited(lambda d: d["cuts"]["64"].update(attend=[32, 4, -3, 1])), "attend of 64 rows cannot be cut"),
+    "a cut of fractions": (edited(lambda d: d["cuts"]["1"].update(qkv=[8.0, 2, 0])), "qkv of 1 rows cannot be cut"),
+    "a cut of truths": (edited(lambda d: d["cuts"]["1"].update(qkv=[True, 2, 0])), "qkv of 1 rows cannot be cut"),
+    "a cut in words": (edited(lambda d: d["cuts"]["1"].update(qkv="820")), "qkv of 1 rows cannot be cut"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_file_is_named_and_refused(damage: str, tmp_path: Path) -> None:
+    path, (edit, match) = tmp_path / "cuts.json", DAMAGES[damage]
+    path.write_bytes(edit(written(path)))
+    with pytest.raises(nv.TuningFileError, match=match) as error:
+        read_cuts(path, MODEL, H200)
+    assert str(error.value).startswith(f"{path}: ") and len(str(error.value)) < 800
+
+
+def test_every_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cuts.json"
+    written(path)
+    whole = path.read_bytes().rstrip()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(nv.TuningFileError):
+            read_cuts(path, MODEL, H200)
+
+
+def test_a_file_that_is_missing_or_a_folder_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(nv.TuningFileError, match="could not be read"):
+            read_cuts(path, MODEL, H200)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(nv.InvalidRequestError, match="could not be written"):
+        written(tmp_path / "no folder" / "cuts.json")
+
+
+def test_the_name_depends_on_all_that_cuts_depend_on() -> None:
+    key = key_of(MODEL)
+    others = [key | {"gpu": "NVIDIA H200"}, key | {"dtype": "float16"}, key | {"kernels": ""}, key | {"versions": {}}, key | {"shapes": {}}]
+    assert len({default_path(one).name for one in (key, *others)}) == 6
+    assert default_path(others[0]).name.startswith("tuning-nvidia-h200-float32-")
+    assert key_of(random_model(tiny_config("LlamaForCausalLM", **SIZES)))["shapes"] != key["shapes"]  # heads without norms
+    assert key_of(random_model(tiny_config(**SIZES), seed=3)) == key  # other weights of the same shapes
+
+
+WRITER = """
+import json, sys
+from pathlib import Path
+from immutables import Map
+from nanovllm.models.cuts import StepCuts
+from nanovllm.tune.file import write_cuts
+path, rows, key = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+for _ in range(60):
+    write_cuts(path, key, Map({n: StepCuts(qkv=(8, 2, 0)) for n in (1, 2)[:rows]}), [{"filler": "x" * 20_000}])
+"""
+
+
+def test_several_processes_write_whole_files(tmp_path: Path) -> None:
+    path = tmp_path / "cuts.json"
+    written(path, Map())
+    arguments = [[sys.executable, "-c", WRITER, str(path), str(1 + n), json.dumps(key_of(MODEL))] for n in range(2)]
+    workers = [subprocess.Popen(one, stderr=subprocess.PIPE, text=True) for one in arguments]
+    seen = set()
+    while any(worker.poll() is None for worker in workers):
+        seen.add(tuple(sorted(read_cuts(path, MODEL, H200).steps)))
+    for worker in workers:
+        _, said = worker.communicate()
+        assert worker.returncode == 0, said
+    assert seen <= {(), (1,), (1, 2)} and len(seen) > 1 and tuple(sorted(read_cuts(path, MODEL, H200).steps)) in ((1,), (1, 2))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# Which file an engine reads
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As if the kernels ran on this machine; the cache is a folder of the test's own, and the path of the model's file is returned."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(use.fused, "serves", lambda params: True)
+    monkeypatch.setattr(use, "machine_of", lambda model: H200)
+    monkeypatch.setattr(init, "_captures", lambda model, limits, compile: compile is not False)
+    path = default_path(key_of(MODEL))
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_the_file_in_the_cache_is_taken_where_it_is(served: Path) -> None:
+    assert use.cuts_for(MODEL, None) is None
+    with pytest.raises(nv.TuningFileError, match="`nanovllm tune` writes it"):
+        use.cuts_for(MODEL, True)
+    written(served)
+    for tuning in (None, True, served, str(served)):
+        assert use.cuts_for(MODEL, tuning) == Cuts(steps=STEPS, source=str(served))
+    assert use.cuts_for(MODEL, False) is None
+
+
+def test_a_damaged_file_in_the_cache_is_warned_of_and_the_defaults_serve(served: Path) -> None:
+    served.write_text("{")
+    with pytest.warns(UserWarning, match="not JSON.*the default cuts are used") as told:
+        assert use.cuts_for(MODEL, None) is None
+    assert str(told[0].message).startswith(str(served))
+    for tuning in (True, served):
+        with pytest.raises(nv.TuningFileError, match="not JSON"):
+            use.cuts_for(MODEL, tuning)
+
+
+def test_what_is_no_tuning_is_refused(untyped: None) -> None:
+    for wrong in (1, 2.5, ["off"]):
+        with pytest.raises(nv.InvalidRequestError, match="must be True, False, None or the path of a file"):
+            nv.init_state(MODEL, num_pages=8, tuning=wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_on_a_cpu_there_is_nothing_to_cut(tmp_path: Path) -> None:
+    for tuning in (None, False):
+        assert nv.init_state(MODEL, num_pages=8, tuning=tuning).runtime.cuts is None
+    for tuning in (True, tmp_path / "x.json"):
+        with pytest.raises(nv.InvalidRequestError, match="captured steps on a CUDA GPU"):
+            nv.LLM(MODEL, num_pages=8, tuning=tuning)
+
+
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What an executor would be made with: the choice, and the cuts."""
+    made: list[Any] = []
+    plain = init._executor
+
+    def executor(model: Any, limits: Any, kv: Any, compile: Any, cascade: Any, choice: Any, cuts: Any, progress: Any) -> Any:
+        made.append((choice, cuts))
+        return plain(model, limits, kv, False, cascade, choice, cuts, progress)[0], cuts
+
+    monkeypatch.setattr(init, "_executor", executor)
+    return made
+
+
+def test_an_engine_takes_the_cuts_and_tells_of_them(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = captured(monkeypatch)
+    written(served)
+    state = nv.init_state(MODEL, num_pages=8)
+    assert made[-1] == (None, state.runtime.cuts) and state.runtime.cuts == Cuts(steps=STEPS, source=str(served))
+    assert nv.init_state(MODEL, num_pages=8, tuning=False).runtime.cuts is None
+    assert nv.LLM(MODEL, num_pages=8, tuning=served).state.runtime.cuts == state.runtime.cuts
+    served.write_text("")
+    with pytest.warns(UserWarning, match="the default cuts are used"):
+        assert nv.init_state(MODEL, num_pages=8).runtime.cuts is None
+
+
+def test_cuts_that_do_not_keep_the_bound_are_dropped(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at the start of an engine sees the kernels by their cuts, and then by the defaults."""
+    made, looked = captured(monkeypatch), []
+    bad = FastChoice(layers=(False, True, True))
+
+    def choose(model: nv.Model, page_size: int, cuts: Cuts | None = None) -> tuple[FastChoice, str]:
+        looked.append(cuts)
+        return (all_fast(model.config), "") if cuts is None else (bad, "layer 0 errs")
+
+    monkeypatch.setattr(init, "choose", choose)
+    written(served)
+    with pytest.warns(UserWarning, match=r"the cuts of .*\.json are not used but the defaults: by them layer 0 errs"):
+        state = nv.init_state(MODEL, num_pages=8, check=True)
+    assert made == [(None, None)] and state.runtime.cuts is None and looked == [Cuts(steps=STEPS, source=str(served)), None]
+    monkeypatch.setattr(init, "choose", lambda *_: (all_fast(MODEL.config), ""))
+    assert nv.init_state(MODEL, num_pages=8, check=True).runtime.cuts is not None
+
+
+# The command
+
+
+def test_on_a_cpu_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--device", "cpu"]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.startswith("nanovllm: error: tune measures kernels, and needs a CUDA GPU")
+    assert "the device here is cpu" in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.fixture
+def tuning(served: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU that is none, on which every cut of qkv is twice as fast as the default."""
+
+    class Measuring:
+        def __init__(self, model: nv.Model, work: Any):
+            self.work = work
+
+        def __enter__(self) -> Callable[[Any], tuple[float, ...]]:
+            return lambda cut: (1.0,) if self.work.part == "qkv" and cut else (2.0,)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(command, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(command, "find_model", lambda options: (MODEL, "small"))
+    monkeypatch.setattr(command, "machine_of", lambda model: H200)
+    monkeypatch.setattr(command, "measuring", Measuring)
+    monkeypatch.setattr(command.collector, "freeze", lambda: None)
+    return served
+
+
+def test_the_command_prints_a_table_and_writes_the_file(tuning: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--batches", "1,64"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 11 kernels are faster by another cut than the default." in out and f"Written to {tuning}" in out
+    (head, *rows) = out.splitlines()[2:14]
+    assert head.split() == ["part", "rows", "default", "us", "chosen", "us", "faster", "cut", "measured", "skipped"]
+    assert [row.split()[:5] for row in rows if "qkv" in row] == [["qkv", "1", "2.00", "1.00", "50%"], ["qkv", "64", "2.00", "1.00", "50%"]]
+    cuts = read_cuts(tuning, MODEL, H200)
+    assert set(cuts.steps) == {1, 64} and all(step.qkv and not step.o for step in cuts.steps.values())
+    other = tmp_path / "new" / "mine.json"
+    assert cli.main(["tune", "--batches", "8", "--json", "--output", str(other)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["file"] == str(other) and [row["part"] for row in told["measured"]] == ["attend", "qkv", "o", "gate_up", "down"]
+    assert told["measured"] == json.loads(other.read_text())["measured"] and set(read_cuts(other, MODEL, H200).steps) == {8}
+
+
+def test_what_the_command_cannot_do_is_told_before_it_measures(
+    tuning: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["tune", "--output", str(tmp_path)]) == 2 and "is a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--batches", "0"])
+    tuning.parent.chmod(0o777)
+    assert cli.main(["tune"]) == 2 and "name a file with --output" in capsys.readouterr().err
+    tuning.parent.chmod(0o700)
+    monkeypatch.setattr(command.fused, "serves", lambda params: False)
+    assert cli.main(["tune"]) == 2 and "is not served" in capsys.readouterr().err
+
+
+def test_bench_records_whether_cuts_were_used(served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    captured(monkeypatch)
+    monkeypatch.setattr("nanovllm.bench.command.find_model", lambda options: (MODEL, "small"))
+    monkeypatch.setattr("nanovllm.bench.command.host_time", lambda model, state, size: (state, {}))
+    written(served)
+    for arguments, source in (([], served.name), (["--tuning", "off"], None), (["--tuning", str(served)], served.name)):
+        assert cli.main(["bench", "--device", "cpu", "--which", "host", "--json", *arguments]) == 0
+        assert json.loads(capsys.readouterr().out)["tuning"] == source
+
+
+def test_the_cache_folder_is_not_made_by_looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(use.fused, "serves", lambda params: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert use.cuts_for(replace(MODEL), None) is None
+    assert not os.listdir(tmp_path)
+
+
+def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch, served: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert use.cuts_for(MODEL, None) is None
+    with pytest.raises(nv.TuningFileError, match="no file in the user's cache"):
+        use.cuts_for(MODEL, True)
