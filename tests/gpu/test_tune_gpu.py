@@ -158,7 +158,7 @@ def test_products_of_many_rows_by_a_cut(rows: int, cut: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("cut", [(32, 32, 128, 3, 1, 4), (64, 16, 64, 3, 1, 4), BY_LIBRARY])
 def test_a_gated_product_of_few_rows_that_no_tile_fits_takes_a_cut(cut: tuple[int, ...]) -> None:
-    """At 8B's width the default of 8 rows is plain functions."""
+    """At the width of 8B the default of 8 rows is the library's product, and a kernel for silu."""
     x, weight, _, _, _, eps, _ = given = linear_problem(8, 2048, 4096, True, False, False, BF16, "cuda")
     want = wide_norm_linear(*given)
     usual, got = norm_linear(x, weight, gated=True), norm_linear(x, weight, gated=True, cut=cut)

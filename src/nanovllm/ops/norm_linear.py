@@ -16,10 +16,9 @@ from .wide import given_wide_tile
 FEW = 2  # rows up to which products are summed in float32, without tensor cores
 ROWS = 16  # up to which the norm is part of the product: beyond, every program would compute too much of it
 WIDEST = 16384  # inputs that lie in the registers of one program
-HELD = 64  # weights that a thread holds without tensor cores: the next kernel's programs wait in the registers that are left
+HELD, MOST_HELD = 64, 256  # weights in a thread's registers: the next kernel's programs wait in those that are left; and at most
 NARROW = 16  # outputs of a program that works on tensor cores
 SUMMED = 4  # rows that can be summed in float32 at all: each is held in registers
-HELD = 256  # weights in the registers of one thread, at most
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -96,7 +95,7 @@ def _cuda(
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
     shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)
-    many = x.shape[0] > ROWS or (len(cut) > 0 and not serves(*shape))  # few rows that do not fit are plain unless a cut is given
+    many = x.shape[0] > ROWS or not serves(*shape)  # few rows do not fit into registers where they are wide
     if whole and many and gain is None and residual is None and own_kernels(x.device, x.dtype):
         return _wide(x.contiguous(), weight, bias, gated, cut)
     if not whole or not serves(*shape):
@@ -165,7 +164,7 @@ def tile_fits(tile: Tile, rows: int, width: int, gated: bool, memory: int) -> bo
         return False
     if tile.depth == 0:
         held = (tile.outputs << (width - 1).bit_length()) * (2 if gated else 1)
-        return rows <= SUMMED and width <= WIDEST and held <= HELD * 32 * tile.warps
+        return rows <= SUMMED and width <= WIDEST and held <= MOST_HELD * 32 * tile.warps
     whole = powers_of_two(tile.depth) and tile.depth >= 16 and width % (tile.depth * tile.warps) == 0
     return whole and rows <= ROWS and tile.outputs >= NARROW and _memory(rows, width, gated, tile.outputs) <= memory
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 from ..ops.cuts import Cut, named
-from ..ops.norm_linear import FEW, ROWS, SUMMED, Tile, tile_fits, tile_of
+from ..ops.norm_linear import FEW, SUMMED, Tile, tile_fits, tile_of
 from ..ops.rope_attend import attention_fits, cut_of
 from ..ops.wide import BY_LIBRARY, WideTile, wide_fits, wide_tile
 from .work import Machine, Work
@@ -13,14 +13,12 @@ WARPS, BLOCK, DEPTH, TILE, SPLITS = (1, 8), (16, 128), (32, 256), (16, 128), (1,
 
 
 def default_cut(work: Work, machine: Machine) -> Cut:
-    """What the kernel's default is, spelled out; empty where that is plain functions."""
+    """What the kernel's default is, spelled out."""
     match work.form:
         case "attend":
             return cut_of(work.rows, work.width, machine.memory)
         case "few":
             return astuple(tile_of(work.rows, work.outputs, work.width, work.gated, machine.memory))
-        case "many" if work.rows <= ROWS:
-            return ()
         case _:
             tile = wide_tile(
                 work.rows, work.outputs, work.width, work.gated, machine.processors, machine.memory, split=work.form == "sum"
