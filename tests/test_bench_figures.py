@@ -1,6 +1,8 @@
 """What `nanovllm bench` says of a workload: bytes and limits by hand, tables and pictures from its JSON, growth, other engines."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -14,6 +16,7 @@ import torch
 import nanovllm as nv
 from nanovllm import bench, cli
 from nanovllm.bench import growth, peers, report
+from nanovllm.bench.journal import Journal
 from nanovllm.bench.plot import decades, draw, number, steps
 from nanovllm.bench.roofline import Ceiling, decode_bytes, decode_work, limit_seconds, num_weights, prompt_work, prompts_and_decode
 from nanovllm.bench.workloads import Measured, Spent
@@ -132,10 +135,12 @@ def test_every_workload_has_its_keys() -> None:
 @pytest.fixture(scope="module")
 def grown() -> dict[str, Any]:
     engine = bench.Engine(MODEL, num_pages=256, max_num_seqs=16)
-    found = growth.grow(engine, Ceiling(read_bytes=1e10, flops=1e11), FAST).as_json()
+    curves = dict(growth.grow(engine, Ceiling(read_bytes=1e10, flops=1e11), FAST))
     assert not engine.state.running and not engine.state.waiting
     nv.check(engine.state)
-    return found
+    assert list(curves) == ["batch", "context", "pool", "ended"]
+    assert curves["batch"].batch and not curves["batch"].context and curves["pool"].context == curves["ended"].context
+    return curves["ended"].as_json()
 
 
 def test_growth_measures_what_fits(grown: dict[str, Any]) -> None:
@@ -222,6 +227,46 @@ def test_bench_prints_tables_or_json_and_writes_both_files(
     ElementTree.parse(tmp_path / "new/run.svg")
     assert cli.main(["bench", "--which", "growth", "--batches", "1", "--contexts", "32", *where[:6]]) == 0
     assert "growth with the batch" in capsys.readouterr().out
+
+
+def test_a_run_that_is_killed_keeps_what_it_measured(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=1024))
+    file = tmp_path / "new" / "run.json"
+    main = "import sys; from nanovllm.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "bench", "--model", str(folder), "--device", "cpu", "--which", "b1,b64", "--output", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        told = [process.stderr.readline() for _ in range(2)]
+        process.kill()
+        assert process.stdout.read() == ""
+    assert [line.split()[1] for line in told] == ["b1_decode_tok_s", "b1_ttft_ms"]
+    result = json.loads(file.read_text())
+    assert [row["key"] for row in result["workloads"]] == ["b1_decode_tok_s", "b1_ttft_ms"] and "b64_decode_tok_s" not in result
+    assert result["unfinished"] and "cut short" in report.about(result)
+    assert draw(result) and report.text(result)
+
+
+def test_a_journal_replaces_whole_files_and_is_quiet_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, link = tmp_path / "old.json", tmp_path / "link.json"
+    file.write_text("the old one")
+    link.symlink_to(file)
+    journal = Journal(MODEL, "nanovllm bench", "abc", link)
+    journal.set({"init_s": 1.0})
+    assert file.read_text() == "the old one"
+    journal.add({"one": 1})
+    assert json.loads(file.read_text()) == journal.result and journal.result["commit"] == "abc"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            journal.add({"two": 2})
+    assert json.loads(file.read_text())["one"] == 1 and "two" not in json.loads(file.read_text())
+    assert "unfinished" not in journal.end() and json.loads(file.read_text())["two"] == 2
+    assert link.is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
+    journal.tell("here")
+    Journal(MODEL, "nanovllm bench", "abc").tell("nowhere")
+    assert capsys.readouterr().err == "here\n"
 
 
 @pytest.mark.parametrize(

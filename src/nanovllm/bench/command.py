@@ -2,9 +2,8 @@
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from ..model import Model, load_model, resolve_device
 from ..terminal import note
 from . import growth, report
 from .engine import Engine, host_time
+from .journal import Journal
 from .peers import PEERS, find_peers
 from .plot import draw
-from .record import record
 from .roofline import measure_ceiling
 from .shapes import SHAPES, random_weights
 from .workloads import TIMED, WORKLOADS, Generate, Measured, measure
@@ -44,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peer = f"another engine to run the same workloads after ours, slowly: {', '.join(PEERS)}; may be given several times"
     parser.add_argument("--peer", action="append", default=[], metavar="NAME", help=peer)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json", help="also write that object to this file")
+    parser.add_argument(
+        "--output", type=Path, default=None, metavar="FILE.json", help="also write that object to this file, after every workload"
+    )
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE.svg", help="draw the figures (default: beside --output)")
     parser.add_argument("--commit", default=None, help="the commit to record where the source tree is not a checkout")
 
@@ -77,6 +78,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     require_folder(plot)
     model, name = find_model(options)
     settings = _settings(options, cuda)
+    journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     ceiling = measure_ceiling(device, model.dtype)
     limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN)}
     if "growth" in which:
@@ -85,45 +87,48 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         limits["memory_fraction"] = PEER_MEMORY
     start = time.perf_counter()
     engine = Engine(model, **limits)
-    figures: dict[str, Any] = {"init_s": round(time.perf_counter() - start, 2)}
+    journal.set({"init_s": round(time.perf_counter() - start, 2), "roofline": report.ceiling_json(ceiling)})
     collector.freeze()
-    measured = _run(engine.generate, engine.name, which, model, options.repeats, engine)
-    figures |= {one.key: one.figure for one in measured}
+    rows = []
+    for one in _measured(engine.generate, engine.name, which, model, options.repeats, engine):
+        rows.append(report.row(one, model.config, model.dtype, ceiling))
+        journal.add({one.key: one.figure, "workloads": rows})
+        journal.tell(f"{engine.name}: {one.key} {one.figure:,}")
     if "host" in which:
         for size in (1, 64):
             engine.state, host = host_time(model, engine.state, size)
-            figures |= host
-    figures["roofline"] = report.ceiling_json(ceiling)
-    figures["workloads"] = [report.row(one, model.config, model.dtype, ceiling) for one in measured]
+            journal.add(host)
+            journal.tell(", ".join(f"{key} {value:,}" for key, value in host.items()))
     if "growth" in which:
-        figures["growth"] = growth.grow(engine, ceiling, settings).as_json()
+        for curve, found in growth.grow(engine, ceiling, settings):
+            journal.add({"growth": found.as_json()})
+            journal.tell(f"growth with the {curve}: {len(getattr(found, curve))} points")
+    theirs: dict[str, dict[str, float]] = {}
     for make in peers:
         peer = make(model, name)
-        theirs = _run(peer.generate, peer.name, which, model, options.repeats)
-        figures.setdefault("peers", {})[peer.name] = {one.key: one.figure for one in theirs}
-    result = record(model, figures, " ".join(("nanovllm bench", *arguments)), options.commit)
+        for one in _measured(peer.generate, peer.name, which, model, options.repeats):
+            theirs.setdefault(peer.name, {})[one.key] = one.figure
+            journal.add({"peers": theirs})
+            journal.tell(f"{peer.name}: {one.key} {one.figure:,}")
+    result = journal.end()
     print(json.dumps(result, indent=2) if options.json else report.text(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
     if plot:
         plot.write_text(draw(result), encoding="utf-8")
     return 0
 
 
-def _run(generate: Generate, name: str, which: Sequence[str], model: Model, repeats: int, engine: Engine | None = None) -> list[Measured]:
-    """The workloads that any engine can run. Where a peer's memory runs out, what it had measured before counts."""
-    found: list[Measured] = []
+def _measured(
+    generate: Generate, name: str, which: Sequence[str], model: Model, repeats: int, engine: Engine | None = None
+) -> Iterator[Measured]:
+    """The workloads that any engine can run, as they end. Where the memory of a peer runs out, what it had measured before counts."""
     if not set(TIMED) & set(which):
-        return found
+        return
     try:
-        for one in measure(generate, which, model.config.vocab_size, repeats, None if engine is None else lambda: engine.spent):
-            found.append(one)
-            _tell(f"{name}: {one.key} {one.figure:,}")
+        yield from measure(generate, which, model.config.vocab_size, repeats, None if engine is None else lambda: engine.spent)
     except torch.OutOfMemoryError:
         if engine is not None:
             raise
         note(f"{name}: out of memory; what it ran before counts")
-    return found
 
 
 def _settings(options: argparse.Namespace, cuda: bool) -> growth.Settings:
@@ -138,9 +143,3 @@ def _plot_path(options: argparse.Namespace) -> Path | None:
     if path is not None and path.suffix != ".svg":
         raise InvalidRequestError(f"--plot {path}: the picture is an SVG file; give a name that ends with .svg")
     return path
-
-
-def _tell(what: str) -> None:
-    """Where a run stands, for who waits at a terminal."""
-    if sys.stderr.isatty():
-        note(what)

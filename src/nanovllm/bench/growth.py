@@ -5,7 +5,7 @@ almost no size, on the CPU, where a pool of a million pages fits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
@@ -93,15 +93,23 @@ def model_len(settings: Settings, limits: ModelConfig) -> int:
     return min(limits.max_position_embeddings, max((*settings.contexts, settings.context)) + 256)
 
 
-def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Growth:
-    """All curves of an engine that is at rest."""
-    return Growth(
-        settings=settings,
-        batch=tuple(_points(engine, ceiling, [(rows, settings.context) for rows in settings.batches], settings.steps)),
-        context=tuple(_points(engine, ceiling, [(r, context) for r in settings.rows for context in settings.contexts], settings.steps)),
-        pool=tuple(host_point(num_pages, 0, settings) for num_pages in settings.pools),
-        ended=tuple(host_point(max(settings.pools), ended, settings) for ended in settings.ended),
-    )
+def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Iterator[tuple[str, Growth]]:
+    """The curves of an engine that is at rest, one after the other: the last one's name, and all that there are by then."""
+    found = Growth(settings=settings)
+    sizes = {
+        "batch": [(rows, settings.context) for rows in settings.batches],
+        "context": [(rows, context) for rows in settings.rows for context in settings.contexts],
+    }
+    for curve, points in sizes.items():
+        found = replace(found, **{curve: tuple(_points(engine, ceiling, points, settings.steps))})
+        yield curve, found
+    pools = {
+        "pool": [(num_pages, 0) for num_pages in settings.pools],
+        "ended": [(max(settings.pools), ended) for ended in settings.ended],
+    }
+    for curve, points in pools.items():
+        found = replace(found, **{curve: tuple(host_point(num_pages, ended, settings) for num_pages, ended in points)})
+        yield curve, found
 
 
 def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:

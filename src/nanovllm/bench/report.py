@@ -69,6 +69,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 def about(result: Mapping[str, Any]) -> str:
     """Model, device, ceiling and commit in a line."""
     told = f"{result['model']}, {result['dtype']}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
+    told += ", cut short" if result.get("unfinished") else ""
     ceiling = result.get("roofline")
     return f"{told}; reads {ceiling['read_gb_s']:,.0f} GB/s, multiplies {ceiling['matmul_tflop_s']:,.2f} TFLOP/s" if ceiling else told
 
