@@ -15,7 +15,7 @@ import torch
 
 import nanovllm as nv
 from nanovllm import bench, cli
-from nanovllm.bench import growth, peers, report
+from nanovllm.bench import command, growth, peers, report, workloads
 from nanovllm.bench.journal import Journal
 from nanovllm.bench.plot import decades, draw, number, steps
 from nanovllm.bench.roofline import Ceiling, decode_bytes, decode_work, limit_seconds, num_weights, prompt_work, prompts_and_decode
@@ -130,6 +130,59 @@ def test_every_workload_has_its_keys() -> None:
     found = bench.run_workloads(Idle(replace(MODEL, name="weights"), "weights").generate, bench.WORKLOADS, 151936, 1)
     rates = [f"b{size}_{what}" for size in (1, 8, 64) for what in ("decode_tok_s", "ttft_ms")]
     assert list(found) == [*rates, "offline_tok_s", "ttft_16k_cold_ms", "ttft_16k_warm_ms", "shared16k_x32_tok_s"]
+
+
+def test_the_longest_request_of_each_workload() -> None:
+    """No request of a workload is longer than what a model is asked for, and one of them is as long, but for `offline`, which draws."""
+    for name in workloads.TIMED:
+        longest = 0
+
+        def generate(prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
+            nonlocal longest
+            longest = max(longest, *(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True)))
+            return [[0] * count for count in max_tokens]
+
+        bench.run_workloads(generate, [name], 151936, 1)
+        assert 0.95 * workloads.LONGEST[name] < longest <= workloads.LONGEST[name] and (
+            name == "offline" or longest == workloads.LONGEST[name]
+        )
+    needed = workloads.LONGEST["host"]
+    drawn = []
+    for most in (needed + 100, needed, needed - 1):
+        state, _ = bench.host_time(MODEL, nv.init_state(MODEL, num_pages=256, max_model_len=most), 2)
+        drawn.append(state.stats.decode_tokens)
+    assert drawn[0] == drawn[1] > drawn[2]
+
+
+def test_workloads_that_are_too_long_for_a_model() -> None:
+    """Those of the defaults are left out, those that were asked for refused; TinyLlama's context takes all but the 16k prefix."""
+    which, left = command.find_workloads(None, "tinyllama-1.1b", cuda=True)
+    assert which == [name for name in bench.WORKLOADS if name != "prefix"]
+    assert left == [{"workload": "prefix", "why": "its requests take 16,672 tokens, the context of tinyllama-1.1b has 2,048"}]
+    assert command.find_workloads(None, "qwen3-0.6b", cuda=True) == (list(bench.WORKLOADS), [])
+    with pytest.raises(
+        nv.InvalidRequestError, match=r"'prefix' cannot be run: its requests take 16,672 tokens, .*tinyllama-1.1b has 2,048"
+    ):
+        command.find_workloads("b1,prefix", "tinyllama-1.1b", cuda=True)
+
+
+def test_a_short_context_is_told_before_weights_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=400))
+    options = ["bench", "--model", str(folder), "--device", "cpu", "--repeats", "1", "--output", str(tmp_path / "run.json")]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "find_model", lambda *_: pytest.fail("weights were made"))
+        assert cli.main([*options, "--which", "b1,host"]) == 2
+    refused = capsys.readouterr().err
+    assert "'b1'" in refused and "640 tokens" in refused and "has 400" in refused and "host" not in refused
+    assert cli.main(options) == 0
+    captured = capsys.readouterr()
+    told = f"left out: b1 (its requests take 640 tokens, the context of {folder} has 400)"
+    assert captured.err.startswith(f"{told}\n") and told in captured.out
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert [one["workload"] for one in result["left_out"]] == ["b1"] and f"- {told}" in report.markdown(result)
+    assert {row["workload"] for row in result["workloads"]} == {"b8"} and "b1_host_us" in result
 
 
 @pytest.fixture(scope="module")

@@ -65,9 +65,7 @@ def load_model(
     """
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo)
-    hf = read_json(folder / "config.json", required=True)
-    spec = find_spec(hf, trust_remote_code=trust_remote_code)
-    config = spec.config_from_hf(hf)
+    spec, config = read_config(folder, trust_remote_code=trust_remote_code)
     generation_config = read_json(folder / "generation_config.json", required=False)
     tokenizer = load_tokenizer(folder)
     if tokenizer.max_token_id >= config.vocab_size:
@@ -86,6 +84,13 @@ def load_model(
         device=target,
         dtype=chosen,
     )
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:
+    """The architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
+    hf = read_json(folder / "config.json", required=True)
+    spec = find_spec(hf, trust_remote_code=trust_remote_code)
+    return spec, spec.config_from_hf(hf)
 
 
 def find_spec(hf: HF, *, trust_remote_code: bool = False) -> ModelSpec:

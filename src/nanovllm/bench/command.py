@@ -12,8 +12,9 @@ import torch
 
 from .. import collector
 from ..arguments import positive, positives, require_folder
+from ..config import ModelConfig
 from ..errors import InvalidRequestError
-from ..model import Model, load_model, resolve_device
+from ..model import Model, load_model, read_config, resolve_device, resolve_folder
 from ..terminal import note
 from . import growth, report
 from .engine import Engine, host_time
@@ -22,7 +23,7 @@ from .peers import PEERS, find_peers
 from .plot import draw
 from .roofline import measure_ceiling
 from .shapes import SHAPES, random_weights
-from .workloads import TIMED, WORKLOADS, Generate, Measured, measure
+from .workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
 
 GPU_MODEL = "qwen3-0.6b"  # unless told otherwise
 CPU_WORKLOADS = ("b1", "b8", "host")
@@ -58,27 +59,50 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="float32, bfloat16, ... (default: bfloat16 on a GPU, float32 on a CPU)")
 
 
+def model_name(options: argparse.Namespace) -> str:
+    """The model that is measured."""
+    return options.model or (GPU_MODEL if resolve_device(options.device).type == "cuda" else "tiny")
+
+
 def find_model(options: argparse.Namespace) -> tuple[Model, str]:
     """The model that the options name, and its name."""
-    device = resolve_device(options.device)
-    name = options.model or (GPU_MODEL if device.type == "cuda" else "tiny")
+    device, name = resolve_device(options.device), model_name(options)
     return (random_weights(name, device=device, dtype=options.dtype) if name in SHAPES else load_model(name, device, options.dtype)), name
+
+
+def find_workloads(which: str | None, name: str, *, cuda: bool) -> tuple[list[str], list[dict[str, str]]]:
+    """The workloads to run, and those of the default ones that this model cannot run, with the reasons; no weights are needed to tell.
+
+    Raises `InvalidRequestError` for a name that there is no workload of, and for one that was asked for and cannot be run.
+    """
+    names = which.split(",") if which else list(WORKLOADS if cuda else CPU_WORKLOADS)
+    if unknown := set(names) - set(WORKLOADS):
+        raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WORKLOADS)}")
+    most = _config(name).max_position_embeddings
+    left = {
+        one: f"its requests take {LONGEST[one]:,} tokens, the context of {name} has {most:,}" for one in names if LONGEST.get(one, 0) > most
+    }
+    if which and left:
+        raise InvalidRequestError("; ".join(f"the workload {one!r} cannot be run: {why}" for one, why in left.items()))
+    return [one for one in names if one not in left], [{"workload": one, "why": why} for one, why in left.items()]
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Run the chosen workloads, print tables or one JSON object, write the files that were asked for. Returns 0."""
     device = resolve_device(options.device)
     cuda = device.type == "cuda"
-    which = options.which.split(",") if options.which else list(WORKLOADS if cuda else CPU_WORKLOADS)
-    if unknown := set(which) - set(WORKLOADS):
-        raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WORKLOADS)}")
+    which, left_out = find_workloads(options.which, model_name(options), cuda=cuda)
     peers = find_peers(options.peer)
     require_folder(options.output)
     plot = _plot_path(options)
     require_folder(plot)
+    for one in left_out:
+        note(f"left out: {one['workload']} ({one['why']})")
     model, name = find_model(options)
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
+    if left_out:
+        journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
     limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN)}
     if "growth" in which:
@@ -115,6 +139,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     if plot:
         plot.write_text(draw(result), encoding="utf-8")
     return 0
+
+
+def _config(name: str) -> ModelConfig:
+    return SHAPES[name] if name in SHAPES else read_config(resolve_folder(name)[0])[1]
 
 
 def _measured(

@@ -52,6 +52,7 @@ def text(result: Mapping[str, Any]) -> str:
     lines = [about(result)]
     for title, head, rows in sections(result):
         lines += ["", *([title] if title else []), *aligned(head, rows)]
+    lines += ["", *left] if (left := left_out(result)) else []
     if any(one["host_percent"] is not None for one in result.get("workloads", ())):
         lines += ["", HOST]
     return "\n".join(lines)
@@ -63,6 +64,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     for title, head, rows in sections(result):
         shown = (title[0].upper() + title[1:] + ":") if title else "Workloads:"
         lines += ["", shown, "", _bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
+    lines += ["", *(f"- {one}" for one in left)] if (left := left_out(result)) else []
     return "\n".join(lines)
 
 
@@ -72,6 +74,11 @@ def about(result: Mapping[str, Any]) -> str:
     told += ", cut short" if result.get("unfinished") else ""
     ceiling = result.get("roofline")
     return f"{told}; reads {ceiling['read_gb_s']:,.0f} GB/s, multiplies {ceiling['matmul_tflop_s']:,.2f} TFLOP/s" if ceiling else told
+
+
+def left_out(result: Mapping[str, Any]) -> list[str]:
+    """A line for each workload that was not run, with the reason."""
+    return [f"left out: {one['workload']} ({one['why']})" for one in result.get("left_out", ())]
 
 
 def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells]]]:

@@ -16,6 +16,8 @@ Generate = Callable[[list[list[int]], list[int], float], list[list[int]]]
 TIMED = ("b1", "b8", "b64", "offline", "prefix")  # any engine can run these
 WORKLOADS = (*TIMED, "host", "growth")
 SHARED = 16384  # tokens of the prefix
+# Tokens of the longest request, prompt and reply; `growth` leaves out the points that are too long.
+LONGEST = {"b1": 128 + 512, "b8": 128 + 256, "b64": 128 + 256, "offline": 1024 + 1024, "prefix": SHARED + 32 + 256, "host": 32 + 208}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
