@@ -15,12 +15,12 @@ import torch
 
 import nanovllm as nv
 from nanovllm import bench, cli
-from nanovllm.bench import command, growth, peers, report, workloads
+from nanovllm.bench import command, engine, growth, peers, report, workloads
 from nanovllm.bench.journal import Journal
 from nanovllm.bench.plot import decades, draw, number, steps
 from nanovllm.bench.roofline import Ceiling, decode_bytes, decode_work, limit_seconds, num_weights, prompt_work, prompts_and_decode
 from nanovllm.bench.workloads import Measured, Spent
-from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 # By hand: of a layer q 8x4, k and v 2x4 each, o 4x8, gate and up 6x4 each, down 4x6; two layers; a head of 10x4.
@@ -99,11 +99,11 @@ def test_a_row_of_the_report_by_hand() -> None:
 
 
 def test_an_engine_tells_what_its_calls_cost() -> None:
-    engine = bench.Engine(MODEL, num_pages=64)
-    replies = engine.generate([[1, 2, 3], [4, 5]], [5, 2], 0.0)
+    ours = bench.Engine(MODEL, num_pages=64)
+    replies = ours.generate([[1, 2, 3], [4, 5]], [5, 2], 0.0)
     assert list(map(len, replies)) == [5, 2]
-    assert engine.spent.steps == 4 and engine.spent.model_seconds > 0
-    assert engine.generate([[1, 2, 3]], [5], 0.0) == replies[:1] and engine.spent.steps == 8
+    assert ours.spent.steps == 4 and ours.spent.model_seconds > 0
+    assert ours.generate([[1, 2, 3]], [5], 0.0) == replies[:1] and ours.spent.steps == 8
     assert Spent(steps=3, model_seconds=2.0).less(Spent(steps=1, model_seconds=0.5)) == Spent(steps=2, model_seconds=1.5)
 
 
@@ -187,10 +187,10 @@ def test_a_short_context_is_told_before_weights_are_made(
 
 @pytest.fixture(scope="module")
 def grown() -> dict[str, Any]:
-    engine = bench.Engine(MODEL, num_pages=256, max_num_seqs=16)
-    curves = dict(growth.grow(engine, Ceiling(read_bytes=1e10, flops=1e11), FAST))
-    assert not engine.state.running and not engine.state.waiting
-    nv.check(engine.state)
+    measured = bench.Engine(MODEL, num_pages=256, max_num_seqs=16)
+    curves = dict(growth.grow(measured, Ceiling(read_bytes=1e10, flops=1e11), FAST))
+    assert not measured.state.running and not measured.state.waiting
+    nv.check(measured.state)
     assert list(curves) == ["batch", "context", "pool", "ended"]
     assert curves["batch"].batch and not curves["batch"].context and curves["pool"].context == curves["ended"].context
     return curves["ended"].as_json()
@@ -199,12 +199,33 @@ def grown() -> dict[str, Any]:
 def test_growth_measures_what_fits(grown: dict[str, Any]) -> None:
     assert [(p["rows"], p["context"]) for p in grown["batch"]] == [(1, 24), (2, 24)]  # 512 rows have no room
     assert [(p["rows"], p["context"]) for p in grown["context"]] == [(1, 32), (1, 64), (2, 32), (2, 64)]
+    assert [(one["curve"], one["rows"], one["context"]) for one in grown["left_out"]] == [
+        ("batch", 512, 24), ("context", 1, 4096), ("context", 2, 4096)
+    ]  # fmt: skip
+    lines = report.left_out({"growth": grown})
+    assert lines[0] == "left out: growth with the batch at 512 rows of 24 tokens (the engine runs at most 16 rows)"
+    assert "with the context at 1 row of 4,096 tokens (with its steps a row takes 4,1" in lines[1] and "has 1,024)" in lines[1]
     for point in (*grown["batch"], *grown["context"]):
         assert 0 < point["host_us"] < point["step_us"] and point["limit_us"] > 0
         assert point["step_bytes"] == bench.step_bytes(MODEL.config, MODEL.dtype, point["rows"], point["context"])
         assert point["tok_s"] == pytest.approx(1e6 * point["rows"] / point["step_us"], rel=1e-2)
     assert [p["num_pages"] for p in grown["pool"]] == [64, 128]
     assert [(p["ended"], p["num_cached"]) for p in grown["ended"]] == [(0, 0), (40, 80)]  # two pages each
+
+
+def test_a_point_fits_just_as_far_as_the_engine_goes() -> None:
+    """What is said of a point is so: one page, one token or one row less of an engine and it would not fit."""
+    rows, length, steps = 3, 40, 8
+    whole = length + engine.room_for(rows, length, steps, 64)
+    pages = rows * -(-(whole + 64) // 16)
+    limits = EngineConfig(num_pages=pages, page_size=16, max_model_len=whole, max_num_seqs=rows, max_num_batched_tokens=64, seed=0)
+    assert growth.obstacle(limits, rows, length, steps) is None
+    for less, told in (
+        ({"num_pages": pages - 1}, f"its KV takes {pages} pages, the pool has {pages - 1}"),
+        ({"max_model_len": whole - 1}, f"with its steps a row takes {whole} tokens, the context has {whole - 1}"),
+        ({"max_num_seqs": rows - 1}, f"the engine runs at most {rows - 1} rows"),
+    ):
+        assert growth.obstacle(replace(limits, **less), rows, length, steps) == told
 
 
 def test_host_time_does_not_follow_the_pool() -> None:
@@ -280,13 +301,17 @@ def test_bench_prints_tables_or_json_and_writes_both_files(
     ElementTree.parse(tmp_path / "new/run.svg")
     assert cli.main(["bench", "--which", "growth", "--batches", "1", "--contexts", "32", *where[:6]]) == 0
     assert "growth with the batch" in capsys.readouterr().out
+    assert cli.main(["bench", "--which", "growth", "--batches", "1,999", "--contexts", "32", *where[:6]]) == 0
+    captured, told = capsys.readouterr(), "left out: growth with the batch at 999 rows of 24 tokens (the engine runs at most 256 rows)"
+    assert told in captured.err and told in captured.out
 
 
 def test_a_run_that_is_killed_keeps_what_it_measured(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=1024))
     file = tmp_path / "new" / "run.json"
     main = "import sys; from nanovllm.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "bench", "--model", str(folder), "--device", "cpu", "--which", "b1,b64", "--output", str(file)]
+    command = [sys.executable, "-c", main, "bench", "--model", str(folder), "--device", "cpu", "--output", str(file)]
+    command += ["--which", "b1,b64", "--repeats", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         told = [process.stderr.readline() for _ in range(2)]

@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,8 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     require_folder(options.output)
     plot = _plot_path(options)
     require_folder(plot)
-    for one in left_out:
-        note(f"left out: {one['workload']} ({one['why']})")
+    for line in report.left_out({"left_out": left_out}):
+        note(line)
     model, name = find_model(options)
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
@@ -127,6 +127,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         for curve, found in growth.grow(engine, ceiling, settings):
             journal.add({"growth": found.as_json()})
             journal.tell(f"growth with the {curve}: {len(getattr(found, curve))} points")
+            left = [asdict(one) for one in found.left_out if one.curve == curve]
+            for line in report.left_out({"growth": {"left_out": left}}):
+                note(line)
     theirs: dict[str, dict[str, float]] = {}
     for make in peers:
         peer = make(model, name)

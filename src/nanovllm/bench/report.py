@@ -77,8 +77,12 @@ def about(result: Mapping[str, Any]) -> str:
 
 
 def left_out(result: Mapping[str, Any]) -> list[str]:
-    """A line for each workload that was not run, with the reason."""
-    return [f"left out: {one['workload']} ({one['why']})" for one in result.get("left_out", ())]
+    """A line for each workload that was not run and for each point that no curve has, with the reason."""
+    points = [
+        {**one, "workload": f"growth with the {one['curve']} at {one['rows']} row{'s' * (one['rows'] > 1)} of {one['context']:,} tokens"}
+        for one in result.get("growth", {}).get("left_out", ())
+    ]
+    return [f"left out: {one['workload']} ({one['why']})" for one in (*result.get("left_out", ()), *points)]
 
 
 def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells]]]:
