@@ -5,6 +5,7 @@ Each parameter is read, cast and moved to its device before the next is touched:
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -28,6 +30,7 @@ from .types import Tensor
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
+SHARD = 1 << 30  # bytes after which a file that is written ends
 STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
 DRAWN = 16 << 20  # random values drawn at once; a multiple of the 16 that a CPU's generator draws together
 HOST = torch.device("cpu")
@@ -170,6 +173,34 @@ def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Ten
         first = done // dtype.itemsize
         flat[first : first + size // dtype.itemsize].copy_(stage[:size].view(dtype))
         done += size
+
+
+def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Write weights into a folder as a checkpoint has them, in `dtype`; the host holds little more than one of the files at a time."""
+    table = REGISTRY[config.architecture].param_table(config)
+    part: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+
+    def write() -> None:
+        if part:
+            file = f"model-{len(set(places.values())) + 1:05}.safetensors"
+            save_file(part, folder / file, metadata={"format": "pt"})
+            places.update(dict.fromkeys(part, file))
+            part.clear()
+
+    for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(params), strict=True):
+        if info is not None and info.sources:
+            pieces = param.split([shape[0] for shape in info.source_shapes])
+            part |= {name: piece.to("cpu", dtype, copy=True) for name, piece in zip(info.sources, pieces, strict=True)}
+        if sum(tensor.nbytes for tensor in part.values()) >= SHARD:
+            write()
+    write()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+
+
+def num_params(config: ModelConfig) -> int:
+    """Elements of all parameters that a checkpoint holds."""
+    return sum(math.prod(info.shape) for info in _infos(REGISTRY[config.architecture].param_table(config)) if info.sources)
 
 
 def random_params(

@@ -23,10 +23,11 @@ from .peers import PEERS, find_peers
 from .plot import draw
 from .roofline import measure_ceiling
 from .shapes import SHAPES, random_weights
+from .start import StartError, measure_start, too_large
 from .workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
 
 GPU_MODEL = "qwen3-0.6b"  # unless told otherwise
-CPU_WORKLOADS = ("b1", "b8", "host")
+CPU_WORKLOADS = ("b1", "b8", "host", "start")
 MODEL_LEN = 20480  # tokens that `prefix` needs, and some
 PEER_MEMORY = 0.5  # of a GPU's, where peers want the rest
 
@@ -34,7 +35,8 @@ PEER_MEMORY = 0.5  # of a GPU's, where peers want the rest
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm bench`."""
     add_model_arguments(parser)
-    parser.add_argument("--which", default=None, help=f"comma-separated: {', '.join(WORKLOADS)} (default: all; on a CPU b1,b8,host)")
+    which = f"comma-separated: {', '.join(WORKLOADS)} (default: all; on a CPU {','.join(CPU_WORKLOADS)})"
+    parser.add_argument("--which", default=None, help=which)
     repeats = "runs of each workload but offline, of which the median counts (default: %(default)s)"
     parser.add_argument("--repeats", type=positive, default=3, help=repeats)
     many = "numbers, comma-separated, at which growth is measured (default: %s; on a CPU %s)"
@@ -78,10 +80,8 @@ def find_workloads(which: str | None, name: str, *, cuda: bool) -> tuple[list[st
     names = which.split(",") if which else list(WORKLOADS if cuda else CPU_WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
         raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WORKLOADS)}")
-    most = _config(name).max_position_embeddings
-    left = {
-        one: f"its requests take {LONGEST[one]:,} tokens, the context of {name} has {most:,}" for one in names if LONGEST.get(one, 0) > most
-    }
+    config = _config(name)
+    left = {one: why for one in names if (why := _obstacle(one, name, config)) is not None}
     if which and left:
         raise InvalidRequestError("; ".join(f"the workload {one!r} cannot be run: {why}" for one, why in left.items()))
     return [one for one in names if one not in left], [{"workload": one, "why": why} for one, why in left.items()]
@@ -101,6 +101,14 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     model, name = find_model(options)
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
+    if "start" in which:  # while the device has memory for another engine
+        try:
+            found = measure_start(model, name)
+            journal.add({"start_s": found.start_s, "start": asdict(found)})
+            journal.tell(f"start: {found.start_s:,} s")
+        except StartError as error:
+            left_out.append({"workload": "start", "why": str(error)})
+            note(f"left out: start ({error})")
     if left_out:
         journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
@@ -146,6 +154,13 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
 
 def _config(name: str) -> ModelConfig:
     return SHAPES[name] if name in SHAPES else read_config(resolve_folder(name)[0])[1]
+
+
+def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
+    longest, most = LONGEST.get(workload, 0), config.max_position_embeddings
+    if longest > most:
+        return f"its requests take {longest:,} tokens, the context of {name} has {most:,}"
+    return too_large(name, config) if workload == "start" else None
 
 
 def _measured(

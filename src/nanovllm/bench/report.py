@@ -8,7 +8,7 @@ import torch
 
 from ..config import ModelConfig
 from .roofline import Ceiling, decode_bytes, limit_seconds, prompt_bytes
-from .workloads import Measured
+from .workloads import PROMPT, Measured
 
 Cells = tuple[str, ...]
 WORDS = ("", "workload", "kernel", "op")  # columns of words
@@ -96,6 +96,12 @@ def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells
     if firsts:
         head = ("workload", "", "ms", "roofline ms", "of it", "host", *peers)
         yield "first token", head, [_first(one, peers) for one in firsts]
+    if "start" in result:
+        told = {name: figures["start_s"] for name, figures in peers.items() if "start_s" in figures}
+        head = ("", "s", "imports", "weights", "engine", "first token", *told)
+        parts = [f"{result['start'][name]:,.2f}" for name in ("imports_s", "weights_s", "engine_s", "first_token_s")]
+        cells = (f"{PROMPT} in, 1 out", f"{result['start_s']:,.2f}", *parts, *(f"{seconds:,.1f}" for seconds in told.values()))
+        yield "from the start of a process to its first token, caches warm", head, [cells]
     hosts = [size for size in (1, 64) if f"b{size}_host_us" in result]
     if hosts:
         cells = [(f"{n} row{'s' * (n > 1)}", f"{result[f'b{n}_step_us']:,.0f}", f"{result[f'b{n}_host_us']:,.0f}") for n in hosts]
