@@ -63,7 +63,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [f"{about(result)} (`{WHERE_TO.sub('', result['command']).strip()}`)."]
     for title, head, rows in sections(result):
         shown = (title[0].upper() + title[1:] + ":") if title else "Workloads:"
-        lines += ["", shown, "", _bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
+        lines += ["", shown, "", *table(head, rows)]
     lines += ["", *(f"- {one}" for one in left)] if (left := left_out(result)) else []
     return "\n".join(lines)
 
@@ -118,6 +118,11 @@ def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells
             head = ("pages", "requests ended", "pages in the index", "host us a step")
             cells = [(f"{p['num_pages']:,}", f"{p['ended']:,}", f"{p['num_cached']:,}", f"{p['host_us']:,.0f}") for p in growth[name]]
             yield f"growth with {title} (a model of almost no size)", head, cells
+
+
+def table(head: Cells, rows: Sequence[Cells]) -> list[str]:
+    """A table for a document."""
+    return [_bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
 
 
 def aligned(head: Cells, rows: Sequence[Cells]) -> list[str]:
