@@ -50,8 +50,10 @@ class FusedDecodePlan:
         self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         self.tile, self.warps, self.stages, self.splits = cut_of(batch_size, head_dim, memory)
-        self.parts = torch.empty((batch_size, num_heads, self.splits, head_dim), dtype=torch.float32, device=device)
-        self.stats = torch.empty((batch_size, num_heads, self.splits, 2), dtype=torch.float32, device=device)
+        # What is not split has no parts: the kernel gets addresses that it never follows.
+        held = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
+        self.parts = torch.empty((*held, head_dim), dtype=torch.float32, device=device)
+        self.stats = torch.empty((*held, 2), dtype=torch.float32, device=device)
         self.counts = torch.zeros((batch_size, num_kv_heads), dtype=torch.int32, device=device)  # zero again after every launch
         self.handle = register(self)
 
