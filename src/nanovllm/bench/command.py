@@ -21,7 +21,7 @@ from .engine import Engine, host_time
 from .journal import Journal
 from .peers import PEERS, find_peers
 from .plot import draw
-from .roofline import measure_ceiling
+from .roofline import Ceiling, measure_ceiling
 from .shapes import SHAPES, random_weights
 from .start import StartError, measure_start, too_large
 from .workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
@@ -102,13 +102,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     if "start" in which:  # while the device has memory for another engine
-        try:
-            found = measure_start(model, name)
-            journal.add({"start_s": found.start_s, "start": asdict(found)})
-            journal.tell(f"start: {found.start_s:,} s")
-        except StartError as error:
-            left_out.append({"workload": "start", "why": str(error)})
-            note(f"left out: start ({error})")
+        left_out += _start(model, name, journal)
     if left_out:
         journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
@@ -132,12 +126,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
             journal.add(host)
             journal.tell(", ".join(f"{key} {value:,}" for key, value in host.items()))
     if "growth" in which:
-        for curve, found in growth.grow(engine, ceiling, settings):
-            journal.add({"growth": found.as_json()})
-            journal.tell(f"growth with the {curve}: {len(getattr(found, curve))} points")
-            left = [asdict(one) for one in found.left_out if one.curve == curve]
-            for line in report.left_out({"growth": {"left_out": left}}):
-                note(line)
+        _grow(engine, ceiling, settings, journal)
     theirs: dict[str, dict[str, float]] = {}
     for make in peers:
         peer = make(model, name)
@@ -161,6 +150,28 @@ def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
     if longest > most:
         return f"its requests take {longest:,} tokens, the context of {name} has {most:,}"
     return too_large(name, config) if workload == "start" else None
+
+
+def _start(model: Model, name: str, journal: Journal) -> list[dict[str, str]]:
+    """The start of a process, or what is to be said of it where that fails."""
+    try:
+        found = measure_start(model, name)
+    except StartError as error:
+        left = [{"workload": "start", "why": str(error)}]
+        note(*report.left_out({"left_out": left}))
+        return left
+    journal.add({"start_s": found.start_s, "start": asdict(found)})
+    journal.tell(f"start: {found.start_s:,} s")
+    return []
+
+
+def _grow(engine: Engine, ceiling: Ceiling, settings: growth.Settings, journal: Journal) -> None:
+    for curve, found in growth.grow(engine, ceiling, settings):
+        journal.add({"growth": found.as_json()})
+        journal.tell(f"growth with the {curve}: {len(getattr(found, curve))} points")
+        left = [asdict(one) for one in found.left_out if one.curve == curve]
+        for line in report.left_out({"growth": {"left_out": left}}):
+            note(line)
 
 
 def _measured(
