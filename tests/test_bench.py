@@ -24,7 +24,7 @@ def test_host_time_leaves_the_executor_as_it_was(monkeypatch: pytest.MonkeyPatch
     state = nv.init_state(MODEL, num_pages=64)
     runtime, executor = state.runtime, state.runtime.executor
     state, figures = bench.host_time(MODEL, state, 2, steps=4)
-    assert set(figures) == {"b2_step_us", "b2_host_us"}
+    assert set(figures) == {"b2_step_us", "b2_host_us", "b2_host_mean_us"}
     assert runtime.executor is executor
 
     def failing(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, list[nv.StepOutput]]:
@@ -36,6 +36,21 @@ def test_host_time_leaves_the_executor_as_it_was(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(nv.OutOfPagesError):
         bench.host_time(MODEL, state, 2, steps=4)
     assert runtime.executor is executor
+
+
+def test_the_end_of_all_rows_is_in_the_mean_of_host_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which the rows end may be as slow as it likes."""
+
+    def slow_at_the_end(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, list[nv.StepOutput]]:
+        after, outs = nv.step(model, state)
+        if state.running and not after.running:
+            time.sleep(1.4)
+        return after, outs
+
+    monkeypatch.setattr(engine, "step", slow_at_the_end)
+    _, figures = bench.host_time(MODEL, nv.init_state(MODEL, num_pages=64), 2, steps=20)
+    assert figures["b2_host_mean_us"] > 45e3  # a 28th of it
+    assert figures["b2_host_us"] < 20e3 and figures["b2_step_us"] < 40e3
 
 
 @pytest.fixture(scope="module")

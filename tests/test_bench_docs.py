@@ -14,21 +14,59 @@ import bench_docs  # noqa: E402
 RESULTS = ROOT / "bench/results"
 
 
-def test_the_document_says_what_was_measured() -> None:
-    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
-    assert bench_docs.filled(text, RESULTS) == text, "run tools/bench_docs.py"
-    found = bench_docs.pictures(text, RESULTS)
-    assert found
-    for name, picture in found.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == picture, "run tools/bench_docs.py"
+def test_the_documents_say_what_was_measured() -> None:
+    shown = {}
+    for document in bench_docs.DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert bench_docs.filled(text, RESULTS) == text, "run tools/bench_docs.py"
+        assert "No figures yet" not in text and "cut short" not in text
+        found = bench_docs.pictures(text, RESULTS)
+        shown |= found
+        for name, picture in found.items():
+            assert (document.parent / name).read_text(encoding="utf-8") == picture, "run tools/bench_docs.py"
+    assert {"performance-h200-bench.svg", "performance-cpu-tiny-bench.svg"} <= set(shown)
 
 
-def test_a_block_is_filled_again_and_again(tmp_path: Path) -> None:
+def test_blocks_are_filled_again_and_again(tmp_path: Path) -> None:
+    """Any number of them, of both kinds, those without a file too."""
     result = json.loads((RESULTS / "h200-bench.json").read_text())
     (tmp_path / "one.json").write_text(json.dumps(result))
-    text = "before\n<!-- bench: one.json -->\nbygone\n<!-- /bench -->\nbetween\n<!-- bench: two.json -->\n<!-- /bench -->\nafter"
+    (tmp_path / "three.json").write_text(json.dumps(result | {"model": "another"}))
+    names = ("one", "two", "three")
+    blocks = [f"<!-- {kind}: {name}.json -->\nbygone\n<!-- /{kind} -->" for kind in ("bench", "brief") for name in names]
+    text = "\nbetween\n".join(("before", *blocks, "after"))
     once = bench_docs.filled(text, tmp_path)
-    assert markdown(result) in once and "bygone" not in once
-    assert once.startswith("before\n<!-- bench: one.json -->\n![") and once.endswith("No figures yet.\n<!-- /bench -->\nafter")
+    assert markdown(result) in once and markdown(result | {"model": "another"}) in once and "bygone" not in once
+    assert once.startswith("before\nbetween\n<!-- bench: one.json -->\n![") and once.count("between\n") == 7
+    assert once.count("No figures yet.\n<!-- /bench -->") == once.count("No figures yet.\n<!-- /brief -->") == 1
+    assert once.endswith("| 6% |\n<!-- /brief -->\nbetween\nafter")
     assert bench_docs.filled(once, tmp_path) == once
-    assert set(bench_docs.pictures(text, tmp_path)) == {"performance-one.svg"}
+    assert set(bench_docs.pictures(text, tmp_path)) == {"performance-one.svg", "performance-three.svg"}
+
+
+def test_other_engines_figures_stand_beside_those_of_the_same_card_model_and_dtype(tmp_path: Path) -> None:
+    result = json.loads((RESULTS / "h200-bench.json").read_text()) | {"start_s": 7.25, "peers": {"here": {"b1_decode_tok_s": 100.0}}}
+    theirs = {"there": {"b1_decode_tok_s": 425.8, "start_s": 74}}
+    file, other = tmp_path / "run.json", tmp_path / "some-peers.json"
+    file.write_text(json.dumps(result))
+    other.write_text(json.dumps({"gpu": result["gpu"], "dtype": result["dtype"], "models": {result["model"]: theirs}}))
+    found = bench_docs.read(file)
+    assert list(found["peers"]) == ["here", "there (other run)"]
+    assert "| here | there (other run) |" in markdown(
+        found | {"start": dict.fromkeys(("imports_s", "weights_s", "engine_s", "first_token_s"), 1.0)}
+    )
+    lines = bench_docs.brief(found).splitlines()
+    assert lines[0] == "| workload | nanovllm | here | there | of the roofline |"
+    assert lines[2] == "| decode, 1 sequence (128 tokens in, 512 out) | 1,648 tokens/s | 100 | 426 | 46% |"
+    assert lines[3] == "| 8 sequences (256 out) | 9,739 tokens/s |  |  | 39% |"
+    assert lines[-1] == "| from the start of a process to its first token, caches warm | 7.2 s | - | 74 s |  |"
+    for changed in ({"gpu": "another"}, {"dtype": "float16"}, {"model": "another"}):
+        file.write_text(json.dumps(result | changed))
+        assert list(bench_docs.read(file)["peers"]) == ["here"]
+
+
+def test_the_figures_of_other_engines_have_the_names_of_ours() -> None:
+    found = json.loads((RESULTS / "h200-peers.json").read_text())
+    assert set(found["models"]) == {f"{name} (random weights)" for name in ("qwen3-0.6b", "qwen3-8b")}
+    for peers in found["models"].values():
+        assert all(set(figures) | {"start_s"} == set(bench_docs.BRIEF) for figures in peers.values())

@@ -1,6 +1,8 @@
 """What `nanovllm bench` says of a workload: bytes and limits by hand, tables and pictures from its JSON, growth, other engines."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,11 +15,12 @@ import torch
 
 import nanovllm as nv
 from nanovllm import bench, cli
-from nanovllm.bench import growth, peers, report
+from nanovllm.bench import command, engine, growth, peers, report, workloads
+from nanovllm.bench.journal import Journal
 from nanovllm.bench.plot import decades, draw, number, steps
 from nanovllm.bench.roofline import Ceiling, decode_bytes, decode_work, limit_seconds, num_weights, prompt_work, prompts_and_decode
 from nanovllm.bench.workloads import Measured, Spent
-from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 # By hand: of a layer q 8x4, k and v 2x4 each, o 4x8, gate and up 6x4 each, down 4x6; two layers; a head of 10x4.
@@ -96,11 +99,11 @@ def test_a_row_of_the_report_by_hand() -> None:
 
 
 def test_an_engine_tells_what_its_calls_cost() -> None:
-    engine = bench.Engine(MODEL, num_pages=64)
-    replies = engine.generate([[1, 2, 3], [4, 5]], [5, 2], 0.0)
+    ours = bench.Engine(MODEL, num_pages=64)
+    replies = ours.generate([[1, 2, 3], [4, 5]], [5, 2], 0.0)
     assert list(map(len, replies)) == [5, 2]
-    assert engine.spent.steps == 4 and engine.spent.model_seconds > 0
-    assert engine.generate([[1, 2, 3]], [5], 0.0) == replies[:1] and engine.spent.steps == 8
+    assert ours.spent.steps == 4 and ours.spent.model_seconds > 0
+    assert ours.generate([[1, 2, 3]], [5], 0.0) == replies[:1] and ours.spent.steps == 8
     assert Spent(steps=3, model_seconds=2.0).less(Spent(steps=1, model_seconds=0.5)) == Spent(steps=2, model_seconds=1.5)
 
 
@@ -129,24 +132,100 @@ def test_every_workload_has_its_keys() -> None:
     assert list(found) == [*rates, "offline_tok_s", "ttft_16k_cold_ms", "ttft_16k_warm_ms", "shared16k_x32_tok_s"]
 
 
+def test_the_longest_request_of_each_workload() -> None:
+    """No request of a workload is longer than what a model is asked for, and one of them is as long, but for `offline`, which draws."""
+    for name in workloads.TIMED:
+        longest = 0
+
+        def generate(prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
+            nonlocal longest
+            longest = max(longest, *(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True)))
+            return [[0] * count for count in max_tokens]
+
+        bench.run_workloads(generate, [name], 151936, 1)
+        assert 0.95 * workloads.LONGEST[name] < longest <= workloads.LONGEST[name] and (
+            name == "offline" or longest == workloads.LONGEST[name]
+        )
+    needed = workloads.LONGEST["host"]
+    drawn = []
+    for most in (needed + 100, needed, needed - 1):
+        state, _ = bench.host_time(MODEL, nv.init_state(MODEL, num_pages=256, max_model_len=most), 2)
+        drawn.append(state.stats.decode_tokens)
+    assert drawn[0] == drawn[1] > drawn[2]
+
+
+def test_workloads_that_are_too_long_for_a_model() -> None:
+    """Those of the defaults are left out, those that were asked for refused; TinyLlama's context takes all but the 16k prefix."""
+    which, left = command.find_workloads(None, "tinyllama-1.1b", cuda=True)
+    assert which == [name for name in bench.WORKLOADS if name != "prefix"]
+    assert left == [{"workload": "prefix", "why": "its requests take 16,672 tokens, the context of tinyllama-1.1b has 2,048"}]
+    assert command.find_workloads(None, "qwen3-0.6b", cuda=True) == (list(bench.WORKLOADS), [])
+    with pytest.raises(
+        nv.InvalidRequestError, match=r"'prefix' cannot be run: its requests take 16,672 tokens, .*tinyllama-1.1b has 2,048"
+    ):
+        command.find_workloads("b1,prefix", "tinyllama-1.1b", cuda=True)
+
+
+def test_a_short_context_is_told_before_weights_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=400))
+    options = ["bench", "--model", str(folder), "--device", "cpu", "--repeats", "1", "--output", str(tmp_path / "run.json")]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "find_model", lambda *_: pytest.fail("weights were made"))
+        assert cli.main([*options, "--which", "b1,host"]) == 2
+    refused = capsys.readouterr().err
+    assert "'b1'" in refused and "640 tokens" in refused and "has 400" in refused and "host" not in refused
+    assert cli.main(options) == 0
+    captured = capsys.readouterr()
+    told = f"left out: b1 (its requests take 640 tokens, the context of {folder} has 400)"
+    assert captured.err.startswith(f"{told}\n") and told in captured.out
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert [one["workload"] for one in result["left_out"]] == ["b1"] and f"- {told}" in report.markdown(result)
+    assert {row["workload"] for row in result["workloads"]} == {"b8"} and "b1_host_us" in result
+
+
 @pytest.fixture(scope="module")
 def grown() -> dict[str, Any]:
-    engine = bench.Engine(MODEL, num_pages=256, max_num_seqs=16)
-    found = growth.grow(engine, Ceiling(read_bytes=1e10, flops=1e11), FAST).as_json()
-    assert not engine.state.running and not engine.state.waiting
-    nv.check(engine.state)
-    return found
+    measured = bench.Engine(MODEL, num_pages=256, max_num_seqs=16)
+    curves = dict(growth.grow(measured, Ceiling(read_bytes=1e10, flops=1e11), FAST))
+    assert not measured.state.running and not measured.state.waiting
+    nv.check(measured.state)
+    assert list(curves) == ["batch", "context", "pool", "ended"]
+    assert curves["batch"].batch and not curves["batch"].context and curves["pool"].context == curves["ended"].context
+    return curves["ended"].as_json()
 
 
 def test_growth_measures_what_fits(grown: dict[str, Any]) -> None:
     assert [(p["rows"], p["context"]) for p in grown["batch"]] == [(1, 24), (2, 24)]  # 512 rows have no room
     assert [(p["rows"], p["context"]) for p in grown["context"]] == [(1, 32), (1, 64), (2, 32), (2, 64)]
+    assert [(one["curve"], one["rows"], one["context"]) for one in grown["left_out"]] == [
+        ("batch", 512, 24), ("context", 1, 4096), ("context", 2, 4096)
+    ]  # fmt: skip
+    lines = report.left_out({"growth": grown})
+    assert lines[0] == "left out: growth with the batch at 512 rows of 24 tokens (the engine runs at most 16 rows)"
+    assert "with the context at 1 row of 4,096 tokens (with its steps a row takes 4,1" in lines[1] and "has 1,024)" in lines[1]
     for point in (*grown["batch"], *grown["context"]):
         assert 0 < point["host_us"] < point["step_us"] and point["limit_us"] > 0
         assert point["step_bytes"] == bench.step_bytes(MODEL.config, MODEL.dtype, point["rows"], point["context"])
         assert point["tok_s"] == pytest.approx(1e6 * point["rows"] / point["step_us"], rel=1e-2)
     assert [p["num_pages"] for p in grown["pool"]] == [64, 128]
     assert [(p["ended"], p["num_cached"]) for p in grown["ended"]] == [(0, 0), (40, 80)]  # two pages each
+
+
+def test_a_point_fits_just_as_far_as_the_engine_goes() -> None:
+    """What is said of a point is so: one page, one token or one row less of an engine and it would not fit."""
+    rows, length, steps = 3, 40, 8
+    whole = length + engine.room_for(rows, length, steps, 64)
+    pages = rows * -(-(whole + 64) // 16)
+    limits = EngineConfig(num_pages=pages, page_size=16, max_model_len=whole, max_num_seqs=rows, max_num_batched_tokens=64, seed=0)
+    assert growth.obstacle(limits, rows, length, steps) is None
+    for less, told in (
+        ({"num_pages": pages - 1}, f"its KV takes {pages} pages, the pool has {pages - 1}"),
+        ({"max_model_len": whole - 1}, f"with its steps a row takes {whole} tokens, the context has {whole - 1}"),
+        ({"max_num_seqs": rows - 1}, f"the engine runs at most {rows - 1} rows"),
+    ):
+        assert growth.obstacle(replace(limits, **less), rows, length, steps) == told
 
 
 def test_host_time_does_not_follow_the_pool() -> None:
@@ -222,6 +301,50 @@ def test_bench_prints_tables_or_json_and_writes_both_files(
     ElementTree.parse(tmp_path / "new/run.svg")
     assert cli.main(["bench", "--which", "growth", "--batches", "1", "--contexts", "32", *where[:6]]) == 0
     assert "growth with the batch" in capsys.readouterr().out
+    assert cli.main(["bench", "--which", "growth", "--batches", "1,999", "--contexts", "32", *where[:6]]) == 0
+    captured, told = capsys.readouterr(), "left out: growth with the batch at 999 rows of 24 tokens (the engine runs at most 256 rows)"
+    assert told in captured.err and told in captured.out
+
+
+def test_a_run_that_is_killed_keeps_what_it_measured(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=1024))
+    file = tmp_path / "new" / "run.json"
+    main = "import sys; from nanovllm.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "bench", "--model", str(folder), "--device", "cpu", "--output", str(file)]
+    command += ["--which", "b1,b64", "--repeats", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        told = [process.stderr.readline() for _ in range(2)]
+        process.kill()
+        assert process.stdout.read() == ""
+    assert [line.split()[1] for line in told] == ["b1_decode_tok_s", "b1_ttft_ms"]
+    result = json.loads(file.read_text())
+    assert [row["key"] for row in result["workloads"]] == ["b1_decode_tok_s", "b1_ttft_ms"] and "b64_decode_tok_s" not in result
+    assert result["unfinished"] and "cut short" in report.about(result)
+    assert draw(result) and report.text(result)
+
+
+def test_a_journal_replaces_whole_files_and_is_quiet_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, link = tmp_path / "old.json", tmp_path / "link.json"
+    file.write_text("the old one")
+    link.symlink_to(file)
+    journal = Journal(MODEL, "nanovllm bench", "abc", link)
+    journal.set({"init_s": 1.0})
+    assert file.read_text() == "the old one"
+    journal.add({"one": 1})
+    assert json.loads(file.read_text()) == journal.result and journal.result["commit"] == "abc"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            journal.add({"two": 2})
+    assert json.loads(file.read_text())["one"] == 1 and "two" not in json.loads(file.read_text())
+    assert "unfinished" not in journal.end() and json.loads(file.read_text())["two"] == 2
+    assert link.is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
+    journal.tell("here")
+    Journal(MODEL, "nanovllm bench", "abc").tell("nowhere")
+    assert capsys.readouterr().err == "here\n"
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,13 @@ def test_nobody_looks_on_a_cpu_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert "in the head" in said and "the head will run in plain torch" in said and "layer" not in said
 
 
+def test_to_check_what_is_compiled_on_a_cpu_is_refused() -> None:
+    """Compiled layers run there in the place of the fast ones, so a comparison would say nothing of what runs."""
+    for engine in (nv.init_state, nv.LLM):
+        with pytest.raises(nv.InvalidRequestError, match=r"check=True with compile=True on a CPU: .*; give one of the two"):
+            engine(small(), num_pages=8, check=True, compile=True)
+
+
 def test_what_has_no_fast_form_is_not_looked_at() -> None:
     model = small(dtype="float16")
     assert choose(model, 16) == (None, "")

@@ -130,6 +130,39 @@ def test_errors_are_one_line_and_exit_2(folder, capsys, arguments, match):
     assert re.search(match, captured.err)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "the following arguments are required: {generate,chat,memory,check,tune,bench,profile,eval-reuse} (see nanovllm --help)"),
+        (["--no-such-option", "chat"], "unrecognized arguments: --no-such-option (see nanovllm --help)"),
+        (["chat", "--no-such-option"], "unrecognized arguments: --no-such-option (see nanovllm chat --help)"),
+        (["bench", "--repeats", "0"], "argument --repeats: '0' must be an integer of at least 1 (see nanovllm bench --help)"),
+        (["bench", "--batches", "1,x\ny"], r"argument --batches: 'x\ny' must be an integer of at least 1 (see nanovllm bench --help)"),
+        (["profile", "a\n b"], "unrecognized arguments: a b (see nanovllm profile --help)"),
+        (["generate", "--top-k", "many", "x"], "argument --top-k: invalid int value: 'many' (see nanovllm generate --help)"),
+        (["eval-reuse", "--questions"], "argument --questions: expected one argument (see nanovllm eval-reuse --help)"),
+        (["memory", "--model"], "argument --model: expected one argument (see nanovllm memory --help)"),
+        (["check", "a", "b"], "unrecognized arguments: b (see nanovllm check --help)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_errors_are_one_line_that_names_the_help(capsys, arguments, told):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"nanovllm: error: {told}\n")
+
+
+def test_an_unknown_command_is_told_which_there_are(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["chatter"])
+    assert exit.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("nanovllm: error: ") and err.endswith("(see nanovllm --help)\n") and "'chatter'" in err and "memory" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["check"], ["tune"], ["bench"]])
 def test_help_and_version(command, capsys):
     with pytest.raises(SystemExit) as exit:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.config import EngineConfig, ModelConfig, RopeConfig, read_rope
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig, config_to_hf, read_rope
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.models import REGISTRY
 from nanovllm.models.layers import inverse_frequencies
-from nanovllm.testing.models import config_to_hf, tiny_config
+from nanovllm.testing.models import tiny_config
 
 ROPES = {
     "default": RopeConfig(theta=5e5),

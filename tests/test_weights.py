@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
+from nanovllm import bench, weights
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.model import load_model
 from nanovllm.models import REGISTRY, ParamInfo
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
-from nanovllm.weights import fingerprint, random_params, read_headers
+from nanovllm.weights import drawn_by, fingerprint, random_fingerprint, random_params, read_headers
 
 NORM = "model.layers.1.post_attention_layernorm.weight"
 
@@ -188,6 +189,29 @@ def test_random_params_repeat_and_norms_are_near_one() -> None:
     assert not torch.equal(one.embed, other.embed)
     assert one.embed.std().item() == pytest.approx(0.02, rel=0.1)
     assert one.final_norm.mean().item() == pytest.approx(1.0, abs=0.05)
+
+
+def test_random_values_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, where = tiny_config(vocab_size=267, hidden_size=31), {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    whole = random_params(config, seed=1, **where)
+    expected = torch.empty(267 * 31).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1)).view(267, 31).bfloat16()
+    assert torch.equal(whole.embed, expected)
+    monkeypatch.setattr(weights, "DRAWN", 64)
+    for a, b in zip(pytree.tree_leaves(whole), pytree.tree_leaves(random_params(config, seed=1, **where)), strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+def test_a_fingerprint_tells_who_drew_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the benchmark's models are those of every other seed-0 draw; each kind of GPU draws its own."""
+    config, cpu, gpu = tiny_config(), torch.device("cpu"), torch.device("cuda", 0)
+    model = bench.shapes.random_model("small", config, device="cpu")
+    assert torch.equal(model.params.embed, random_params(config, seed=0, device=cpu, dtype=torch.float32).embed)
+    assert model.fingerprint == random_fingerprint(config, 0) == random_fingerprint(config, 0, by=drawn_by(cpu))
+    found = {model.fingerprint}
+    for name in ("NVIDIA H200", "NVIDIA L4"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found.add(random_fingerprint(config, 0, by=drawn_by(gpu)))
+    assert len(found) == 3
 
 
 def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:

@@ -2,8 +2,28 @@
 
 import argparse
 from pathlib import Path
+from typing import Any, NoReturn
 
 from .errors import InvalidRequestError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all of ours, and name the help in the place of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"nanovllm: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+class CommandParser(Parser):
+    """The parser of one command: what it does not know is its own error, so that its own help is named."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As `argparse` has it, with nothing left over."""
+        options, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options, rest
 
 
 def positive(text: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import chat, collector, memory_demo
-from .arguments import TUNING, tuning
+from .arguments import TUNING, CommandParser, Parser, tuning
 from .compose import MODES
 from .errors import InvalidRequestError, NanoVLLMError
 from .init import init_state
@@ -40,7 +40,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for what cannot be served (one line on stderr), 130 after Ctrl-C.
+    """Run one command and return its exit code: 0, 2 for what cannot be understood or served (one line on stderr), 130 after Ctrl-C.
 
     `check` returns 1 where a layer falls back.
     """
@@ -86,12 +86,13 @@ def _version() -> str:
 
 
 def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
-    """The parser of all commands; those of `tune`, `bench`, `profile` and `eval-reuse` cost imports and are left out unless asked for."""
-    parser = argparse.ArgumentParser(
+    """The parser of all commands; options of `tune`, `bench`, `profile`, `eval-reuse` cost imports and are left out unless asked for."""
+    parser = Parser(
         prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,memory,check,tune,bench,profile,eval-reuse}")
+    names = "{generate,chat,memory,check,tune,bench,profile,eval-reuse}"
+    commands = parser.add_subparsers(title="commands", required=True, metavar=names, parser_class=CommandParser)
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
     generate.add_argument("prompt", nargs="*", help="the text to continue; several words are joined; without any, stdin is read")

@@ -79,9 +79,33 @@ class EngineConfig:
             raise InvalidRequestError(f"seed={self.seed!r} must be an integer in [0, 2**63)")
 
 
-# Reading a Hugging Face `config.json`. An absent key and a null one mean the same there, except for token ids, where null means none.
+# Reading and writing a Hugging Face `config.json`. An absent key and a null one mean the same there, except for token ids, where null
+# means none.
 
 HF = Mapping[str, Any]
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that the architecture's `config_from_hf` reads back as `config`."""
+    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    if config.rope.kind != "default":
+        rope["factor"] = config.rope.factor
+    if config.rope.kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+    extra = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+    rope.update({name: getattr(config.rope, name) for name in extra.get(config.rope.kind, ())})
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
+    more = ("mlp_bias", "hidden_act", "max_position_embeddings", "dtype", "bos_token_id")
+    return {
+        **{name: getattr(config, name) for name in (*same, *more)},
+        "architectures": [config.architecture],
+        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rope_parameters": rope,
+        "eos_token_id": list(config.eos_token_ids),
+    }
 
 
 def read_int(hf: HF, name: str, default: int | None = None) -> int:

@@ -51,17 +51,21 @@ def init_state(
     steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
     requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
     `check`: whether the fast form of each decode layer is compared with the plain one on the model's own weights before it is used; a
-    layer beyond the error bound runs in plain torch, with one warning for all. None does it on a GPU; True on a CPU too.
+    layer beyond the error bound runs in plain torch, with one warning for all. None does it on a GPU; True on a CPU too, but not with
+    `compile=True` there, which runs compiled layers in the place of the fast ones. With `compile=False` nothing is fast, or compared.
     `tuning`: how the kernels of a GPU cut their work: None as the file says that `nanovllm tune` wrote for this GPU, model and version,
     where it is there; True where it must be; False by the defaults; a path as the file there says.
     `progress`: None draws bars on a terminal.
-    Raises `InvalidRequestError` for a limit below 1 and `OutOfPagesError` where the pool does not fit into memory,
-    `TuningFileError` for a tuning file that was asked for and cannot be used.
+    Raises `InvalidRequestError` for a limit below 1 and for options that exclude each other, and `OutOfPagesError` where the pool does not
+    fit into memory, `TuningFileError` for a tuning file that was asked for and cannot be used.
     """
     require_model(model)
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):
         if value is not None and not isinstance(value, bool):
             raise InvalidRequestError(f"{name}={value!r} must be True, False or None")
+    if check and compile and model.device.type != "cuda":
+        why = "compiled layers run there, not the fast ones that check compares"
+        raise InvalidRequestError(f"check=True with compile=True on a CPU: {why}; give one of the two")
     require_tuning(tuning)
     config = model.config
     max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len

@@ -56,22 +56,22 @@ def load_model(
     *,
     progress: bool | None = None,
     trust_remote_code: bool = False,
+    tokenizer: bool = True,
 ) -> Model:
     """Load a Hugging Face folder, a repository out of the local Hugging Face cache, or `"tiny"`, the packaged model; no network is used.
 
     Defaults: CUDA where there is one; the checkpoint's dtype on CUDA, float32 on a CPU. `progress` as in `weights.load_params`.
+    `tokenizer` False loads none, and the folder needs none: the model takes and gives token ids.
     Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
     A checkpoint that brings code is refused without `trust_remote_code`; with it, only a built-in architecture loads, and no code is run.
     """
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo)
-    hf = read_json(folder / "config.json", required=True)
-    spec = find_spec(hf, trust_remote_code=trust_remote_code)
-    config = spec.config_from_hf(hf)
+    spec, config = read_config(folder, trust_remote_code=trust_remote_code)
     generation_config = read_json(folder / "generation_config.json", required=False)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.max_token_id >= config.vocab_size:
-        raise CheckpointError(f"{folder}: the tokenizer has the id {tokenizer.max_token_id}, the model's vocab_size is {config.vocab_size}")
+    encoder = load_tokenizer(folder) if tokenizer else None
+    if encoder is not None and encoder.max_token_id >= config.vocab_size:
+        raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
     chosen = resolve_dtype(dtype, config, target)
     params, fingerprint = load_params(folder, config, device=target, dtype=chosen, progress=progress)
     eos = dict.fromkeys((*config.eos_token_ids, *read_ids(generation_config, "eos_token_id")))
@@ -79,13 +79,20 @@ def load_model(
         name=name,
         config=replace(config, eos_token_ids=tuple(eos)),
         params=params,
-        tokenizer=tokenizer,
+        tokenizer=encoder,
         spec=spec,
         generation_config=MappingProxyType(generation_config),
         fingerprint=fingerprint,
         device=target,
         dtype=chosen,
     )
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:
+    """The architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
+    hf = read_json(folder / "config.json", required=True)
+    spec = find_spec(hf, trust_remote_code=trust_remote_code)
+    return spec, spec.config_from_hf(hf)
 
 
 def find_spec(hf: HF, *, trust_remote_code: bool = False) -> ModelSpec:

@@ -5,6 +5,7 @@ Each parameter is read, cast and moved to its device before the next is touched:
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -28,7 +30,10 @@ from .types import Tensor
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
+SHARD = 1 << 30  # bytes after which a file that is written ends
 STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
+DRAWN = 16 << 20  # random values drawn at once; a multiple of the 16 that a CPU's generator draws together
+HOST = torch.device("cpu")
 SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
 
 
@@ -170,18 +175,57 @@ def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Ten
         done += size
 
 
-def random_params(config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02) -> Params[Tensor]:
+def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Write weights into a folder as a checkpoint has them, in `dtype`; the host holds little more than one of the files at a time."""
+    table = REGISTRY[config.architecture].param_table(config)
+    part: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+
+    def write() -> None:
+        if part:
+            file = f"model-{len(set(places.values())) + 1:05}.safetensors"
+            save_file(part, folder / file, metadata={"format": "pt"})
+            places.update(dict.fromkeys(part, file))
+            part.clear()
+
+    for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(params), strict=True):
+        if info is not None and info.sources:
+            pieces = param.split([shape[0] for shape in info.source_shapes])
+            part |= {name: piece.to("cpu", dtype, copy=True) for name, piece in zip(info.sources, pieces, strict=True)}
+        if sum(tensor.nbytes for tensor in part.values()) >= SHARD:
+            write()
+    write()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+
+
+def num_params(config: ModelConfig) -> int:
+    """Elements of all parameters that a checkpoint holds."""
+    return sum(math.prod(info.shape) for info in _infos(REGISTRY[config.architecture].param_table(config)) if info.sources)
+
+
+def random_params(
+    config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02, drawn_on: torch.device = HOST
+) -> Params[Tensor]:
     """Random weights from the architecture's table: matrices and biases normal with deviation `std`, gains `1 + std * normal`.
 
-    The same seed gives the same values on every device (they are drawn on the CPU in float32, then cast).
+    The same seed gives the same values on every device: they are drawn in float32 on the CPU, then cast. On `drawn_on`, another device,
+    they are drawn by its own generator: faster, and other values, which may differ from one kind of GPU to the next (see
+    `drawn_by`). Beyond the parameters themselves 64 MiB are held.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(drawn_on).manual_seed(seed)
 
     def draw(info: ParamInfo) -> Tensor:
-        values = torch.empty(info.shape).normal_(1.0 if info.kind == "gain" else 0.0, std, generator=generator)
-        return values.to(device, info.dtype or dtype)
+        param, mean = torch.empty(info.shape, dtype=info.dtype or dtype, device=device), 1.0 if info.kind == "gain" else 0.0
+        for part in param.view(-1).split(DRAWN):
+            part.copy_(torch.empty(part.shape, device=drawn_on).normal_(mean, std, generator=generator))
+        return param
 
     return build_params(REGISTRY[config.architecture].param_table(config), config, draw, device)
+
+
+def drawn_by(device: torch.device) -> str:
+    """Whose generator draws on a device. How a GPU deals numbers to threads depends on the size of the GPU, so each kind has its name."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def build_params(
@@ -218,9 +262,10 @@ def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str
     return digest.hexdigest()
 
 
-def random_fingerprint(config: ModelConfig, seed: int, std: float = 0.02) -> str:
-    """The fingerprint (hex) of `random_params` of this config, seed and deviation."""
-    return hashlib.sha256(f"random {config!r} {seed} {std}".encode()).hexdigest()
+def random_fingerprint(config: ModelConfig, seed: int, std: float = 0.02, by: str = "cpu") -> str:
+    """The fingerprint (hex) of `random_params` of this config, seed and deviation; `by` is whose generator drew them (see `drawn_by`)."""
+    where = "" if by == "cpu" else f" {by}"
+    return hashlib.sha256(f"random {config!r} {seed} {std}{where}".encode()).hexdigest()
 
 
 def _infos(table: Params[ParamInfo]) -> Iterable[ParamInfo]:

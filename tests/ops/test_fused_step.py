@@ -106,6 +106,29 @@ def test_attention_interpreted(
     interpreted_attention(attention_problem(lens, heads, kv_heads, head_dim, size, norm, torch.float32), 8, splits, stages)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 256])
+def test_a_plan_holds_parts_only_where_rows_are_split(rows: int) -> None:
+    plan = FusedDecodePlan(rows, 16, 8, 128, torch.device("cpu"))
+    assert plan.parts.data_ptr() and plan.stats.data_ptr() and (plan.splits == 1) == (rows > 16)
+    assert plan.parts.numel() + plan.stats.numel() == (130 if rows > 16 else rows * 16 * plan.splits * 130)
+
+
+@pytest.mark.interpret
+def test_a_plan_without_parts_interpreted() -> None:
+    """As it is made for many rows; what it holds is never read, and the memory behind it never written."""
+    from nanovllm.ops import triton_rope_attend
+
+    given = attention_problem([1, 70, 3, *range(20, 34)], 4, 2, 16, 4, True, torch.float32)
+    plan = FusedDecodePlan(17, 4, 2, 16, torch.device("cpu"))
+    held = [torch.full((1000,), torch.nan), torch.full((1000,), torch.nan)]
+    plan.parts, plan.stats = (whole[: like.numel()].view(like.shape) for whole, like in zip(held, (plan.parts, plan.stats), strict=True))
+    mine = given[5].clone()
+    want = rope_attend(*given, 0)
+    got = triton_rope_attend.launch(*given[:5], mine[given[6]], *given[7:], plan, False)
+    torch.testing.assert_close(got, want)
+    assert all(whole.isnan().all() for whole in held) and not plan.counts.any()
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "size"), [(4, 2, 16, 4), (24, 12, 24, 1), (8, 1, 12, 8)])

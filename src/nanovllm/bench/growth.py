@@ -5,7 +5,7 @@ almost no size, on the CPU, where a pool of a million pages fits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
@@ -74,14 +74,25 @@ class HostPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A point of a curve that the engine has no room for, and what of it is too much."""
+
+    curve: str
+    rows: int
+    context: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """All curves; a point that the engine has no room for is left out."""
+    """All curves, and the points that are left out of them."""
 
     settings: Settings
     batch: tuple[Point, ...] = ()
     context: tuple[Point, ...] = ()
     pool: tuple[HostPoint, ...] = ()
     ended: tuple[HostPoint, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -93,15 +104,29 @@ def model_len(settings: Settings, limits: ModelConfig) -> int:
     return min(limits.max_position_embeddings, max((*settings.contexts, settings.context)) + 256)
 
 
-def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Growth:
-    """All curves of an engine that is at rest."""
-    return Growth(
-        settings=settings,
-        batch=tuple(_points(engine, ceiling, [(rows, settings.context) for rows in settings.batches], settings.steps)),
-        context=tuple(_points(engine, ceiling, [(r, context) for r in settings.rows for context in settings.contexts], settings.steps)),
-        pool=tuple(host_point(num_pages, 0, settings) for num_pages in settings.pools),
-        ended=tuple(host_point(max(settings.pools), ended, settings) for ended in settings.ended),
-    )
+def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Iterator[tuple[str, Growth]]:
+    """The curves of an engine that is at rest, one after the other: the last one's name, and all that there are by then."""
+    found = Growth(settings=settings)
+    sizes = {
+        "batch": [(rows, settings.context) for rows in settings.batches],
+        "context": [(rows, context) for rows in settings.rows for context in settings.contexts],
+    }
+    for curve, points in sizes.items():
+        kept, left = [], []
+        for rows, context in points:
+            if why := obstacle(engine.state.config, rows, _prompt_len(context, settings.steps), settings.steps):
+                left.append(LeftOut(curve=curve, rows=rows, context=context, why=why))
+            else:
+                kept.append((rows, context))
+        found = replace(found, left_out=(*found.left_out, *left), **{curve: tuple(_points(engine, ceiling, kept, settings.steps))})
+        yield curve, found
+    pools = {
+        "pool": [(num_pages, 0) for num_pages in settings.pools],
+        "ended": [(max(settings.pools), ended) for ended in settings.ended],
+    }
+    for curve, points in pools.items():
+        found = replace(found, **{curve: tuple(host_point(num_pages, ended, settings) for num_pages, ended in points)})
+        yield curve, found
 
 
 def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
@@ -119,15 +144,11 @@ def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
 
 
 def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], steps: int) -> Iterator[Point]:
-    """A point for each (rows, tokens of context) that fits."""
+    """A point for each (rows, tokens of context); all of them fit."""
     model, random = engine.model, Random(4)
     config, dtype = model.config, model.dtype
     for rows, context in sizes:
-        # The middle of the steps stands at the context that is asked for.
-        length = max(1, context - steps // 2)
-        if not _fits(engine.state.config, rows, length, steps):
-            continue
-        prompts = [random_tokens(random, length, config.vocab_size) for _ in range(rows)]
+        prompts = [random_tokens(random, _prompt_len(context, steps), config.vocab_size) for _ in range(rows)]
         engine.state, times = _decode_times(model, engine.state, prompts, steps)
         seconds = float(np.median(times.whole))
         limit = limit_seconds(config, dtype, decode_work([context - 1] * rows, [2] * rows), ceiling)
@@ -143,10 +164,19 @@ def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], 
         )
 
 
-def _fits(limits: EngineConfig, rows: int, length: int, steps: int) -> bool:
+def _prompt_len(context: int, steps: int) -> int:
+    return max(1, context - steps // 2)  # the middle of the steps stands at the context that is asked for
+
+
+def obstacle(limits: EngineConfig, rows: int, length: int, steps: int) -> str | None:
+    """What of `steps` steps of so many rows behind prompts of `length` tokens is more than an engine has; None: they fit."""
+    if rows > limits.max_num_seqs:
+        return f"the engine runs at most {limits.max_num_seqs:,} rows"
     whole = length + room_for(rows, length, steps, limits.max_num_batched_tokens)
-    enough = rows * pages_for(whole + 64, limits.page_size) <= limits.num_pages  # 64: a sequence takes pages ahead
-    return rows <= limits.max_num_seqs and whole <= limits.max_model_len and enough
+    if whole > limits.max_model_len:
+        return f"with its steps a row takes {whole:,} tokens, the context has {limits.max_model_len:,}"
+    pages = rows * pages_for(whole + 64, limits.page_size)  # 64: a sequence takes pages ahead
+    return f"its KV takes {pages:,} pages, the pool has {limits.num_pages:,}" if pages > limits.num_pages else None
 
 
 def _decode_times(model: Model, state: EngineState, prompts: Sequence[list[int]], steps: int) -> tuple[EngineState, StepTimes]:

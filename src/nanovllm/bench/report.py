@@ -8,7 +8,7 @@ import torch
 
 from ..config import ModelConfig
 from .roofline import Ceiling, decode_bytes, limit_seconds, prompt_bytes
-from .workloads import Measured
+from .workloads import PROMPT, Measured
 
 Cells = tuple[str, ...]
 WORDS = ("", "workload", "kernel", "op")  # columns of words
@@ -52,6 +52,7 @@ def text(result: Mapping[str, Any]) -> str:
     lines = [about(result)]
     for title, head, rows in sections(result):
         lines += ["", *([title] if title else []), *aligned(head, rows)]
+    lines += ["", *left] if (left := left_out(result)) else []
     if any(one["host_percent"] is not None for one in result.get("workloads", ())):
         lines += ["", HOST]
     return "\n".join(lines)
@@ -62,7 +63,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [f"{about(result)} (`{WHERE_TO.sub('', result['command']).strip()}`)."]
     for title, head, rows in sections(result):
         shown = (title[0].upper() + title[1:] + ":") if title else "Workloads:"
-        lines += ["", shown, "", _bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
+        lines += ["", shown, "", *table(head, rows)]
+    lines += ["", *(f"- {one}" for one in left)] if (left := left_out(result)) else []
     return "\n".join(lines)
 
 
@@ -70,8 +72,18 @@ def about(result: Mapping[str, Any]) -> str:
     """Model, device, ceiling and commit in a line."""
     told = f"{result['model']}, {result['dtype']}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
     told += ", tuned" if result.get("tuning") else ""
+    told += ", cut short" if result.get("unfinished") else ""
     ceiling = result.get("roofline")
     return f"{told}; reads {ceiling['read_gb_s']:,.0f} GB/s, multiplies {ceiling['matmul_tflop_s']:,.2f} TFLOP/s" if ceiling else told
+
+
+def left_out(result: Mapping[str, Any]) -> list[str]:
+    """A line for each workload that was not run and for each point that no curve has, with the reason."""
+    points = [
+        {**one, "workload": f"growth with the {one['curve']} at {one['rows']} row{'s' * (one['rows'] > 1)} of {one['context']:,} tokens"}
+        for one in result.get("growth", {}).get("left_out", ())
+    ]
+    return [f"left out: {one['workload']} ({one['why']})" for one in (*result.get("left_out", ()), *points)]
 
 
 def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells]]]:
@@ -85,10 +97,18 @@ def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells
     if firsts:
         head = ("workload", "", "ms", "roofline ms", "of it", "host", *peers)
         yield "first token", head, [_first(one, peers) for one in firsts]
+    if "start" in result:
+        told = {name: figures["start_s"] for name, figures in peers.items() if "start_s" in figures}
+        head = ("", "s", "imports", "weights", "engine", "first token", *told)
+        parts = [f"{result['start'][name]:,.2f}" for name in ("imports_s", "weights_s", "engine_s", "first_token_s")]
+        cells = (f"{PROMPT} in, 1 out", f"{result['start_s']:,.2f}", *parts, *(f"{seconds:,.1f}" for seconds in told.values()))
+        yield "from the start of a process to its first token, caches warm", head, [cells]
     hosts = [size for size in (1, 64) if f"b{size}_host_us" in result]
     if hosts:
+        # In files from before the mean had a name of its own, these keys hold means.
+        title = "host time of a decode step" + (", medians" if f"b{hosts[0]}_host_mean_us" in result else ", means")
         cells = [(f"{n} row{'s' * (n > 1)}", f"{result[f'b{n}_step_us']:,.0f}", f"{result[f'b{n}_host_us']:,.0f}") for n in hosts]
-        yield "host time of a decode step", ("", "us a step", "us of it the host's"), cells
+        yield title, ("", "us a step", "us of it the host's"), cells
     growth = result.get("growth", {})
     for name in ("batch", "context"):
         if growth.get(name):
@@ -99,6 +119,11 @@ def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells
             head = ("pages", "requests ended", "pages in the index", "host us a step")
             cells = [(f"{p['num_pages']:,}", f"{p['ended']:,}", f"{p['num_cached']:,}", f"{p['host_us']:,.0f}") for p in growth[name]]
             yield f"growth with {title} (a model of almost no size)", head, cells
+
+
+def table(head: Cells, rows: Sequence[Cells]) -> list[str]:
+    """A table for a document."""
+    return [_bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
 
 
 def aligned(head: Cells, rows: Sequence[Cells]) -> list[str]:

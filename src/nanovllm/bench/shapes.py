@@ -5,7 +5,7 @@ import torch
 from ..config import ModelConfig, RopeConfig
 from ..model import Model, resolve_device, resolve_dtype
 from ..models import REGISTRY
-from ..weights import random_fingerprint, random_params
+from ..weights import drawn_by, random_fingerprint, random_params
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(
@@ -34,17 +34,17 @@ def random_weights(name: str, *, device: torch.device | str | None = None, dtype
 def random_model(
     name: str, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0
 ) -> Model:
-    """A model of any config with random weights and no tokenizer."""
+    """A model of any config with no tokenizer and random weights, drawn where they will lie: of values, only speed is asked."""
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, config, target)
     return Model(
         name=name,
         config=config,
-        params=random_params(config, seed=seed, device=target, dtype=chosen),
+        params=random_params(config, seed=seed, device=target, dtype=chosen, drawn_on=target),
         tokenizer=None,
         spec=REGISTRY[config.architecture],
         generation_config={},
-        fingerprint=random_fingerprint(config, seed),
+        fingerprint=random_fingerprint(config, seed, by=drawn_by(target)),
         device=target,
         dtype=chosen,
     )

@@ -14,8 +14,13 @@ from .roofline import Work, decode_work, prompt_work, prompts_and_decode
 
 Generate = Callable[[list[list[int]], list[int], float], list[list[int]]]
 TIMED = ("b1", "b8", "b64", "offline", "prefix")  # any engine can run these
-WORKLOADS = (*TIMED, "host", "growth")
-SHARED = 16384  # tokens of the prefix
+WORKLOADS = (*TIMED, "host", "growth", "start")
+PROMPT, SHARED = 128, 16384  # tokens of a short prompt, and of the prefix
+# Tokens of the longest request, prompt and reply; `growth` leaves out the points that are too long.
+LONGEST = {
+    "b1": PROMPT + 512, "b8": PROMPT + 256, "b64": PROMPT + 256, "offline": 1024 + 1024, "prefix": SHARED + 32 + 256, "host": 32 + 208,
+    "start": PROMPT + 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +110,16 @@ def measure(
         if f"b{size}" not in which:
             continue
         name, count = f"b{size}", 512 if size == 1 else 256
-        timed([prompt(128) for _ in range(size)], [count] * size)
+        timed([prompt(PROMPT) for _ in range(size)], [count] * size)
         steps, firsts = [], []
         for _ in range(repeats):
-            first = timed([prompt(128) for _ in range(size)], [1] * size)
-            whole = timed([prompt(128) for _ in range(size)], [count] * size)
+            first = timed([prompt(PROMPT) for _ in range(size)], [1] * size)
+            whole = timed([prompt(PROMPT) for _ in range(size)], [count] * size)
             steps.append(whole.less(first))
             firsts.append(first)
-        what = f"{size} x (128 in, {count} out)"
-        yield _measured(name, what, f"{name}_decode_tok_s", decode_work([128] * size, [count] * size), steps)
-        yield _measured(name, f"{size} x (128 in, 1 out)", f"{name}_ttft_ms", prompt_work([128] * size), firsts)
+        what = f"{size} x ({PROMPT} in, {count} out)"
+        yield _measured(name, what, f"{name}_decode_tok_s", decode_work([PROMPT] * size, [count] * size), steps)
+        yield _measured(name, f"{size} x ({PROMPT} in, 1 out)", f"{name}_ttft_ms", prompt_work([PROMPT] * size), firsts)
     if "offline" in which:
         draw = Random(0)
         prompts = [random_tokens(draw, draw.randint(100, 1024), vocab_size) for _ in range(256)]

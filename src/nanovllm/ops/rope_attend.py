@@ -67,8 +67,10 @@ class FusedDecodePlan:
         if cut and not attention_fits(cut, head_dim, memory):
             raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit heads of {head_dim} in {memory} bytes of memory")
         self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory)
-        self.parts = torch.empty((batch_size, num_heads, self.splits, head_dim), dtype=torch.float32, device=device)
-        self.stats = torch.empty((batch_size, num_heads, self.splits, 2), dtype=torch.float32, device=device)
+        # What is not split has no parts: the kernel gets addresses that it never follows.
+        held = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
+        self.parts = torch.empty((*held, head_dim), dtype=torch.float32, device=device)
+        self.stats = torch.empty((*held, 2), dtype=torch.float32, device=device)
         self.counts = torch.zeros((batch_size, num_kv_heads), dtype=torch.int32, device=device)  # zero again after every launch
         self.handle = register(self)
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch.utils import _pytree as pytree
 
-from ..config import ModelConfig, RopeConfig
+from ..config import ModelConfig, RopeConfig, config_to_hf
 from ..model import Model, resolve_device
 from ..models import REGISTRY, ParamInfo
 from ..tokenizer import Tokenizer, make_tokenizer
@@ -107,29 +107,6 @@ def random_tensors(config: ModelConfig, seed: int, dtype: torch.dtype, std: floa
                 mean = 1.0 if info.kind == "gain" else 0.0
                 tensors[name] = torch.empty(shape).normal_(mean, std, generator=generator).to(dtype)
     return tensors
-
-
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that the architecture's `config_from_hf` reads back as `config`."""
-    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
-    if config.rope.kind != "default":
-        rope["factor"] = config.rope.factor
-    if config.rope.kind in ("llama3", "yarn"):
-        rope["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
-    extra = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
-    rope.update({name: getattr(config.rope, name) for name in extra.get(config.rope.kind, ())})
-    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
-    more = ("mlp_bias", "hidden_act", "max_position_embeddings", "dtype", "bos_token_id")
-    return {
-        **{name: getattr(config, name) for name in (*same, *more)},
-        "architectures": [config.architecture],
-        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "rope_parameters": rope,
-        "eos_token_id": list(config.eos_token_ids),
-    }
 
 
 def byte_tokenizer() -> Tokenizer:

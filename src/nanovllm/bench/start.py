@@ -1,0 +1,108 @@
+"""From the start of a process to its first token: a fresh one that imports, loads a folder, starts an engine and replies."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+from safetensors import SafetensorError
+
+from ..config import ModelConfig, config_to_hf
+from ..errors import NanoVLLMError
+from ..model import Model, resolve_folder
+from ..types import dtype_of
+from ..weights import num_params, save_params
+from .shapes import SHAPES
+from .workloads import PROMPT, random_tokens
+
+SPARE = 1 << 28  # bytes of disk that are left to others
+# The clock runs on from process to process, so that the first interval holds the start of Python too.
+PROGRAM = """\
+import json, sys, time
+began, folder, device, dtype, tokenizer, prompt = json.loads(sys.argv[1])
+import nanovllm as nv
+marks = [began, time.monotonic()]
+model = nv.load_model(folder, device, dtype, tokenizer=tokenizer)
+marks.append(time.monotonic())
+state = nv.init_state(model)
+marks.append(time.monotonic())
+nv.generate(model, state, prompt, nv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+marks.append(time.monotonic())
+print(json.dumps(marks))
+"""
+
+
+class StartError(NanoVLLMError):
+    """The fresh process ended without a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Seconds from the start of a process to its first token, and what they are made of; Python and what it loads count as `imports`."""
+
+    imports_s: float
+    weights_s: float
+    engine_s: float
+    first_token_s: float
+
+    @property
+    def start_s(self) -> float:
+        """All of them."""
+        return round(self.imports_s + self.weights_s + self.engine_s + self.first_token_s, 3)
+
+
+def measure_start(model: Model, name: str) -> Start:
+    """The start of a process over the model that `name` names: the second of two, as the first one fills caches.
+
+    Random weights are written to a folder for temporary files first and removed then (see `too_large`). Raises `StartError`.
+    """
+    with _folder(model, name) as folder:
+        _run(model, folder)
+        return _run(model, folder)
+
+
+def too_large(name: str, config: ModelConfig) -> str | None:
+    """Why the weights of one of `SHAPES` cannot be written to the folder for temporary files; None: they can, or are on disk already."""
+    if name not in SHAPES:
+        return None
+    where = tempfile.gettempdir()
+    size, free = num_params(config) * dtype_of(config.dtype).itemsize, shutil.disk_usage(where).free
+    if size + SPARE <= free:
+        return None
+    return f"its weights take {size / 1e9:,.1f} GB of disk, {where} has {free / 1e9:,.1f} GB free; TMPDIR names another folder"
+
+
+@contextmanager
+def _folder(model: Model, name: str) -> Iterator[Path]:
+    if name not in SHAPES:
+        yield resolve_folder(name)[0]
+        return
+    with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as made:
+        folder = Path(made)
+        try:
+            save_params(model.params, model.config, folder, dtype_of(model.config.dtype))
+            (folder / "config.json").write_text(json.dumps(config_to_hf(model.config)), encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise StartError(f"the weights could not be written to {folder}: {error}") from error
+        yield folder
+
+
+def _run(model: Model, folder: Path) -> Start:
+    prompt = random_tokens(Random(6), PROMPT, model.config.vocab_size)
+    given = (str(folder), str(model.device), str(model.dtype).removeprefix("torch."), model.tokenizer is not None, prompt)
+    command = [sys.executable, "-c", PROGRAM, json.dumps((time.monotonic(), *given))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise StartError(f"a fresh process ended with {done.returncode} before its first token: {said[-1] if said else 'it said nothing'}")
+    marks = json.loads(done.stdout.splitlines()[-1])
+    seconds = (round(after - before, 3) for before, after in pairwise(marks))
+    return Start(**dict(zip(Start.__dataclass_fields__, seconds, strict=True)))
