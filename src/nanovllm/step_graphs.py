@@ -291,7 +291,7 @@ class StepGraphs:
 
 
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> Iterator[None]:
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """`torch.cuda.graph` without giving cached memory back first, which for every graph of an engine takes a second or two in all."""
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool)
