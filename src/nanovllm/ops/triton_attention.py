@@ -24,33 +24,42 @@ PARTS = 32  # partial results, times heads, of one turn of the merge
 
 @triton.jit
 def _read(
-    q, kv, table, k, begin, stop, page_stride, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    q, kv, table, k, begin, stop, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries `[M, DP]` over tokens begin ... stop - 1 of a table: their highest scores, sums of weights and weighted sums.
 
-    An online softmax (Milakov & Gimelshein, 2018); `scale` is in base 2.
+    An online softmax (Milakov & Gimelshein, 2018); begin is a page's first, scores are scaled by `scale` in base 2. Where tiles are
+    whole pages, only page ids change from turn to turn: addresses are made of few instructions, which would hold up few warps.
     """
+    PAGE: tl.constexpr = 2 * K * S * D
+    WHOLE: tl.constexpr = N % S == 0
     d, n = tl.arange(0, DP), tl.arange(0, N)
     inside = d < D
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     mixed = tl.zeros([M, DP], tl.float32)
+    last = (stop + S - 1) // S
+    here = kv + ((k * S + n % S) * D)[:, None] + d[None, :]
     # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
-    page = tl.load(table + (begin + n) // S, mask=begin + n < stop, other=0)
+    place = begin // S + n // S
+    page = tl.load(table + place, mask=place < last, other=0)
     for at in tl.range(begin, stop, N, num_stages=STAGES):
-        t = at + n
-        ok = t < stop
-        base = kv + page.to(tl.int64)[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + d[None, :]
-        page = tl.load(table + (t + N) // S, mask=t + N < stop, other=0)
+        ok = at + n < stop
+        if WHOLE:
+            base = here + (page.to(tl.int64) * PAGE)[:, None]
+            place = (at + N) // S + n // S
+        else:
+            base = kv + (page.to(tl.int64) * PAGE + (k * S + (at + n) % S) * D)[:, None] + d[None, :]
+            place = (at + N + n) // S
+        page = tl.load(table + place, mask=place < last, other=0)
         keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0)
         values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(ok[None, :], scores, float("-inf"))
-        now = tl.maximum(highest, tl.max(scores, 1))
+        scores = tl.where(ok[None, :], tl.dot(q, tl.trans(keys), input_precision=PRECISION), float("-inf"))
+        now = tl.maximum(highest, tl.max(scores, 1) * scale)
         safe = tl.where(now == float("-inf"), 0.0, now)
         faded = tl.exp2(highest - safe)
-        weights = tl.exp2(scores - safe[:, None])
+        weights = tl.exp2(scores * scale - safe[:, None])
         total = total * faded + tl.sum(weights, 1)
         mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision=PRECISION)
         highest = now
@@ -59,7 +68,7 @@ def _read(
 
 @triton.jit
 def _part(
-    q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride, page_stride, scale,
+    q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride, scale,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +81,7 @@ def _part(
     to = tl.load(places + first + member, mask=on, other=0).to(tl.int64) * (K * G) + head
     queries = tl.load(q + query[:, None].to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=both, other=0.0)
     highest, total, mixed = _read(
-        queries, kv, tables + row * table_stride, k, begin, stop, page_stride, scale, M, N, K, S, D, DP, STAGES, PRECISION
+        queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION
     )
     seen = total > 0
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
@@ -81,12 +90,12 @@ def _part(
 
 
 @triton.jit
-def _ask(kv, table, k, start, stop, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PAGES: tl.constexpr):
+def _ask(kv, table, k, start, stop, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PAGES: tl.constexpr):
     """Ask for the keys and values of the first pages of a piece, to lie in L2."""
     CUTS: tl.constexpr = 1 if PAGES >= 64 else 64 // PAGES  # of a page: so that no two threads ask for the same
     x = tl.arange(0, 2 * PAGES * CUTS)
     page = tl.load(table + tl.minimum(start + x // (2 * CUTS), stop - 1)).to(tl.int64)
-    at = kv + page * page_stride + (x % 2 * K + k) * (S * D) + x // 2 % CUTS * (S * D // CUTS)
+    at = kv + page * (2 * K * S * D) + (x % 2 * K + k) * (S * D) + x // 2 % CUTS * (S * D // CUTS)
     SIZE: tl.constexpr = S * D // CUTS * kv.dtype.element_ty.primitive_bitwidth // 8
     if SIZE % 16 == 0:
         tl.inline_asm_elementwise(
@@ -97,7 +106,7 @@ def _ask(kv, table, k, start, stop, page_stride, K: tl.constexpr, S: tl.constexp
 
 @triton.jit
 def _shared(
-    q, kv, tables, seq_lens, bounds, items, members, places, part, lse, q_stride, table_stride, page_stride, scale, WIDE: tl.constexpr,
+    q, kv, tables, seq_lens, bounds, items, members, places, part, lse, q_stride, table_stride, scale, WIDE: tl.constexpr,
     NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +115,7 @@ def _shared(
     first_item, end = tl.load(bounds + share), tl.load(bounds + share + 1)
     if AHEAD > 0 and first_item < end:
         item = items + first_item * FIELDS
-        _ask(kv, tables + tl.load(item) * table_stride, k, tl.load(item + 1), tl.load(item + 2), page_stride, K, S, D, AHEAD)
+        _ask(kv, tables + tl.load(item) * table_stride, k, tl.load(item + 1), tl.load(item + 2), K, S, D, AHEAD)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # not before the wait: what was written ahead of this kernel is then there for the next one at once
@@ -117,15 +126,15 @@ def _shared(
         begin, stop = tl.load(item + 1) * S, tl.minimum(tl.load(item + 2) * S, tl.load(seq_lens + row))
         if count * G <= NARROW:
             _part(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
-                  page_stride, scale, NARROW, N, G, K, S, D, DP, STAGES, PRECISION)  # fmt: skip
+                  scale, NARROW, N, G, K, S, D, DP, STAGES, PRECISION)  # fmt: skip
         else:
             _part(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
-                  page_stride, scale, WIDE, N, G, K, S, D, DP, STAGES, PRECISION)  # fmt: skip
+                  scale, WIDE, N, G, K, S, D, DP, STAGES, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def _own(
-    q, kv, tables, seq_lens, begins, starts, part, lse, out, q_stride, table_stride, page_stride, scale, M: tl.constexpr, N: tl.constexpr,
+    q, kv, tables, seq_lens, begins, starts, part, lse, out, q_stride, table_stride, scale, M: tl.constexpr, N: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, J: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +151,7 @@ def _own(
     at = q + row.to(tl.int64) * q_stride + (k * G + m)[:, None] * D + d[None, :]
     queries = tl.load(at, mask=(m < G)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
     highest, total, mixed = _read(
-        queries, kv, tables + row * table_stride, k, begin, stop, page_stride, scale, M, N, K, S, D, DP, STAGES, PRECISION
+        queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION
     )
     # Of M queries the first G are ones.
     real = tl.arange(0, M // GP)[:, None] == 0
@@ -212,7 +221,7 @@ def cascade_decode(
     heads = triton.next_power_of_2(group)
     shared, own = plan.tiles(kv.dtype)
     part, lse = plan.workspace.out, plan.workspace.lse
-    strides = q.stride(0), page_tables.stride(0), kv.stride(0), scale * LOG2E
+    strides = q.stride(0), page_tables.stride(0), scale * LOG2E
     precision, pdl = "ieee" if q.dtype == torch.float32 else "tf32", q.device.type == "cuda" and dependent_launch(q.device)
     ahead = triton.next_power_of_2(triton.cdiv(plan.ahead, page_size)) if pdl else 0
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
