@@ -92,7 +92,7 @@ def _part(
 @triton.jit
 def _ask(kv, table, k, start, stop, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PAGES: tl.constexpr):
     """Ask for the keys and values of the first pages of a piece, to lie in L2."""
-    CUTS: tl.constexpr = 1 if PAGES >= 64 else 64 // PAGES  # of a page: so that no two threads ask for the same
+    CUTS: tl.constexpr = (PAGES + 63) // PAGES  # of a page: so that no two threads ask for the same
     x = tl.arange(0, 2 * PAGES * CUTS)
     page = tl.load(table + tl.minimum(start + x // (2 * CUTS), stop - 1)).to(tl.int64)
     at = kv + page * (2 * K * S * D) + (x % 2 * K + k) * (S * D) + x // 2 % CUTS * (S * D // CUTS)
