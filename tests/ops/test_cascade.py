@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.ops import cascade, paged_decode, paged_prefill
-from nanovllm.ops.cascade import LEAST_OWN, TILE, CascadePlan, CascadeWorkspace, PromptCascade, attend_part, cut_runs, merge, merge_parts
+from nanovllm.ops.cascade import (
+    LEAST_OWN,
+    TILE,
+    CascadePlan,
+    CascadeWorkspace,
+    PromptCascade,
+    attend_part,
+    cut_runs,
+    merge,
+    merge_parts,
+    tiles,
+)
 from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError
 from nanovllm.ops.reference import attend, row_kv
 from nanovllm.sharing import own_runs, shared_runs
@@ -126,6 +137,54 @@ def test_a_long_row_is_cut_but_for_its_end():
     per_share = (4000 - work.begins[2]) * 16
     assert 4000 * 16 / 17 < per_share < 4000 * 16 / 15
     assert len(work.items) == 16
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_few_heads_leave_room_for_every_cut(kv_heads):
+    """Many rows in an item, and many shares: the most partial results that sharing one beginning makes."""
+    rows, tables = 128, np.zeros((128, 401), np.int32)
+    tables[:, 400] = np.arange(128) + 1
+    lens = np.full(rows, 6401, np.int32)
+    plan = CascadePlan(CascadeWorkspace(rows, kv_heads, 16, CPU), rows, kv_heads, kv_heads, 16, CPU)
+    assert plan.update(shared_runs(tables, lens // 16, np.full(rows, 401, np.int32), always))
+
+
+@pytest.mark.parametrize("short", ["items", "parts"])
+def test_runs_without_room_change_nothing(short):
+    tree = Tree(9, 4)
+    plan = tree.plan(own_runs(tree.counts))
+    before, runs = plan.ints.clone(), plan.runs
+    if short == "items":
+        plan.max_items = 1
+    else:
+        plan.workspace.num_parts = 8
+    assert not plan.update(shared_runs(tree.tables, tree.lens // 4, tree.counts, always))
+    assert plan.runs is runs and torch.equal(plan.ints, before)
+    q = tree.queries(9)
+    got = paged_decode(q, tree.pages, 0, *tree.on_device[:2], tree.scale, plan.handle)
+    torch.testing.assert_close(got, tree.expected(q, np.ones(9, np.int64)), rtol=0, atol=1e-12)
+
+
+def test_fields_lie_at_whole_16_bytes():
+    for rows in (1, 3, 33):
+        plan = CascadePlan(CascadeWorkspace(rows, 6, 16, CPU), rows, 6, 2, 16, CPU)
+        assert all(view.data_ptr() % 16 == plan.ints.data_ptr() % 16 for view in plan.views())
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "memory", "shared", "own"),
+    [
+        (128, torch.bfloat16, 200_000, (64, 4), (32, 3)),  # an H200
+        (128, torch.bfloat16, 93_184, (64, 2), (32, 3)),
+        (128, torch.bfloat16, 57_344, (64, 1), (32, 3)),
+        (256, torch.bfloat16, 93_184, (16, 3), (16, 3)),
+        (24, torch.float32, 200_000, (64, 4), (32, 3)),
+        (256, torch.float32, 93_184, (16, 1), (16, 2)),
+        (512, torch.bfloat16, 57_344, (16, 1), (16, 1)),
+    ],
+)
+def test_tiles_fit_into_shared_memory(head_dim, dtype, memory, shared, own):
+    assert [(tile.tokens, tile.stages) for tile in tiles(head_dim, dtype, memory)] == [shared, own]
 
 
 def test_a_part_without_tokens_weighs_nothing():

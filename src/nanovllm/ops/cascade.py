@@ -19,13 +19,11 @@ from .plans import PlanMismatchError, register
 from .reference import row_kv
 
 LOG2E = 1 / math.log(2)
-MAX_PARTS = 16  # partial results a row that workspaces have room for, over the whole batch
-MIN_PARTS = 2048
+MAX_PARTS = 16  # partial results a row that workspaces have room for, beside those that cuts into shares make
 TILE = 64  # tokens: what is shared is cut at its multiples
 LEAST_OWN = 512  # tokens at the end of a row that do not hold the others up
 FIELDS = 5  # of an item: the row whose table names the pages, first page, end page, first member, number of members
 WIDE = 64  # queries that one program takes of a shared run: rows times query heads of one key/value head
-AHEAD = 256  # tokens that a program asks for while it waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,11 +61,29 @@ class Work:
     places: Int32[np.ndarray, "parts"]
 
 
+def programs(device: torch.device) -> int:
+    """Programs of the launch over what is shared: one a multiprocessor."""
+    return processors(device) if device.type == "cuda" else 64
+
+
+def tiles(head_dim: int, dtype: torch.dtype, memory: int) -> tuple[Tile, Tile]:
+    """Of the launch over what is shared, and of the one over the rows' ends, where a program may use `memory` bytes.
+
+    Chosen on an H200 (docs/performance.md); where heads are long or memory is short, tiles are smaller and fewer are in flight.
+    """
+    token = 2 * dtype.itemsize * max(16, 1 << (head_dim - 1).bit_length())  # bytes of its key and value
+    tokens, queries = TILE if token <= 512 else 16, WIDE * token // 2
+    shared = Tile(tokens=tokens, stages=max(1, min(4, (memory - queries) // (tokens * token))), warps=4)
+    tokens = min(tokens, 32)
+    return shared, Tile(tokens=tokens, stages=max(1, min(3, memory // (tokens * token))), warps=2)
+
+
 class CascadeWorkspace:
     """Memory for partial results, shared by all cascade plans of one stream. Sizes: the most rows of a batch, and the model's heads."""
 
     def __init__(self, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> None:
-        self.num_parts = max(MIN_PARTS, MAX_PARTS * max_rows)
+        # Each end of a share cuts an item, of at most WIDE queries of a key/value head, in two.
+        self.num_parts = MAX_PARTS * max_rows + programs(device) * -(-WIDE // num_heads)
         on_gpu = device.type == "cuda"
         self.out = torch.empty(self.num_parts if on_gpu else 0, num_heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(self.num_parts if on_gpu else 0, num_heads, dtype=torch.float32, device=device)
@@ -86,17 +102,17 @@ class CascadePlan:
     ) -> None:
         self.workspace, self.batch_size, self.page_size, self.device = workspace, batch_size, page_size, device
         self.rows_per_item = max(1, WIDE // (num_heads // num_kv_heads))
-        self.shares = max(1, (processors(device) if device.type == "cuda" else 64) // num_kv_heads)
-        self.max_items = self.shares + 4 * batch_size + 64
-        self.ahead = AHEAD
+        self.shares = max(1, programs(device) // num_kv_heads)
+        self.max_items = 4 * (-(-self.shares // 4) + batch_size + 16)
         self.ints = torch.zeros(sum(self._sizes()), dtype=torch.int32, device=device)
         self.runs: tuple[Run, ...] = ()
         self.ready = False
         self.handle = register(self)
 
     def _sizes(self) -> tuple[int, ...]:
+        """Room for the fields of `Work`: whole 16 bytes each, for kernels are compiled anew for addresses that are not."""
         parts, rows = self.workspace.num_parts, self.batch_size
-        return self.shares + 1, self.max_items * FIELDS, rows, rows + 1, parts, parts
+        return tuple(size + -size % 4 for size in (self.shares + 1, self.max_items * FIELDS, rows, rows + 1, parts, parts))
 
     def views(self) -> tuple[Tensor, ...]:
         """The fields of `Work` on the device, each with room for the longest."""
@@ -104,13 +120,8 @@ class CascadePlan:
         return bounds, items.view(-1, FIELDS), *rest
 
     def tiles(self, dtype: torch.dtype) -> tuple[Tile, Tile]:
-        """Of the launch over what is shared, and of the one over the rows' ends."""
-        token = 2 * dtype.itemsize * max(16, 1 << (self.workspace.out.shape[2] - 1).bit_length())  # bytes of its key and value
-        memory = shared_memory(self.device) if self.device.type == "cuda" else LARGEST
-        tokens = TILE if token <= 512 else 16
-        queries = WIDE * token // 2
-        shared = Tile(tokens=tokens, stages=max(1, min(4, (memory - queries) // (tokens * token))), warps=4)
-        return shared, Tile(tokens=min(tokens, 32), stages=max(1, min(3, memory // (min(tokens, 32) * token))), warps=4)
+        """How the plan's two launches read."""
+        return tiles(self.workspace.out.shape[2], dtype, shared_memory(self.device) if self.device.type == "cuda" else LARGEST)
 
     def update(self, runs: Seq[Run]) -> bool:
         """Follow these runs, which cover every row's pages in use, planned ones too; False, and nothing changed, where they do not fit.

@@ -30,7 +30,8 @@ def _read(
     """Queries `[M, DP]` over tokens begin ... stop - 1 of a table: their highest scores, sums of weights and weighted sums.
 
     An online softmax (Milakov & Gimelshein, 2018); begin is a page's first, scores are scaled by `scale` in base 2. Where tiles are
-    whole pages, only page ids change from turn to turn: addresses are made of few instructions, which would hold up few warps.
+    whole pages, only page ids change from turn to turn: addresses are made of few instructions, which would hold up few warps. What is
+    read past L1 (".cg") is what the kernels ahead wrote, also where this one has not waited (see `_own`).
     """
     PAGE: tl.constexpr = 2 * K * S * D
     WHOLE: tl.constexpr = N % S == 0
@@ -53,8 +54,8 @@ def _read(
             base = kv + (page.to(tl.int64) * PAGE + (k * S + (at + n) % S) * D)[:, None] + d[None, :]
             place = (at + N + n) // S
         page = tl.load(table + place, mask=place < last, other=0)
-        keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0)
-        values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0)
+        keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
         scores = tl.where(ok[None, :], tl.dot(q, tl.trans(keys), input_precision=PRECISION), float("-inf"))
         now = tl.maximum(highest, tl.max(scores, 1) * scale)
         safe = tl.where(now == float("-inf"), 0.0, now)
@@ -80,9 +81,7 @@ def _part(
     query = tl.load(members + first + member, mask=on, other=0)
     to = tl.load(places + first + member, mask=on, other=0).to(tl.int64) * (K * G) + head
     queries = tl.load(q + query[:, None].to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=both, other=0.0)
-    highest, total, mixed = _read(
-        queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION
-    )
+    highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION)
     seen = total > 0
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
     tl.store(part + to[:, None] * D + d[None, :], mixed, mask=both)
@@ -90,32 +89,14 @@ def _part(
 
 
 @triton.jit
-def _ask(kv, table, k, start, stop, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PAGES: tl.constexpr):
-    """Ask for the keys and values of the first pages of a piece, to lie in L2."""
-    CUTS: tl.constexpr = (PAGES + 63) // PAGES  # of a page: so that no two threads ask for the same
-    x = tl.arange(0, 2 * PAGES * CUTS)
-    page = tl.load(table + tl.minimum(start + x // (2 * CUTS), stop - 1)).to(tl.int64)
-    at = kv + page * (2 * K * S * D) + (x % 2 * K + k) * (S * D) + x // 2 % CUTS * (S * D // CUTS)
-    SIZE: tl.constexpr = S * D // CUTS * kv.dtype.element_ty.primitive_bitwidth // 8
-    if SIZE % 16 == 0:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, tl.full([2 * PAGES * CUTS], SIZE, tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _shared(
     q, kv, tables, seq_lens, bounds, items, members, places, part, lse, q_stride, table_stride, scale, WIDE: tl.constexpr,
     NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, key/value head): the items of its share, one after the other; AHEAD of their pages are asked for before the wait."""
+    """Program (share, key/value head): the items of its share, one after the other."""
     share, k = tl.program_id(0) // K, tl.program_id(0) % K  # pyright: ignore[reportOperatorIssue]
     first_item, end = tl.load(bounds + share), tl.load(bounds + share + 1)
-    if AHEAD > 0 and first_item < end:
-        item = items + first_item * FIELDS
-        _ask(kv, tables + tl.load(item) * table_stride, k, tl.load(item + 1), tl.load(item + 2), K, S, D, AHEAD)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # not before the wait: what was written ahead of this kernel is then there for the next one at once
@@ -140,7 +121,8 @@ def _own(
 ):  # fmt: skip
     """Program (key/value head, row): the row's tokens from page `begins[row]` on, then merged with its partial results.
 
-    It starts when all programs of `_shared` have waited, so q, keys and values are there; partial results are when it has waited itself.
+    It starts when all programs of `_shared` have waited, so what that one waited for is there, q, keys and values among it; partial
+    results are when it has waited itself. So `_shared` stands right ahead of it, and has every program wait before it lets this one start.
     """
     if PDL:
         gdc_launch_dependents()
@@ -150,9 +132,7 @@ def _own(
     first, end = tl.load(starts + row), tl.load(starts + row + 1)
     at = q + row.to(tl.int64) * q_stride + (k * G + m)[:, None] * D + d[None, :]
     queries = tl.load(at, mask=(m < G)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
-    highest, total, mixed = _read(
-        queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION
-    )
+    highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION)
     # Of M queries the first G are ones.
     real = tl.arange(0, M // GP)[:, None] == 0
     highest = tl.sum(tl.where(real, tl.reshape(highest, [M // GP, GP]), 0.0), 0)
@@ -223,7 +203,6 @@ def cascade_decode(
     part, lse = plan.workspace.out, plan.workspace.lse
     strides = q.stride(0), page_tables.stride(0), scale * LOG2E
     precision, pdl = "ieee" if q.dtype == torch.float32 else "tf32", q.device.type == "cuda" and dependent_launch(q.device)
-    ahead = triton.next_power_of_2(triton.cdiv(plan.ahead, page_size)) if pdl else 0
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     first: Any = _shared
     last: Any = _own
@@ -231,7 +210,7 @@ def cascade_decode(
         first[(plan.shares * num_kv_heads,)](
             q, kv, page_tables, seq_lens, bounds, items, members, places, part, lse, *strides, max(NARROW, WIDE, heads), NARROW,
             shared.tokens, group, num_kv_heads, page_size, head_dim, padded, shared.stages, precision, FIELDS,
-            ahead, pdl, num_warps=shared.warps, num_stages=1, **options,
+            pdl, num_warps=shared.warps, num_stages=1, **options,
         )  # fmt: skip
         last[(num_kv_heads, num_rows)](
             q, kv, page_tables, seq_lens, begins, starts, part, lse, out, *strides, max(NARROW, heads), own.tokens, group, heads,
