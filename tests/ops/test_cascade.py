@@ -8,8 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.ops import paged_decode, paged_prefill
-from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade, attend_part, merge, merge_parts, split_runs
+from nanovllm.ops import cascade, paged_decode, paged_prefill
+from nanovllm.ops.cascade import (
+    LEAST_OWN,
+    TILE,
+    CascadePlan,
+    CascadeWorkspace,
+    PromptCascade,
+    attend_part,
+    cut_runs,
+    merge,
+    merge_parts,
+    tiles,
+)
 from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError
 from nanovllm.ops.reference import attend, row_kv
 from nanovllm.sharing import own_runs, shared_runs
@@ -91,32 +102,89 @@ def test_pages_planned_ahead_wait_until_lengths_reach_them():
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 60), st.integers(1, 4), st.integers(0, 3))
-def test_items_cover_every_member_and_page_once(rows, per_item, target, min_pages, seed):
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 60), st.sampled_from([1, 3, 16, 40]), st.integers(0, 3), st.booleans())
+def test_shares_cover_what_several_rows_read_once(rows, per_item, shares, page_size, seed, shared):
     tree = Tree(rows, 4, seed=seed)
-    runs = shared_runs(tree.tables, tree.lens // 4, tree.counts, always)
-    plan = split_runs(runs, rows, per_item, target, min_pages, 10**6)
-    assert plan is not None
-    items, starts, members, places = plan
+    tree.counts += 60 * (np.arange(rows) % 5 == 2)  # planned ahead
+    runs = shared_runs(tree.tables, tree.lens // 4, tree.counts, always) if shared else own_runs(tree.counts)
+    work = cut_runs(runs, rows, per_item, shares, page_size)
     seen, parts = [set() for _ in range(rows)], [set() for _ in range(rows)]
-    for row, begin, stop, first, count in items.tolist():
+    for row, begin, stop, first, count in work.items.tolist():
         assert 1 <= count <= per_item and begin < stop
-        for member, place in zip(members[first : first + count].tolist(), places[first : first + count].tolist(), strict=True):
-            assert (tree.tables[member, begin:stop] == tree.tables[row, begin:stop]).all()
+        for member, place in zip(work.members[first : first + count].tolist(), work.places[first : first + count].tolist(), strict=True):
+            assert member == row or (tree.tables[member, begin:stop] == tree.tables[row, begin:stop]).all()
             assert not seen[member] & set(range(begin, stop))
             seen[member] |= set(range(begin, stop))
             parts[member].add(place)
-    assert seen == [set(range(n)) for n in tree.counts]
-    assert parts == [set(range(a, b)) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
-    assert len(items) <= target + len(runs) + sum(-(-len(run.rows) // per_item) for run in runs)
+    assert seen == [set(range(begin)) for begin in work.begins]
+    assert parts == [set(range(a, b)) for a, b in pairwise(work.starts.tolist())]
+    assert work.bounds[0] == 0 and work.bounds[-1] == len(work.items) and len(work.bounds) == shares + 1
+    tiles = [
+        sum(-(-(stop - start) * page_size // TILE) for _, start, stop, _, _ in work.items[a:b].tolist()) for a, b in pairwise(work.bounds)
+    ]
+    if TILE % page_size == 0:
+        assert max(tiles) - min(tiles) <= 1
+    own = (tree.counts - work.begins) * page_size
+    assert (own >= 0).all() and own.max() <= max(
+        LEAST_OWN + page_size, sum(tiles) * TILE / shares + own.sum() / shares + 2 * TILE * page_size
+    )
 
 
-def test_fewer_parts_where_memory_is_short():
-    runs = own_runs(np.full(4, 100, np.int32))
-    many, few = split_runs(runs, 4, 8, 100, 1, 10**6), split_runs(runs, 4, 8, 100, 1, 40)
-    assert many is not None and few is not None
-    assert len(many[2]) == 100 and len(few[2]) <= 40
-    assert split_runs(runs, 4, 8, 100, 1, 3) is None
+def test_a_long_row_is_cut_but_for_its_end():
+    runs = own_runs(np.array([100, 4, 4000], np.int32))
+    work = cut_runs(runs, 3, 8, 16, 16)
+    assert work.begins.tolist()[:2] == [0, 0] and work.starts.tolist()[:3] == [0, 0, 0]
+    per_share = (4000 - work.begins[2]) * 16
+    assert 4000 * 16 / 17 < per_share < 4000 * 16 / 15
+    assert len(work.items) == 16
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_few_heads_leave_room_for_every_cut(kv_heads):
+    """Many rows in an item, and many shares: the most partial results that sharing one beginning makes."""
+    rows, tables = 128, np.zeros((128, 401), np.int32)
+    tables[:, 400] = np.arange(128) + 1
+    lens = np.full(rows, 6401, np.int32)
+    plan = CascadePlan(CascadeWorkspace(rows, kv_heads, 16, CPU), rows, kv_heads, kv_heads, 16, CPU)
+    assert plan.update(shared_runs(tables, lens // 16, np.full(rows, 401, np.int32), always))
+
+
+@pytest.mark.parametrize("short", ["items", "parts"])
+def test_runs_without_room_change_nothing(short):
+    tree = Tree(9, 4)
+    plan = tree.plan(own_runs(tree.counts))
+    before, runs = plan.ints.clone(), plan.runs
+    if short == "items":
+        plan.max_items = 1
+    else:
+        plan.workspace.num_parts = 8
+    assert not plan.update(shared_runs(tree.tables, tree.lens // 4, tree.counts, always))
+    assert plan.runs is runs and torch.equal(plan.ints, before)
+    q = tree.queries(9)
+    got = paged_decode(q, tree.pages, 0, *tree.on_device[:2], tree.scale, plan.handle)
+    torch.testing.assert_close(got, tree.expected(q, np.ones(9, np.int64)), rtol=0, atol=1e-12)
+
+
+def test_fields_lie_at_whole_16_bytes():
+    for rows in (1, 3, 33):
+        plan = CascadePlan(CascadeWorkspace(rows, 6, 16, CPU), rows, 6, 2, 16, CPU)
+        assert all(view.data_ptr() % 16 == plan.ints.data_ptr() % 16 for view in plan.views())
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "memory", "shared", "own"),
+    [
+        (128, torch.bfloat16, 200_000, (64, 4), (32, 3)),  # an H200
+        (128, torch.bfloat16, 93_184, (64, 2), (32, 3)),
+        (128, torch.bfloat16, 57_344, (64, 1), (32, 3)),
+        (256, torch.bfloat16, 93_184, (16, 3), (16, 3)),
+        (24, torch.float32, 200_000, (64, 4), (32, 3)),
+        (256, torch.float32, 93_184, (16, 1), (16, 2)),
+        (512, torch.bfloat16, 57_344, (16, 1), (16, 1)),
+    ],
+)
+def test_tiles_fit_into_shared_memory(head_dim, dtype, memory, shared, own):
+    assert [(tile.tokens, tile.stages) for tile in tiles(head_dim, dtype, memory)] == [shared, own]
 
 
 def test_a_part_without_tokens_weighs_nothing():
@@ -156,7 +224,7 @@ def test_plans_refuse_what_they_were_not_made_for():
         paged_decode(q, tree.pages, 0, tables[:2], lens[:2], tree.scale, handle)
 
 
-def interpreted_decode(tree, runs, target=None):
+def interpreted_decode(tree, runs, shares=None):
     """What the kernels make of `runs`, with partial results where memory was not a number before."""
     from nanovllm.ops import triton_attention
 
@@ -165,34 +233,37 @@ def interpreted_decode(tree, runs, target=None):
     space.out = torch.full((space.num_parts, heads, tree.head_dim), torch.nan)
     space.lse = torch.full((space.num_parts, heads), torch.nan)
     plan = CascadePlan(space, rows, heads, KV_HEADS, tree.page_size, CPU)
-    plan.target = target or plan.target
+    plan.shares = shares or plan.shares
+    plan.ints = torch.zeros(sum(plan._sizes()), dtype=torch.int32)
     assert plan.update(runs)
     q = tree.queries(rows).float()
-    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan.views(), space, 5, False)
+    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan)
     torch.testing.assert_close(got, tree.expected(q.double(), np.ones(rows, np.int64)).float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("rows", "page_size", "group", "head_dim"),
-    [(1, 1, 3, 24), (3, 16, 2, 16), (12, 4, 3, 24), (9, 4, 8, 16), (20, 1, 1, 32), (2, 4, 8, 80)],
+    [(1, 1, 3, 24), (3, 16, 2, 16), (12, 4, 3, 24), (9, 4, 8, 16), (20, 1, 1, 32), (2, 4, 8, 80), (70, 16, 2, 64), (5, 3, 5, 128)],
 )
 def test_decode_interpreted(rows, page_size, group, head_dim):
     tree = Tree(rows, page_size, group, head_dim=head_dim)
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
-        interpreted_decode(tree, runs)
+        for shares in (1, 3, None):
+            interpreted_decode(tree, runs, shares)
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 24), (8, 72)])
 @pytest.mark.parametrize("lens", [[63, 16, 64, 128, 65], [1, 15, 17, 16, 33]])
-def test_lengths_around_a_turn_of_the_loop_interpreted(lens, group, head_dim):
-    """A turn takes 64 keys, 16 where heads are long; one program takes a whole row, or a part of it that may not be reached yet."""
+def test_lengths_around_a_turn_of_the_loop_interpreted(lens, group, head_dim, monkeypatch):
+    """A turn takes 64 keys, or fewer; one program takes a whole row, or a part of it that may not be reached yet."""
     tree = Tree(5, 16, group, head_dim=head_dim)
     assert (np.array(lens) <= tree.counts * 16).all()
     tree.lens[:] = lens  # `on_device` shares its memory
-    for target in (1, 16):
-        interpreted_decode(tree, own_runs(tree.counts), target)
+    for least in (512, 16, 1):
+        monkeypatch.setattr(cascade, "LEAST_OWN", least)
+        interpreted_decode(tree, own_runs(tree.counts), 16)
 
 
 @pytest.mark.interpret
@@ -207,8 +278,7 @@ def test_merging_interpreted(heads, head_dim, dtype):
     outs, lses = torch.randn(num, heads, head_dim).to(dtype), torch.randn(num, heads) * 3
     lses[2::5] = -torch.inf
     lses[starts[4] : starts[4] + 16] = -torch.inf
-    for places in (None, ((3 * torch.arange(num) + 1) % num).int()):
+    for places in (torch.arange(num).int(), ((3 * torch.arange(num) + 1) % num).int()):
         out = torch.empty(len(counts), heads, head_dim, dtype=dtype)
         triton_attention.merge_into(outs, lses, starts, places, out)
-        order = torch.arange(num, dtype=torch.int32) if places is None else places
-        torch.testing.assert_close(out, merge_parts(outs, lses, starts, order))
+        torch.testing.assert_close(out, merge_parts(outs, lses, starts, places))

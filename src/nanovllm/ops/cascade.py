@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from ..types import Float, Float32, Int32, Tensor
-from .backends import dependent_launch, installed
+from .backends import LARGEST, installed, processors, shared_memory
 from .plans import PlanMismatchError, register
 from .reference import row_kv
 
 LOG2E = 1 / math.log(2)
-MAX_PARTS = 16  # partial results a row that workspaces have room for, over the whole batch
-MIN_PARTS = 2048
-MIN_SPLIT = 64  # tokens of a run that one program takes at least
+MAX_PARTS = 16  # partial results a row that workspaces have room for, beside those that cuts into shares make
+TILE = 64  # tokens: what is shared is cut at its multiples
+LEAST_OWN = 512  # tokens at the end of a row that do not hold the others up
 FIELDS = 5  # of an item: the row whose table names the pages, first page, end page, first member, number of members
 WIDE = 64  # queries that one program takes of a shared run: rows times query heads of one key/value head
 
@@ -35,11 +35,55 @@ class Run:
     stop: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How a kernel reads: tokens of a tile, tiles in flight, warps."""
+
+    tokens: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """What each program of a plan reads.
+
+    Share i is the items `bounds[i] ... bounds[i + 1] - 1`. The members of an item and their places among the parts are listed from its
+    fourth field on; row b's parts are `starts[b] ... starts[b + 1] - 1`, one after another, so that merging them needs no list. Its
+    pages from `begins[b]` on are in no item.
+    """
+
+    bounds: Int32[np.ndarray, "bounds"]
+    items: Int32[np.ndarray, "items 5"]
+    begins: Int32[np.ndarray, "B"]
+    starts: Int32[np.ndarray, "B+1"]
+    members: Int32[np.ndarray, "parts"]
+    places: Int32[np.ndarray, "parts"]
+
+
+def programs(device: torch.device) -> int:
+    """Programs of the launch over what is shared: one a multiprocessor."""
+    return processors(device) if device.type == "cuda" else 64
+
+
+def tiles(head_dim: int, dtype: torch.dtype, memory: int) -> tuple[Tile, Tile]:
+    """Of the launch over what is shared, and of the one over the rows' ends, where a program may use `memory` bytes.
+
+    Chosen on an H200 (docs/performance.md); where heads are long or memory is short, tiles are smaller and fewer are in flight.
+    """
+    token = 2 * dtype.itemsize * max(16, 1 << (head_dim - 1).bit_length())  # bytes of its key and value
+    tokens, queries = TILE if token <= 512 else 16, WIDE * token // 2
+    shared = Tile(tokens=tokens, stages=max(1, min(4, (memory - queries) // (tokens * token))), warps=4)
+    tokens = min(tokens, 32)
+    return shared, Tile(tokens=tokens, stages=max(1, min(3, memory // (tokens * token))), warps=2)
+
+
 class CascadeWorkspace:
     """Memory for partial results, shared by all cascade plans of one stream. Sizes: the most rows of a batch, and the model's heads."""
 
     def __init__(self, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> None:
-        self.num_parts = max(MIN_PARTS, MAX_PARTS * max_rows)
+        # Each end of a share cuts an item, of at most WIDE queries of a key/value head, in two.
+        self.num_parts = MAX_PARTS * max_rows + programs(device) * -(-WIDE // num_heads)
         on_gpu = device.type == "cuda"
         self.out = torch.empty(self.num_parts if on_gpu else 0, num_heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(self.num_parts if on_gpu else 0, num_heads, dtype=torch.float32, device=device)
@@ -48,7 +92,8 @@ class CascadeWorkspace:
 class CascadePlan:
     """How decode batches of exactly `batch_size` rows, one query each, read their pages; its device buffers never move.
 
-    So launches can be captured, and a captured step serves any sharing. `handle` is what `paged_decode` takes; it lives as long as this
+    So launches can be captured, and a captured step serves any sharing. One launch reads what rows share, in shares of equal length, as
+    many as a GPU runs at once; one reads the end of each row and merges. `handle` is what `paged_decode` takes; it lives as long as this
     object. On a CPU the plan is followed by plain torch.
     """
 
@@ -57,40 +102,41 @@ class CascadePlan:
     ) -> None:
         self.workspace, self.batch_size, self.page_size, self.device = workspace, batch_size, page_size, device
         self.rows_per_item = max(1, WIDE // (num_heads // num_kv_heads))
-        self.num_programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
-        self.target = max(1, self.num_programs // (2 * num_kv_heads))
-        self.max_items = self.target + 4 * batch_size + 64
-        max_parts = self.workspace.num_parts
-        self.ints = torch.zeros(1 + self.max_items * FIELDS + batch_size + 1 + 2 * max_parts, dtype=torch.int32, device=device)
+        self.shares = max(1, programs(device) // num_kv_heads)
+        self.max_items = 4 * (-(-self.shares // 4) + batch_size + 16)
+        self.ints = torch.zeros(sum(self._sizes()), dtype=torch.int32, device=device)
         self.runs: tuple[Run, ...] = ()
         self.ready = False
         self.handle = register(self)
 
-    def views(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The number of items `[1]`, items `[I, 5]`, rows' first parts `[B+1]`, members `[parts]` and their places `[parts]`."""
-        parts, items = self.workspace.num_parts, self.max_items * FIELDS
-        count, table, starts, members, places = self.ints.split((1, items, self.batch_size + 1, parts, parts))
-        return count, table.view(-1, FIELDS), starts, members, places
+    def _sizes(self) -> tuple[int, ...]:
+        """Room for the fields of `Work`: whole 16 bytes each, for kernels are compiled anew for addresses that are not."""
+        parts, rows = self.workspace.num_parts, self.batch_size
+        return tuple(size + -size % 4 for size in (self.shares + 1, self.max_items * FIELDS, rows, rows + 1, parts, parts))
+
+    def views(self) -> tuple[Tensor, ...]:
+        """The fields of `Work` on the device, each with room for the longest."""
+        bounds, items, *rest = self.ints.split(self._sizes())
+        return bounds, items.view(-1, FIELDS), *rest
+
+    def tiles(self, dtype: torch.dtype) -> tuple[Tile, Tile]:
+        """How the plan's two launches read."""
+        return tiles(self.workspace.out.shape[2], dtype, shared_memory(self.device) if self.device.type == "cuda" else LARGEST)
 
     def update(self, runs: Seq[Run]) -> bool:
         """Follow these runs, which cover every row's pages in use, planned ones too; False, and nothing changed, where they do not fit.
 
-        A run of one row may reach beyond the row's length, as far as it will grow until the next update. Asynchronous on the current
-        stream.
+        A row has at most one run of its own, its last, which may reach beyond the row's length, as far as it will grow until the next
+        update. Asynchronous on the current stream.
         """
-        plan = split_runs(runs, self.batch_size, self.rows_per_item, self.target, -(-MIN_SPLIT // self.page_size), self.workspace.num_parts)
-        if plan is None or len(plan[0]) > self.max_items:
+        work = cut_runs(runs, self.batch_size, self.rows_per_item, self.shares, self.page_size)
+        if len(work.items) > self.max_items or len(work.members) > self.workspace.num_parts:
             return False
-        items, starts, members, places = plan
-        parts, first = self.workspace.num_parts, 1 + self.max_items * FIELDS
         flat = torch.empty(self.ints.numel(), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        host = flat.numpy()
-        host[0] = len(items)
-        host[1 : 1 + items.size] = items.ravel()
-        host[first : first + self.batch_size + 1] = starts
-        first += self.batch_size + 1
-        host[first : first + len(members)] = members
-        host[first + parts : first + parts + len(places)] = places
+        host, at = flat.numpy(), 0
+        for part, size in zip((work.bounds, work.items, work.begins, work.starts, work.members, work.places), self._sizes(), strict=True):
+            host[at : at + part.size] = part.ravel()
+            at += size
         self.ints.copy_(flat, non_blocking=True)
         self.runs, self.ready = tuple(runs), True
         return True
@@ -110,8 +156,7 @@ class CascadePlan:
         if q.device.type == "cuda" and installed("triton"):
             from .triton_attention import cascade_decode
 
-            views, pdl = self.views(), dependent_launch(q.device)
-            return cascade_decode(q, pages[layer], page_tables, seq_lens, scale, views, self.workspace, self.num_programs, pdl)
+            return cascade_decode(q, pages[layer], page_tables, seq_lens, scale, self)
         return cascade_rows(q, pages[layer], page_tables, seq_lens, scale, self.runs)
 
 
@@ -151,38 +196,50 @@ def run_tokens(runs: Seq[Run], cu_seqlens: Int32[np.ndarray, "bounds"]) -> list[
     return [np.concatenate([np.arange(bounds[row], bounds[row + 1], dtype=np.int32) for row in run.rows.tolist()]) for run in runs]
 
 
-def split_runs(
-    runs: Seq[Run], num_rows: int, rows_per_item: int, target: int, min_pages: int, max_parts: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Cut runs into about `target` items of equal length, none of more than `rows_per_item` rows: items `[I, 5]`, rows' first parts
-    `[B+1]`, and the items' members and their places among the parts, `[parts]`; None where there are more than `max_parts`.
+def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, page_size: int) -> Work:
+    """Cut what several rows read, no more than `rows_per_item` at once, into shares of equal length, give or take a tile.
 
-    A row's parts lie one after another, so that merging them needs no list.
+    What only one row reads is left to that row, unless that is so long that it would hold the others up: then all but its end is cut,
+    too.
     """
-    blocks = [-(-len(run.rows) // rows_per_item) for run in runs]
-    total = sum((run.stop - run.start) * count for run, count in zip(runs, blocks, strict=True))
-    split = max(min_pages, -(-total // target))
-    while sum(len(run.rows) * -(-(run.stop - run.start) // split) for run in runs) > max_parts:
-        if split > total:
-            return None
-        split *= 2
-    pieces = [
-        (run.rows[lo : lo + rows_per_item], start, min(start + split, run.stop))
+    tile = -(-TILE // page_size)  # pages
+    blocks = [
+        (run.rows[lo : lo + rows_per_item], run.start, run.stop)
         for run in runs
-        for start in range(run.start, run.stop, split)
+        if len(run.rows) > 1
         for lo in range(0, len(run.rows), rows_per_item)
     ]
-    members = np.concatenate([rows for rows, _, _ in pieces])
-    sizes = np.array([len(rows) for rows, _, _ in pieces])
-    first = np.cumsum(sizes) - sizes
-    items = np.array([(rows[0], start, stop, 0, len(rows)) for rows, start, stop in pieces], np.int32)
-    items[:, 3] = first
-    order = np.argsort(members, kind="stable")
-    starts = np.zeros(num_rows + 1, np.int32)
+    single = [run for run in runs if len(run.rows) == 1]
+    total = sum(-(-(stop - start) // tile) for _, start, stop in blocks) + sum(-(-(run.stop - run.start) // tile) for run in single)
+    most = max(-(-LEAST_OWN // page_size), -(-total // shares) * tile)
+    blocks += [(run.rows, run.start, run.stop - most) for run in single if run.stop - run.start > most]
+    begins, starts = np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)
+    if not blocks:
+        none = np.zeros(0, np.int32)
+        return Work(bounds=np.zeros(shares + 1, np.int32), items=none.reshape(0, FIELDS), begins=begins, starts=starts, members=none,
+                    places=none)  # fmt: skip
+    for rows, _, stop in blocks:
+        begins[rows] = np.maximum(begins[rows], stop)
+    of_blocks = np.array([(rows[0], start, stop, len(rows)) for rows, start, stop in blocks])
+    row, start, stop, count = of_blocks.T
+    rows = np.concatenate([rows for rows, _, _ in blocks])
+    listed = np.cumsum(count) - count  # where a block's rows start in `rows`
+    # All blocks one after another are a line of tiles, which is cut where shares end and where blocks do.
+    edges = np.concatenate(([0], np.cumsum(-(-(stop - start) // tile))))
+    ends = np.arange(shares + 1) * edges[-1] // shares
+    cuts = np.unique(np.concatenate((edges, ends)))
+    block = np.searchsorted(edges, cuts[:-1], side="right") - 1
+    first_page = start[block] + (cuts[:-1] - edges[block]) * tile
+    end_page = np.minimum(start[block] + (cuts[1:] - edges[block]) * tile, stop[block])
+    counts = count[block]
+    first = np.cumsum(counts) - counts
+    members = rows[np.repeat(listed[block] - first, counts) + np.arange(counts.sum())].astype(np.int32)
     np.cumsum(np.bincount(members, minlength=num_rows), out=starts[1:])
     places = np.empty(len(members), np.int32)
-    places[order] = np.arange(len(members), dtype=np.int32)
-    return items, starts, members.astype(np.int32), places
+    places[np.argsort(members, kind="stable")] = np.arange(len(members), dtype=np.int32)
+    items = np.stack((row[block], first_page, end_page, first, counts), 1).astype(np.int32)
+    bounds = np.searchsorted(cuts, ends).astype(np.int32)
+    return Work(bounds=bounds, items=items, begins=begins, starts=starts, members=members, places=places)
 
 
 def cascade_rows(

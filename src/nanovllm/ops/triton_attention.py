@@ -1,8 +1,10 @@
-"""The Triton kernels of cascade attention: one over items of work, whatever rows share them, and one that merges partial results.
+"""The Triton kernels of cascade attention: one over what several rows read, one over the end of each row, which merges.
 
 Imported only where Triton is.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# (tuples that kernels return)
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,101 +13,162 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..types import Float, Float32, Int32, Tensor
+from .backends import dependent_launch
 
 if TYPE_CHECKING:
-    from .cascade import CascadeWorkspace
+    from .cascade import CascadePlan
 
 NARROW = 16  # the fewest queries that a tensor core takes
-LONG, SHORT = 64, 16  # keys of one turn of the loop: the second where a head's keys are long, for three turns must fit into shared memory
-LONGEST = 256  # bytes of one key up to which the first holds: 90 KB in all
-PARTS = 32  # partial results of one turn of the merge
+PARTS = 32  # partial results, times heads, of one turn of the merge
 
 
 @triton.jit
-def _attend(
-    q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride, page_stride, scale,
-    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _read(
+    q, kv, table, k, begin, stop, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """At most M queries, G heads of each member, which all see tokens begin ... stop - 1 of the row's table; `scale` is in base 2."""
-    m, d, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
-    member, head = m // G, k * G + m % G
-    on = member < count
-    query = tl.load(members + first + member, mask=on, other=0)
-    place = tl.load(places + first + member, mask=on, other=0).to(tl.int64)
+    """Queries `[M, DP]` over tokens begin ... stop - 1 of a table: their highest scores, sums of weights and weighted sums.
+
+    An online softmax (Milakov & Gimelshein, 2018); begin is a page's first, scores are scaled by `scale` in base 2. Where tiles are
+    whole pages, only page ids change from turn to turn: addresses are made of few instructions, which would hold up few warps. What is
+    read past L1 (".cg") is what the kernels ahead wrote, also where this one has not waited (see `_own`).
+    """
+    PAGE: tl.constexpr = 2 * K * S * D
+    WHOLE: tl.constexpr = N % S == 0
+    d, n = tl.arange(0, DP), tl.arange(0, N)
     inside = d < D
-    qq = tl.load(q + query[:, None].to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=on[:, None] & inside[None, :], other=0.0)
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     mixed = tl.zeros([M, DP], tl.float32)
-    tables += row * table_stride
+    last = (stop + S - 1) // S
+    here = kv + ((k * S + n % S) * D)[:, None] + d[None, :]
     # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
-    page = tl.load(tables + (begin + n) // S, mask=begin + n < stop, other=0)
-    for at in range(begin, stop, N):
-        t = at + n
-        ok = t < stop
-        base = kv + page.to(tl.int64)[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + d[None, :]
-        page = tl.load(tables + (t + N) // S, mask=t + N < stop, other=0)
-        keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0)
-        values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0)
-        scores = tl.dot(qq, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(ok[None, :], scores, float("-inf"))
-        now = tl.maximum(highest, tl.max(scores, 1))
+    place = begin // S + n // S
+    page = tl.load(table + place, mask=place < last, other=0)
+    for at in tl.range(begin, stop, N, num_stages=STAGES):
+        ok = at + n < stop
+        if WHOLE:
+            base = here + (page.to(tl.int64) * PAGE)[:, None]
+            place = (at + N) // S + n // S
+        else:
+            base = kv + (page.to(tl.int64) * PAGE + (k * S + (at + n) % S) * D)[:, None] + d[None, :]
+            place = (at + N + n) // S
+        page = tl.load(table + place, mask=place < last, other=0)
+        keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        scores = tl.where(ok[None, :], tl.dot(q, tl.trans(keys), input_precision=PRECISION), float("-inf"))
+        now = tl.maximum(highest, tl.max(scores, 1) * scale)
         safe = tl.where(now == float("-inf"), 0.0, now)
         faded = tl.exp2(highest - safe)
-        weights = tl.exp2(scores - safe[:, None])
+        weights = tl.exp2(scores * scale - safe[:, None])
         total = total * faded + tl.sum(weights, 1)
         mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision=PRECISION)
         highest = now
+    return highest, total, mixed
+
+
+@triton.jit
+def _part(
+    q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride, scale,
+    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The partial results of at most M queries, G heads of each member, which all see the same tokens of the row's table."""
+    m, d = tl.arange(0, M), tl.arange(0, DP)
+    member, head = m // G, k * G + m % G
+    on = member < count
+    both = on[:, None] & (d < D)[None, :]
+    query = tl.load(members + first + member, mask=on, other=0)
+    to = tl.load(places + first + member, mask=on, other=0).to(tl.int64) * (K * G) + head
+    queries = tl.load(q + query[:, None].to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=both, other=0.0)
+    highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION)
     seen = total > 0
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
-    to = place * (K * G) + head
-    tl.store(part + to[:, None] * D + d[None, :], mixed, mask=on[:, None] & inside[None, :])
+    tl.store(part + to[:, None] * D + d[None, :], mixed, mask=both)
     tl.store(lse + to, tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=on)
 
 
 @triton.jit
-def _cascade_decode(
-    q, kv, tables, seq_lens, num_items, items, members, places, part, lse, q_stride, table_stride, page_stride, scale, programs,
-    WIDE: tl.constexpr, NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+def _shared(
+    q, kv, tables, seq_lens, bounds, items, members, places, part, lse, q_stride, table_stride, scale, WIDE: tl.constexpr,
+    NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i takes the (item, key/value head) pairs i, i + programs, ...; items of shared runs come first."""
+    """Program (share, key/value head): the items of its share, one after the other."""
+    share, k = tl.program_id(0) // K, tl.program_id(0) % K  # pyright: ignore[reportOperatorIssue]
+    first_item, end = tl.load(bounds + share), tl.load(bounds + share + 1)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
-    for work in range(tl.program_id(0), tl.load(num_items) * K, programs):
-        item, k = items + work // K * FIELDS, work % K  # pyright: ignore[reportOperatorIssue]
+        gdc_launch_dependents()  # not before the wait: what was written ahead of this kernel is then there for the next one at once
+    for index in range(first_item, end):
+        item = items + index * FIELDS
         row, count, first = tl.load(item), tl.load(item + 4), tl.load(item + 3)
         # What rows share they see entirely; a run of one row's own may reach beyond its tokens.
         begin, stop = tl.load(item + 1) * S, tl.minimum(tl.load(item + 2) * S, tl.load(seq_lens + row))
         if count * G <= NARROW:
-            _attend(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
-                    page_stride, scale, NARROW, N, G, K, S, D, DP, PRECISION)  # fmt: skip
+            _part(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
+                  scale, NARROW, N, G, K, S, D, DP, STAGES, PRECISION)  # fmt: skip
         else:
-            _attend(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
-                    page_stride, scale, WIDE, N, G, K, S, D, DP, PRECISION)  # fmt: skip
+            _part(q, kv, tables, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
+                  scale, WIDE, N, G, K, S, D, DP, STAGES, PRECISION)  # fmt: skip
 
 
 @triton.jit
-def _merge(
-    part, lse, starts, places, out, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr, LISTED: tl.constexpr,
-    PDL: tl.constexpr,
+def _own(
+    q, kv, tables, seq_lens, begins, starts, part, lse, out, q_stride, table_stride, scale, M: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, J: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, head): its parts, weighted by their log-sum-exp in base 2."""
+    """Program (key/value head, row): the row's tokens from page `begins[row]` on, then merged with its partial results.
+
+    It starts when all programs of `_shared` have waited, so what that one waited for is there, q, keys and values among it; partial
+    results are when it has waited itself. So `_shared` stands right ahead of it, and has every program wait before it lets this one start.
+    """
     if PDL:
         gdc_launch_dependents()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    j, d = tl.arange(0, J), tl.arange(0, DP)
-    first, stop = tl.load(starts + token), tl.load(starts + token + 1)
+    k, row = tl.program_id(0), tl.program_id(1)
+    m, d, g, j = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, J)
+    begin, stop = tl.load(begins + row) * S, tl.load(seq_lens + row)
+    first, end = tl.load(starts + row), tl.load(starts + row + 1)
+    at = q + row.to(tl.int64) * q_stride + (k * G + m)[:, None] * D + d[None, :]
+    queries = tl.load(at, mask=(m < G)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
+    highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, scale, M, N, K, S, D, DP, STAGES, PRECISION)
+    # Of M queries the first G are ones.
+    real = tl.arange(0, M // GP)[:, None] == 0
+    highest = tl.sum(tl.where(real, tl.reshape(highest, [M // GP, GP]), 0.0), 0)
+    total = tl.sum(tl.where(real, tl.reshape(total, [M // GP, GP]), 0.0), 0)
+    mixed = tl.sum(tl.where(real[:, :, None], tl.reshape(mixed, [M // GP, GP, DP]), 0.0), 0)
     if PDL:
         gdc_wait()
+    on = (g < G)[None, :]
+    for at in range(first, end, J):
+        ok = (at + j < end)[:, None] & on
+        place = (at + j).to(tl.int64)[:, None] * (K * G) + (k * G + g)[None, :]
+        weight = tl.load(lse + place, mask=ok, other=float("-inf"))
+        parts = tl.load(part + place[:, :, None] * D + d[None, None, :], mask=ok[:, :, None] & (d < D)[None, None, :], other=0.0)
+        now = tl.maximum(highest, tl.max(weight, 0))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        faded, weight = tl.exp2(highest - safe), tl.exp2(weight - safe[None, :])
+        total = total * faded + tl.sum(weight, 0)
+        mixed = mixed * faded[:, None] + tl.sum(parts * weight[:, :, None], 0)
+        highest = now
+    to = out + row.to(tl.int64) * (K * G * D) + (k * G + g)[:, None] * D + d[None, :]
+    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(to, result.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _merge(part, lse, starts, places, out, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr):
+    """Program (token, head): its listed parts, weighted by their log-sum-exp in base 2."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j, d = tl.arange(0, J), tl.arange(0, DP)
     highest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([DP], tl.float32)
-    for at in range(first, stop, J):
+    stop = tl.load(starts + token + 1)
+    for at in range(tl.load(starts + token), stop, J):
         ok = at + j < stop
-        place = (tl.load(places + at + j, mask=ok, other=0) if LISTED else at + j).to(tl.int64) * H + head
+        place = tl.load(places + at + j, mask=ok, other=0).to(tl.int64) * H + head
         weight = tl.load(lse + place, mask=ok, other=float("-inf"))
         parts = tl.load(part + place[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
         now = tl.maximum(highest, tl.max(weight, 0))
@@ -123,32 +186,37 @@ def cascade_decode(
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
     scale: float,
-    plan: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    workspace: "CascadeWorkspace",
-    programs: int,
-    pdl: bool,
+    plan: "CascadePlan",
 ) -> Float[Tensor, "B H D"]:
-    """One layer's decode attention along a plan's views: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
+    """One layer's decode attention along a plan: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
     from .cascade import FIELDS, LOG2E, WIDE
 
-    num_items, items, starts, members, places = plan
-    (_, num_heads, head_dim), (_, _, num_kv_heads, page_size, _) = q.shape, kv.shape
+    bounds, items, begins, starts, members, places = plan.views()
+    (num_rows, num_heads, head_dim), (_, _, num_kv_heads, page_size, _) = q.shape, kv.shape
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     padded = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // num_kv_heads
-    tokens = LONG if padded * kv.element_size() <= LONGEST else SHORT
-    wide = max(NARROW, WIDE, triton.next_power_of_2(group))
-    launch: Any = _cascade_decode
+    heads = triton.next_power_of_2(group)
+    shared, own = plan.tiles(kv.dtype)
+    part, lse = plan.workspace.out, plan.workspace.lse
+    strides = q.stride(0), page_tables.stride(0), scale * LOG2E
+    precision, pdl = "ieee" if q.dtype == torch.float32 else "tf32", q.device.type == "cuda" and dependent_launch(q.device)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    first: Any = _shared
+    last: Any = _own
     with torch.cuda.device_of(q):
-        launch[(programs,)](
-            q, kv, page_tables, seq_lens, num_items, items, members, places, workspace.out, workspace.lse, q.stride(0),
-            page_tables.stride(0), kv.stride(0), scale * LOG2E, programs, wide, NARROW, tokens, group, num_kv_heads, page_size, head_dim,
-            padded, "ieee" if q.dtype == torch.float32 else "tf32", FIELDS, pdl, num_warps=4, num_stages=3,
-            **({"launch_pdl": True} if pdl else {}),
+        first[(plan.shares * num_kv_heads,)](
+            q, kv, page_tables, seq_lens, bounds, items, members, places, part, lse, *strides, max(NARROW, WIDE, heads), NARROW,
+            shared.tokens, group, num_kv_heads, page_size, head_dim, padded, shared.stages, precision, FIELDS,
+            pdl, num_warps=shared.warps, num_stages=1, **options,
         )  # fmt: skip
-    merge_into(workspace.out, workspace.lse, starts, None, out, pdl)
+        last[(num_kv_heads, num_rows)](
+            q, kv, page_tables, seq_lens, begins, starts, part, lse, out, *strides, max(NARROW, heads), own.tokens, group, heads,
+            max(1, PARTS // heads), num_kv_heads, page_size, head_dim, padded, own.stages, precision, pdl, num_warps=own.warps,
+            num_stages=1, **options,
+        )  # fmt: skip
     return out
 
 
@@ -156,17 +224,12 @@ def merge_into(
     parts: Float[Tensor, "parts H D"],
     lses: Float32[Tensor, "parts H"],
     starts: Int32[Tensor, "T+1"],
-    places: Int32[Tensor, "parts"] | None,
+    places: Int32[Tensor, "listed"],
     out: Float[Tensor, "T H D"],
-    pdl: bool = False,
 ) -> None:
-    """Write each token's merged result into `out`; without `places` a token's parts are `starts[t] ... starts[t + 1] - 1`."""
+    """Write each token's merged result, of the parts `places[starts[t]] ... places[starts[t + 1] - 1]`, into `out`."""
     num_tokens, num_heads, head_dim = out.shape
     launch: Any = _merge
     padded = max(16, triton.next_power_of_2(head_dim))
-    listed = places is not None
     with torch.cuda.device_of(parts):
-        launch[(num_tokens, num_heads)](
-            parts, lses, starts, places if listed else starts, out, num_heads, head_dim, padded, PARTS, listed, pdl, num_warps=1,
-            **({"launch_pdl": True} if pdl else {}),
-        )  # fmt: skip
+        launch[(num_tokens, num_heads)](parts, lses, starts, places, out, num_heads, head_dim, padded, PARTS, num_warps=1)
