@@ -1,4 +1,4 @@
-"""`IntArray`: a persistent array of int32 that is read and written at many places at once."""
+"""`IntArray`: a persistent array of ints that is read and written at many places at once."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Union
@@ -26,9 +26,9 @@ class IntArray:
     _written: int = 0
 
     @staticmethod
-    def zeros(length: int) -> "IntArray":
-        """All zeros."""
-        return IntArray(np.zeros(length, np.int32))
+    def full(length: int, value: int = 0, dtype: type[np.integer] = np.int32) -> "IntArray":
+        """One value everywhere."""
+        return IntArray(np.full(length, value, dtype) if value else np.zeros(length, dtype))
 
     def __getitem__(self, place: int) -> int:
         if place < 0:
@@ -36,7 +36,7 @@ class IntArray:
         return self._memory().item(place)
 
     def get(self, places: np.ndarray) -> np.ndarray:
-        """What stands at these places (int32). Raises `IndexError` for one that is not in the array."""
+        """What stands at these places, which are int32. Raises `IndexError` for one that is not in the array."""
         if places.dtype != np.int32:
             raise TypeError(f"places are int32, not {places.dtype}")
         return self._memory()[places.view(np.uint32)]
