@@ -86,7 +86,7 @@ def check_prefix(index: PrefixIndex) -> None:
     size = index.page_size
     _require(len(index.heads) == len(index.runs), "index", f"{len(index.heads)} keys lead to {len(index.runs)} runs")
     behind = Counter(run.parent for run in index.runs.values())
-    keys = {key: head for key, head in index.heads.items()}
+    keys = dict(index.heads.items())
     for head, run in index.runs.items():
         pages, parts = run.pages.tolist(), [part.tobytes() for part in np.split(run.tokens, range(size, len(run.tokens), size))]
         _require(len(pages) > 0 and pages[0] == head, "index", f"the run of page {head} has pages {pages}")
@@ -111,7 +111,8 @@ def _check_idle(index: PrefixIndex, indexed: set[int]) -> None:
     _require(set(idle) == set(np.flatnonzero(since >= 0).tolist()), "eviction order", "its two directions disagree")
     _require(indexed.issuperset(idle), "eviction order", f"pages {sorted(set(idle) - indexed)[:8]} are idle and not indexed")
     for time, pages in index.idle.items():
-        _require(len(pages) > 0 and index.oldest <= time < index.now, "eviction order", f"{pages} are idle since {time}, before {index.oldest}")
+        within = len(pages) > 0 and index.oldest <= time < index.now
+        _require(within, "eviction order", f"pages {pages} are idle since {time}, not {index.oldest} ... {index.now}")
         _require((since[pages] == time).all(), "eviction order", f"pages {pages} are idle since {since[pages]}, not {time}")
 
 

@@ -100,7 +100,7 @@ def release(pages: PageState, held: Ints) -> PageState:
     if (left < 0).any():
         raise BrokenInvariantError(f"page {unique[left < 0][0]} is free already: a double free")
     counts, returned = pages.counts.put(unique, left), pages.returned
-    freed = dict.fromkeys(held[counts.get(held) == 0].tolist())
+    freed = [] if left.all() else list(dict.fromkeys(held[counts.get(held) == 0].tolist()))
     for page in freed:
         returned = (page, returned)
     used = pages.num_used - len(freed)

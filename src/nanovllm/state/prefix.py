@@ -34,8 +34,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixIndex:
-    """`runs` by their first page, to which `heads[parent, tokens of a page]` leads. Of a page, `run_of` is the first page of its run (-1: not
-    indexed), `place_of` its place there, `num_behind` the number of runs whose parent it is.
+    """`runs` by their first page, to which `heads[parent, tokens of a page]` leads. Of a page, `run_of` is the first page of its run (-1:
+    not indexed), `place_of` its place there, `num_behind` the number of runs whose parent it is.
 
     `idle[time]` are pages that became evictable together, the first of them to go first; `idle_since` is the way back (-1: not idle).
     """
