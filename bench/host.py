@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -97,7 +98,8 @@ def engine_of(num_pages: int, max_num_seqs: int = 256) -> tuple[Engine, Nothing]
         vocab_size=VOCABULARY, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=4,
         max_position_embeddings=32768,
     )  # fmt: skip
-    engine, nothing = Engine(random_model(config), num_pages=num_pages, page_size=16, max_num_seqs=max_num_seqs), Nothing()
+    model = replace(random_model(config), tokenizer=None)  # what a library takes for the text of a reply is not looked at
+    engine, nothing = Engine(model, num_pages=num_pages, page_size=16, max_num_seqs=max_num_seqs), Nothing()
     engine.state.runtime.executor = cast(Any, nothing)
     return engine, nothing
 
