@@ -116,12 +116,9 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int
     stop = min(len(tokens) // size, len(pages))
     if start >= stop or (start and int(pages[start - 1]) not in index):
         return index, NO_PAGES
-    known = index.contains(pages[start:stop])
-    if known.all():
+    first, stop = _new_pages(index, pages, start, stop)
+    if first == stop:
         return index, NO_PAGES
-    first = start + int(known.argmin())
-    if known[first - start :].any():
-        stop = first + int(known[first - start :].argmax())
     run = Run(
         parent=int(pages[first - 1]) if first else ROOT,
         tokens=np.array(tokens[first * size : stop * size], np.int32),
@@ -142,6 +139,16 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int
         num_behind=num_behind,
     )
     return index, run.pages
+
+
+def _new_pages(index: PrefixIndex, pages: np.ndarray, start: int, stop: int) -> tuple[int, int]:
+    """Which of the pages `start ... stop - 1` are not indexed: those in a row from the first one on."""
+    known = index.contains(pages[start:stop])
+    if known.all():
+        return stop, stop
+    first = int(known.argmin())
+    behind = known[first:]
+    return start + first, start + first + int(behind.argmax()) if behind.any() else stop
 
 
 def _behind(index: PrefixIndex, page: int) -> bytes:
