@@ -48,6 +48,14 @@ def test_a_copy_is_the_callers():
     assert array[0] == 0
 
 
+def test_the_places_of_a_write_are_the_callers():
+    old, at = IntArray.full(LENGTH, 3, np.int64), places(1)
+    new = old.put(at, 2**40)
+    at[0] = 4
+    assert old.copy().tolist() == [3, 3, 3, 3, 3]
+    assert new.copy().tolist() == [3, 2**40, 3, 3, 3]
+
+
 def test_a_write_copies_nothing():
     newest = IntArray.full(1000)
     memory = newest._memory()

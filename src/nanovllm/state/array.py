@@ -50,7 +50,7 @@ class IntArray:
         else:
             # This store comes before the write: interrupted between the two, both versions still read what stood there.
             newer = IntArray(memory, self._written + len(places))
-            self._held = _Older(newer, places, before)
+            self._held = _Older(newer, places.copy(), before)
         memory[at] = values
         return newer
 
