@@ -89,7 +89,7 @@ def check_prefix(index: PrefixIndex) -> None:
     keys = dict(index.heads.items())
     for head, run in index.runs.items():
         pages, parts = run.pages.tolist(), [part.tobytes() for part in np.split(run.tokens, range(size, len(run.tokens), size))]
-        _require(len(pages) > 0 and pages[0] == head, "index", f"the run of page {head} has pages {pages}")
+        _require(len(pages) > 0 and pages[0] == head, "index", f"the run of page {head} has pages {pages[:8]}")
         _require(len(run.tokens) == size * len(pages), "index", f"{len(pages)} pages are indexed with {len(run.tokens)} tokens")
         _require(run.parent == ROOT or run.parent in index, "index", f"page {head} follows {run.parent}, which is not indexed")
         _require(keys.get((run.parent, parts[0])) == head, "index", f"the key of page {head} does not lead to it")
@@ -107,13 +107,13 @@ def check_prefix(index: PrefixIndex) -> None:
 
 def _check_idle(index: PrefixIndex, indexed: set[int]) -> None:
     since, idle = index.idle_since.copy(), index.idle_pages()
-    _require(len(idle) == len(set(idle)) == index.num_idle, "eviction order", f"{index.num_idle} pages are idle and {idle} are listed")
+    _require(len(idle) == len(set(idle)) == index.num_idle, "eviction order", f"{index.num_idle} pages are idle and {idle[:8]} listed")
     _require(set(idle) == set(np.flatnonzero(since >= 0).tolist()), "eviction order", "its two directions disagree")
     _require(indexed.issuperset(idle), "eviction order", f"pages {sorted(set(idle) - indexed)[:8]} are idle and not indexed")
     for time, pages in index.idle.items():
         within = len(pages) > 0 and index.oldest <= time < index.now
-        _require(within, "eviction order", f"pages {pages} are idle since {time}, not {index.oldest} ... {index.now}")
-        _require((since[pages] == time).all(), "eviction order", f"pages {pages} are idle since {since[pages]}, not {time}")
+        _require(within, "eviction order", f"{len(pages)} pages are idle since {time}, not {index.oldest} ... {index.now}")
+        _require((since[pages] == time).all(), "eviction order", f"pages said to be idle since {time} do not say so")
 
 
 def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:
