@@ -2,8 +2,9 @@
 
     python bench/host.py --output bench/results/host.json
 
-Four questions: how long requests over one cached prefix take from the first `submit` to the first prompt run, and from the last step to the
-last reply; what a decode step costs, by rows; whether that depends on the size of the pool or on the requests served before; and what the
+Six questions: how long requests over one cached prefix take from the first `submit` to the first prompt run, and from the last step to the
+last reply; the same of one request by itself, whose prompt is there but for a page; what the end of a reply costs, and a page that has to
+be evicted; what a decode step costs, by rows; whether that depends on the size of the pool or on the requests served before; and what the
 host's part of `nanovllm bench --which offline` comes to. Tokens are always 0. Figures are medians of the repeats but for `offline_ms`, the
 least of them. The collector runs once before, as in `nanovllm generate`.
 """
@@ -12,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -96,7 +98,8 @@ def engine_of(num_pages: int, max_num_seqs: int = 256) -> tuple[Engine, Nothing]
         vocab_size=VOCABULARY, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=4,
         max_position_embeddings=32768,
     )  # fmt: skip
-    engine, nothing = Engine(random_model(config), num_pages=num_pages, page_size=16, max_num_seqs=max_num_seqs), Nothing()
+    model = replace(random_model(config), tokenizer=None)  # what a library takes for the text of a reply is not looked at
+    engine, nothing = Engine(model, num_pages=num_pages, page_size=16, max_num_seqs=max_num_seqs), Nothing()
     engine.state.runtime.executor = cast(Any, nothing)
     return engine, nothing
 
@@ -123,6 +126,56 @@ def shared_prompt(repeats: int, requests: int = 32, prefix: int = 16384, own: in
         after.append(end - nothing.steps[-1])
     times = {"submit": submits, "admit": before, "end": after}
     return {f"shared16k_x{requests}_{name}_ms": _median(values[1:], 1e3) for name, values in times.items()}
+
+
+def cached(repeats: int, prefix: int = 16384, own: int = 16) -> dict[str, float]:
+    """Microseconds of a request for one token whose prompt is in the index but for its end: its `submit`, from there to the launch of its
+    prompt, and from there to its reply. The pool is large enough to evict nothing."""
+    engine, nothing = engine_of(2 * (repeats + 1) * (prefix + 2 * own) // 16)
+    random, submits, before, after = Random(2), [], [], []
+    for _ in range(repeats + 1):
+        shared = random_tokens(random, prefix, VOCABULARY)
+        engine.generate([shared + random_tokens(random, own, VOCABULARY)], [1])
+        prompt = shared + random_tokens(random, own, VOCABULARY)
+        nothing.prompts.clear()
+        start = time.perf_counter()
+        params = nv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        engine.state, _ = nv.submit(engine.model, engine.state, prompt, params)
+        submitted = time.perf_counter()
+        engine.state, (out,) = nv.step(engine.model, engine.state)
+        end = time.perf_counter()
+        assert out.output is not None and out.output.num_cached_tokens == prefix
+        submits.append(submitted - start)
+        before.append(nothing.prompts[0] - submitted)
+        after.append(end - nothing.prompts[0])
+    times = {"submit": submits, "admit": before, "end": after}
+    return {f"cached16k_{name}_us": _median(values[1:], MICRO) for name, values in times.items()}
+
+
+def ends(repeats: int, rows: int = 64, prompt: int = 128, reply: int = 512) -> dict[str, float]:
+    """Microseconds a reply from the last decode step of `rows` requests, which end together, to their replies."""
+    random, times = Random(3), []
+    engine, nothing = engine_of((repeats + 1) * rows * (prompt + reply + 64) // 16)
+    for _ in range(repeats + 1):
+        engine.generate([random_tokens(random, prompt, VOCABULARY) for _ in range(rows)], [reply] * rows)
+        times.append((time.perf_counter() - nothing.steps[-1]) / rows)
+    return {f"end_x{rows}_us": _median(times[1:], MICRO)}
+
+
+def evicting(repeats: int, rows: int = 64, length: int = 64, prompt: int = 8192) -> dict[str, float]:
+    """Microseconds a page until a prompt is launched for which as many pages have to be evicted, those of requests of `length` tokens in
+    and out."""
+    random, times, params = Random(4), [], nv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    count = prompt // 16
+    engine, nothing = engine_of(4 * count)
+    for _ in range(repeats + 1):
+        for _ in range(0, 8 * count, rows * length // 16):
+            engine.generate([random_tokens(random, length, VOCABULARY) for _ in range(rows)], [length] * rows)
+        engine.state, _ = nv.submit(engine.model, engine.state, random_tokens(random, prompt, VOCABULARY), params)
+        start = time.perf_counter()
+        engine.state, _ = nv.step(engine.model, engine.state)
+        times.append((nothing.prompts[-1] - start) / count)
+    return {"evict_page_us": _median(times[1:], MICRO)}
 
 
 def decode_step(engine: Engine, nothing: Nothing, rows: int, steps: int = 256) -> float:
@@ -181,6 +234,9 @@ def measure(repeats: int) -> dict[str, float]:
     collector.freeze()
     return {
         **shared_prompt(repeats),
+        **cached(repeats),
+        **ends(repeats),
+        **evicting(repeats),
         **decode_steps(repeats, (1, 8, 32, 64, 256)),
         **by_pool_size(repeats, (4_096, 32_768, 262_144)),
         **by_finished(repeats, (0, 2_048, 8_192)),

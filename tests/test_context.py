@@ -77,6 +77,8 @@ def test_the_chunk_is_not_changed_by_what_comes_after():
         ([-1, 2**63], "token id -1 is outside"),
         ([1.0, 2], "token id 1.0 is of type float"),
         ([True], "token id True is of type bool"),
+        ([1, 0, 5, False], "token id False is of type bool"),
+        ([2, np.True_], "token id np.True_ is of type bool"),
         ([1, None, 2], "token id None is of type NoneType"),
         (["a", 3], "not int"),
         (["a", 3], "^part 1 of the context must be a chunk, a text or token ids, not int"),

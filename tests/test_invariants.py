@@ -72,32 +72,56 @@ def a_page_in_no_list(state, chunk):
 
 
 def a_key_without_a_page(state, chunk):
-    return with_prefix(state, children=state.prefix.children.set((-1, b"12345678"), 3))
+    return with_prefix(state, heads=state.prefix.heads.set((-1, b"12345678"), 3))
 
 
 def a_page_behind_nothing(state, chunk):
-    page = chunk.pages[1]
-    return with_prefix(state, nodes=state.prefix.nodes.set(page, state.prefix.nodes[page]._replace(parent=15)))
+    head, run = chunk.pages[0], state.prefix.runs[chunk.pages[0]]
+    return with_prefix(state, runs=state.prefix.runs.set(head, replace(run, parent=15)))
 
 
-def a_page_in_another_run(state, chunk):
-    first, page = chunk.pages[0], chunk.pages[1]
-    return with_prefix(state, nodes=state.prefix.nodes.set(page, state.prefix.nodes[page]._replace(place=state.prefix.nodes[first].place)))
+def other_tokens_than_the_key(state, chunk):
+    head, run = chunk.pages[0], state.prefix.runs[chunk.pages[0]]
+    return with_prefix(state, runs=state.prefix.runs.set(head, replace(run, tokens=run.tokens + 1)))
 
 
-def a_page_behind_another_of_its_run(state, chunk):
-    node = state.prefix.nodes[chunk.pages[1]]
-    twice = Run(np.concatenate((node.run.tokens, node.run.tokens)), np.concatenate((node.run.pages, node.run.pages)))
-    return with_prefix(state, nodes=state.prefix.nodes.set(chunk.pages[1], node._replace(run=twice, place=node.place + 2)))
+def a_page_of_another_run(state, chunk):
+    return with_prefix(state, run_of=state.prefix.run_of.put(chunk.pages.array(1, 2), 15))
 
 
-def a_wrong_count_of_children(state, chunk):
-    page = chunk.pages[0]
-    return with_prefix(state, nodes=state.prefix.nodes.set(page, state.prefix.nodes[page]._replace(num_children=5)))
+def a_page_at_another_place(state, chunk):
+    return with_prefix(state, place_of=state.prefix.place_of.put(chunk.pages.array(1, 2), 3))
+
+
+def an_indexed_page_without_a_run(state, chunk):
+    return with_prefix(state, run_of=state.prefix.run_of.put(np.array([15], np.int32), 15))
+
+
+def the_same_tokens_twice(state, chunk):
+    prefix, head = state.prefix, chunk.pages[0]
+    run = prefix.runs[head]
+    key, twin = (head, run.tokens[2:4].tobytes()), Run(head, run.tokens[2:4], np.array([15], np.int32))
+    return with_prefix(
+        state, heads=prefix.heads.set(key, 15), runs=prefix.runs.set(15, twin), num_behind=prefix.num_behind.put(chunk.pages.array(0, 1), 1)
+    )
+
+
+def a_wrong_count_of_runs_behind(state, chunk):
+    return with_prefix(state, num_behind=state.prefix.num_behind.put(chunk.pages.array(0, 1), 5))
 
 
 def a_page_in_use_called_idle(state, chunk):
-    return with_prefix(state, idle=Map({0: chunk.pages[1]}), idle_since=Map({chunk.pages[1]: 0}), now=1)
+    page = chunk.pages.array(1, 2)
+    return with_prefix(state, idle=Map({0: page}), idle_since=state.prefix.idle_since.put(page, 0), num_idle=1, now=1)
+
+
+def a_page_idle_since_another_time(state, chunk):
+    page = chunk.pages.array(1, 2)
+    return with_prefix(state, idle=Map({0: page}), idle_since=state.prefix.idle_since.put(page, 7), num_idle=1, now=1)
+
+
+def a_wrong_count_of_idle_pages(state, chunk):
+    return with_prefix(state, num_idle=1)
 
 
 def a_chunk_of_too_few_pages(state, chunk):
@@ -148,11 +172,16 @@ def a_negative_counter(state, chunk):
         (a_held_page_on_the_free_list, "'partition'"),
         (a_page_in_no_list, "'partition'"),
         (a_key_without_a_page, "'index'"),
-        (a_page_behind_nothing, "'index'"),
-        (a_page_in_another_run, "'index': page . is indexed with other tokens"),
-        (a_page_behind_another_of_its_run, "'index': page . stands at 3 of a run"),
-        (a_wrong_count_of_children, "'index': page . counts 5 children"),
-        (a_page_in_use_called_idle, "idle"),
+        (a_page_behind_nothing, "'index': page . follows 15"),
+        (other_tokens_than_the_key, "'index': the key of page . does not lead to it"),
+        (a_page_of_another_run, "'index': page . is at 1 of the run of . and says"),
+        (a_page_at_another_place, "'index': page . is at 1 of the run of . and says"),
+        (an_indexed_page_without_a_run, "'reference counts'|'index': . pages are indexed and the runs have"),
+        (the_same_tokens_twice, "'reference counts'|'index': two pages with the same tokens"),
+        (a_wrong_count_of_runs_behind, "'index': page . counts 5 runs"),
+        (a_page_in_use_called_idle, "'idle pages'"),
+        (a_page_idle_since_another_time, "'eviction order'"),
+        (a_wrong_count_of_idle_pages, "'eviction order'"),
         (a_chunk_of_too_few_pages, "'reference counts'|'chunk'"),
         (an_approximate_page_in_the_index, "'exact index'"),
         (running_out_of_order, "'order'"),

@@ -44,14 +44,14 @@ def right(state, chunks):
     owned = Counter(page for pages in (*held, *asked) for page in pages)
     assert report.num_pages == state.config.num_pages == report.num_used + report.num_free
     assert report.num_free == state.pages.num_free
-    assert report.idle == {page for page in state.prefix.nodes if state.pages.refcount(page) == 1}
+    assert report.idle == {page for page in state.prefix.pages() if state.pages.refcount(page) == 1}
     assert report.num_idle == state.prefix.num_idle == state.pool.num_available - report.num_free
     assert report.num_held == len(owned) == report.num_used - report.num_idle
     assert report.num_shared == sum(count > 1 for count in owned.values())
     assert report.num_references == owned.total() == report.num_saved + len(owned)
     assert report.num_chunk == len({page for pages in held for page in pages})
     assert report.num_request == len({page for pages in asked for page in pages})
-    assert report.num_indexed == len(state.prefix.nodes)
+    assert report.num_indexed == len(state.prefix.pages())
     assert report.saved_share == pytest.approx(1 - len(owned) / owned.total() if owned else 0)
     assert report.page_bytes == bytes_per_page(MODEL.config, page_size=report.page_size, dtype=MODEL.dtype)
     assert [len(owners) for owners in report.page_owners] == [owned[page] for page in range(report.num_pages)]

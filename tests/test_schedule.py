@@ -248,4 +248,4 @@ def test_indexed_pages_are_taken_only_where_they_serve_better():
 
 
 def test_an_empty_pool_value():
-    assert Pool(pages=init_pages(0), prefix=init_prefix(1)).num_available == 0
+    assert Pool(pages=init_pages(0), prefix=init_prefix(0, 1)).num_available == 0

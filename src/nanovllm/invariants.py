@@ -4,6 +4,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import no_type_check
 
+import numpy as np
+
 from .errors import BrokenInvariantError, InvalidRequestError
 from .state.engine_state import EngineState
 from .state.kv import pages_for
@@ -52,11 +54,12 @@ def check(state: EngineState) -> None:
 def check_pool(pool: Pool, owners: Counter[int]) -> None:
     """The invariants of pages and index, given the references that others than the index hold (page -> number)."""
     expected = Counter(owners)
-    expected.update(pool.prefix.nodes.keys())
+    indexed, idle_pages = pool.prefix.pages(), set(pool.prefix.idle_pages())
+    expected.update(indexed)
     _check_pages(pool.pages, expected)
-    _check_prefix(pool.prefix)
-    for page in pool.prefix.nodes:
-        idle, alone = page in pool.prefix.idle_since, pool.pages.refcount(page) == 1
+    check_prefix(pool.prefix)
+    for page in indexed:
+        idle, alone = page in idle_pages, pool.pages.refcount(page) == 1
         _require(idle == alone, "idle pages", f"page {page} is {'idle' if idle else 'not idle'} and has {pool.pages.refcount(page)} owners")
 
 
@@ -78,24 +81,39 @@ def _check_pages(pages: PageState, expected: Counter[int]) -> None:
     _require(held | set(free) == set(range(pages.num_pages)), "partition", "free and held pages are not the whole pool")
 
 
-def _check_prefix(index: PrefixIndex) -> None:
-    _require(len(index.children) == len(index.nodes), "index", f"{len(index.children)} keys lead to {len(index.nodes)} pages")
-    children = Counter(node.parent for node in index.nodes.values())
-    for page, node in index.nodes.items():
-        _require(index.children.get((node.parent, node.tokens)) == page, "index", f"the key of page {page} does not lead to it")
-        _require(node.parent == ROOT or node.parent in index.nodes, "index", f"page {page} follows {node.parent}, which is not indexed")
-        _require(len(node.tokens) == 4 * index.page_size, "index", f"page {page} is indexed with {len(node.tokens) // 4} tokens")
-        _require(node.num_children == children[page], "index", f"page {page} counts {node.num_children} children and has {children[page]}")
-        run, place, size = node.run, node.place, index.page_size
-        same = run.pages[place] == page and run.tokens[place * size : (place + 1) * size].tobytes() == node.tokens
-        _require(same, "index", f"page {page} is indexed with other tokens than its run has at {place}")
-        before = index.nodes.get(node.parent)
-        follows = place == 0 or (before is not None and before.run is run and before.place == place - 1)
-        _require(follows, "index", f"page {page} stands at {place} of a run and not behind the page before it")
-    _require({p: t for t, p in index.idle.items()} == dict(index.idle_since.items()), "eviction order", "its two directions disagree")
-    for page, since in index.idle_since.items():
-        _require(index.oldest <= since < index.now, "eviction order", f"page {page} is idle since {since}, before {index.oldest}")
-        _require(page in index.nodes, "eviction order", f"page {page} is idle and not indexed")
+def check_prefix(index: PrefixIndex) -> None:
+    """The invariants of the prefix index by itself."""
+    size = index.page_size
+    _require(len(index.heads) == len(index.runs), "index", f"{len(index.heads)} keys lead to {len(index.runs)} runs")
+    behind = Counter(run.parent for run in index.runs.values())
+    keys = dict(index.heads.items())
+    for head, run in index.runs.items():
+        pages, parts = run.pages.tolist(), [part.tobytes() for part in np.split(run.tokens, range(size, len(run.tokens), size))]
+        _require(len(pages) > 0 and pages[0] == head, "index", f"the run of page {head} has pages {pages[:8]}")
+        _require(len(run.tokens) == size * len(pages), "index", f"{len(pages)} pages are indexed with {len(run.tokens)} tokens")
+        _require(run.parent == ROOT or run.parent in index, "index", f"page {head} follows {run.parent}, which is not indexed")
+        _require(keys.get((run.parent, parts[0])) == head, "index", f"the key of page {head} does not lead to it")
+        for place, page in enumerate(pages):
+            found = index.run_of[page], index.place_of[page]
+            _require(found == (head, place), "index", f"page {page} is at {place} of the run of {head} and says {found}")
+            counted, real = index.num_behind[page], behind[page]
+            _require(counted == real, "index", f"page {page} counts {counted} runs behind it and has {real}")
+        for page, part in zip(pages, parts[1:], strict=False):
+            _require((page, part) not in keys, "index", f"two pages with the same tokens stand behind page {page}")
+    indexed, held = index.pages(), sum(len(run.pages) for run in index.runs.values())
+    _require(len(indexed) == held, "index", f"{len(indexed)} pages are indexed and the runs have {held}")
+    _check_idle(index, set(indexed))
+
+
+def _check_idle(index: PrefixIndex, indexed: set[int]) -> None:
+    since, idle = index.idle_since.copy(), index.idle_pages()
+    _require(len(idle) == len(set(idle)) == index.num_idle, "eviction order", f"{index.num_idle} pages are idle and {idle[:8]} listed")
+    _require(set(idle) == set(np.flatnonzero(since >= 0).tolist()), "eviction order", "its two directions disagree")
+    _require(indexed.issuperset(idle), "eviction order", f"pages {sorted(set(idle) - indexed)[:8]} are idle and not indexed")
+    for time, pages in index.idle.items():
+        within = len(pages) > 0 and index.oldest <= time < index.now
+        _require(within, "eviction order", f"{len(pages)} pages are idle since {time}, not {index.oldest} ... {index.now}")
+        _require((since[pages] == time).all(), "eviction order", f"pages said to be idle since {time} do not say so")
 
 
 def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:

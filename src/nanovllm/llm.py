@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from immutables import Map
 
-from .context import Context
+from .context import Context, is_ids
 from .engine import cancel, enter, new_sequence, step
 from .errors import InvalidRequestError
 from .init import init_state
@@ -20,7 +19,6 @@ from .model import Model, load_model
 from .progress import bar
 from .requests import submit_many
 from .sampling_params import SamplingParams, from_generation_config
-from .state.chunk import Chunk
 from .state.engine_state import EngineState
 from .state.request import RequestOutput
 from .streams import TextStream
@@ -218,6 +216,5 @@ class LLM:
 def as_batch(prompts: Any) -> list[Context]:
     """The prompts as a list: a text, a chunk and a run of token ids are one prompt, every other list is a list of prompts."""
     if isinstance(prompts, list | tuple):
-        alone = len(prompts) > 0 and not any(isinstance(p, str | Chunk | list | tuple | np.ndarray) for p in prompts)
-        return [prompts] if alone else list(prompts)
+        return [prompts] if len(prompts) and is_ids(prompts) else list(prompts)
     return [prompts]

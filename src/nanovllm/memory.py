@@ -211,8 +211,8 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
         owners=owners,
         runs=_tree([*((owner.pages, owner) for owner in owners if owner.pages), *((path, None) for path in _idle_paths(index))]),
         page_owners=tuple(map(tuple, page_owners)),
-        idle=frozenset(index.idle_since),
-        num_indexed=len(index.nodes),
+        idle=frozenset(index.idle_pages()),
+        num_indexed=len(index.pages()),
     )
 
 
@@ -270,12 +270,13 @@ def _page_bytes(kv: KVState) -> int:
 
 def _idle_paths(index: PrefixIndex) -> list[Path]:
     """From its root, the ways through the index to the idle pages behind which no other idle page stands."""
-    above, paths = {index.nodes[page].parent for page in index.idle_since}, []
-    for page in index.idle_since:
+    idle, paths = index.idle_pages(), []
+    above = {index.before(page) for page in idle}
+    for page in idle:
         if page not in above:
             path = [page]
-            while (parent := index.nodes[path[-1]].parent) != ROOT:
-                path.append(parent)
+            while (before := index.before(path[-1])) != ROOT:
+                path.append(before)
             paths.append(tuple(reversed(path)))
     return paths
 

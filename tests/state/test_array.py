@@ -16,7 +16,7 @@ def places(*at: int) -> np.ndarray:
 
 @given(data=st.data())
 def test_every_version_stays_what_it_was(data):
-    versions = [(IntArray.zeros(LENGTH), (0,) * LENGTH)]
+    versions = [(IntArray.full(LENGTH), (0,) * LENGTH)]
     for value in range(1, data.draw(st.integers(1, 20)) + 1):
         array, shadow = data.draw(st.sampled_from(versions))
         at = data.draw(st.lists(st.integers(0, LENGTH - 1), unique=True))
@@ -31,7 +31,7 @@ def test_every_version_stays_what_it_was(data):
 
 @pytest.mark.parametrize("place", [-1, LENGTH])
 def test_out_of_range(place):
-    array = IntArray.zeros(LENGTH)
+    array = IntArray.full(LENGTH)
     with pytest.raises(IndexError):
         array[place]
     with pytest.raises(IndexError):
@@ -42,14 +42,22 @@ def test_out_of_range(place):
 
 
 def test_a_copy_is_the_callers():
-    array = IntArray.zeros(LENGTH)
+    array = IntArray.full(LENGTH)
     array.copy()[0] = 1
     array.get(places(0))[0] = 1
     assert array[0] == 0
 
 
+def test_the_places_of_a_write_are_the_callers():
+    old, at = IntArray.full(LENGTH, 3, np.int64), places(1)
+    new = old.put(at, 2**40)
+    at[0] = 4
+    assert old.copy().tolist() == [3, 3, 3, 3, 3]
+    assert new.copy().tolist() == [3, 2**40, 3, 3, 3]
+
+
 def test_a_write_copies_nothing():
-    newest = IntArray.zeros(1000)
+    newest = IntArray.full(1000)
     memory = newest._memory()
     for value in range(1000):
         newest = newest.put(places(value % 7), value)
@@ -57,7 +65,7 @@ def test_a_write_copies_nothing():
 
 
 def test_an_old_version_holds_a_bounded_past():
-    first = newest = IntArray.zeros(LENGTH)
+    first = newest = IntArray.full(LENGTH)
     for value in range(1000):
         newest = newest.put(places(value % LENGTH), value)
     held, count = first._held, 0
@@ -69,7 +77,7 @@ def test_an_old_version_holds_a_bounded_past():
 
 
 def test_a_write_that_fails_midway_changes_nothing():
-    array = IntArray.zeros(LENGTH).put(places(1), 7)
+    array = IntArray.full(LENGTH).put(places(1), 7)
     with pytest.raises(ValueError, match="shape"):
         array.put(places(1, 2), np.zeros(3, np.int32))
     assert array.copy().tolist() == [0, 7, 0, 0, 0]

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanovllm.errors import BrokenInvariantError
+from nanovllm.invariants import check_prefix
 from nanovllm.state import pool as pools
 from nanovllm.state import prefix as prefix_ops
+from nanovllm.testing.shadow import KeptValues
 
 
 def ids(*tokens):
@@ -93,15 +97,106 @@ def test_forgetting_a_page_forgets_all_behind_it():
 
 
 def test_what_stands_behind_an_evicted_page_leaves_the_index_too():
-    index = prefix_ops.init_prefix(1)
+    index = prefix_ops.init_prefix(4, 1)
     index, _ = prefix_ops.insert(index, ids(1, 2, 3), ids(0, 1, 2), 0)
     index, _ = prefix_ops.insert(index, ids(1, 4), ids(0, 3), 1)
-    rest, evicted = prefix_ops.evict(prefix_ops.set_idle(index, [1, 3]), 1)  # page 2 is held by a chunk with a gap
-    assert evicted == [1, 2]
+    rest, evicted = prefix_ops.evict(prefix_ops.set_idle(index, ids(1, 3)), 1)  # page 2 is held by a chunk with a gap
+    assert evicted.tolist() == [1, 2]
     assert prefix_ops.match(rest, ids(1, 2, 3)).tolist() == [0]
     assert prefix_ops.match(rest, ids(1, 4)).tolist() == [0, 3]
     assert rest.num_idle == 1
-    rest, evicted = prefix_ops.evict(prefix_ops.set_idle(index, [1, 2]), 1)  # both idle: both are free now
-    assert (evicted, rest.num_idle) == ([1, 2], 0)
+    rest, evicted = prefix_ops.evict(prefix_ops.set_idle(index, ids(1, 2)), 1)  # both idle: both are free now
+    assert (evicted.tolist(), rest.num_idle) == ([1, 2], 0)
     with pytest.raises(BrokenInvariantError, match="page 1 is idle already"):
-        prefix_ops.set_idle(prefix_ops.set_idle(index, [1]), [1])
+        prefix_ops.set_idle(prefix_ops.set_idle(index, ids(1)), ids(1))
+
+
+class Plain:
+    """The index page by page: what stands before each, its tokens, and the idle pages in order."""
+
+    def __init__(self):
+        self.before, self.tokens, self.idle = {}, {}, []
+
+    def match(self, tokens, size):
+        found = []
+        for start in range(0, len(tokens) // size * size, size):
+            key = (found[-1] if found else prefix_ops.ROOT, tuple(tokens[start : start + size]))
+            found += [page for page in self.before if (self.before[page], self.tokens[page]) == key]
+            if len(found) * size <= start:
+                break
+        return found
+
+    def insert(self, tokens, pages, start, size):
+        added = []
+        if start and pages[start - 1] not in self.before:
+            return added
+        for place in range(start, min(len(tokens) // size, len(pages))):
+            page, parent, own = pages[place], pages[place - 1] if place else prefix_ops.ROOT, tuple(tokens[place * size :][:size])
+            if page in self.before and not added:
+                continue
+            if page in self.before or any((self.before[p], self.tokens[p]) == (parent, own) for p in self.before):
+                break
+            self.before[page], self.tokens[page] = parent, own
+            added.append(page)
+        return added
+
+    def drop(self, page):
+        gone = [page]
+        for other in gone:
+            gone += [p for p in self.before if self.before[p] == other]
+        for other in gone:
+            del self.before[other], self.tokens[other]
+        self.idle = [p for p in self.idle if p not in gone]
+        return gone
+
+    def evict(self, count):
+        gone, wanted = [], max(0, len(self.idle) - count)
+        while len(self.idle) > wanted:
+            gone += self.drop(self.idle[0])
+        return gone
+
+
+@settings(deadline=None, max_examples=60)
+@given(random=st.randoms(use_true_random=True), num_pages=st.integers(2, 12), size=st.integers(1, 2))
+def test_runs_do_what_single_pages_would(random, num_pages, size):
+    index, plain, kept = prefix_ops.init_prefix(num_pages, size), Plain(), KeptValues()
+
+    def tokens_of():
+        return [random.randrange(2) for _ in range(random.randrange(7 * size))]
+
+    def some(pages):
+        return random.sample(pages, random.randint(0, len(pages)))
+
+    for _ in range(30):
+        kept.keep(index)
+        match random.choice(["insert", "insert", "copy", "idle", "busy", "evict", "forget"]):
+            case "insert" | "copy" as how:  # behind what is there, or in pages of its own from the first on
+                tokens = tokens_of()
+                pages = plain.match(tokens, size)[: random.randint(0, 6)] if how == "insert" else []
+                start = random.choice([0, len(pages)])
+                others = some([page for page in range(num_pages) if page not in plain.before])
+                pages += others + some([page for page in plain.before if page not in pages])
+                index, added = prefix_ops.insert(index, ids(*tokens), ids(*pages), start)
+                assert added.tolist() == plain.insert(tokens, pages, start, size)
+            case "idle":  # in any order: pages may become evictable before those behind them
+                pages = some([page for page in plain.before if page not in plain.idle])
+                index = prefix_ops.set_idle(index, ids(*pages))
+                plain.idle += pages
+            case "busy":
+                pages = some(list(range(num_pages)) * 2)
+                index = prefix_ops.set_busy(index, ids(*pages))
+                plain.idle = [page for page in plain.idle if page not in pages]
+            case "evict":
+                count = random.randint(0, num_pages)
+                index, gone = prefix_ops.evict(index, count)
+                assert sorted(gone.tolist()) == sorted(plain.evict(count))
+            case "forget":
+                lost = some(list(range(num_pages)))[:2]
+                index, gone = prefix_ops.forget(index, frozenset(lost))
+                assert sorted(gone.tolist()) == sorted(p for page in lost if page in plain.before for p in plain.drop(page))
+        check_prefix(index)
+        assert {page: index.before(page) for page in index.pages()} == plain.before
+        assert index.idle_pages() == plain.idle and index.num_idle == len(plain.idle)
+        tokens = tokens_of()
+        assert prefix_ops.match(index, ids(*tokens)).tolist() == plain.match(tokens, size)
+        kept.require_unchanged()

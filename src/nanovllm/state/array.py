@@ -1,4 +1,4 @@
-"""`IntArray`: a persistent array of int32 that is read and written at many places at once."""
+"""`IntArray`: a persistent array of ints that is read and written at many places at once."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Union
@@ -26,9 +26,9 @@ class IntArray:
     _written: int = 0
 
     @staticmethod
-    def zeros(length: int) -> "IntArray":
-        """All zeros."""
-        return IntArray(np.zeros(length, np.int32))
+    def full(length: int, value: int = 0, dtype: type[np.integer] = np.int32) -> "IntArray":
+        """One value everywhere."""
+        return IntArray(np.full(length, value, dtype) if value else np.zeros(length, dtype))
 
     def __getitem__(self, place: int) -> int:
         if place < 0:
@@ -36,21 +36,22 @@ class IntArray:
         return self._memory().item(place)
 
     def get(self, places: np.ndarray) -> np.ndarray:
-        """What stands at these places (int32). Raises `IndexError` for one that is not in the array."""
-        if places.dtype != np.int32:
-            raise TypeError(f"places are int32, not {places.dtype}")
-        return self._memory()[places.view(np.uint32)]
+        """What stands at these places, which are int32. Raises `IndexError` for one that is not in the array."""
+        return self._memory()[_unsigned(places)]
 
     def put(self, places: np.ndarray, values: np.ndarray | int) -> "IntArray":
-        """The array with other values at these places, each given once. Raises `IndexError` for one that is not in the array."""
-        memory, before = self._memory(), self.get(places)
+        """The array with other values at these places; where one is given twice, the values are the same. Raises `IndexError` for one that
+        is not in the array."""
+        memory, at = self._memory(), _unsigned(places)
+        before = memory[at]
         if self._written > len(memory):
-            newer = IntArray(memory.copy())
+            memory = memory.copy()
+            newer = IntArray(memory)
         else:
             # This store comes before the write: interrupted between the two, both versions still read what stood there.
             newer = IntArray(memory, self._written + len(places))
-            self._held = _Older(newer, places, before)
-        newer._memory()[places] = values
+            self._held = _Older(newer, places.copy(), before)
+        memory[at] = values
         return newer
 
     def copy(self) -> np.ndarray:
@@ -70,3 +71,10 @@ class IntArray:
             memory[older.places] = older.values
         self._held, self._written = memory, 0
         return memory
+
+
+def _unsigned(places: np.ndarray) -> np.ndarray:
+    """Places of which negative ones are out of range, too."""
+    if places.dtype != np.int32:
+        raise TypeError(f"places are int32, not {places.dtype}")
+    return places.view(np.uint32)

@@ -52,7 +52,7 @@ class PageState:
 
 def init_pages(num_pages: int) -> PageState:
     """A pool of free pages `0 ... num_pages - 1`."""
-    return PageState(num_pages=num_pages, num_used=0, counts=IntArray.zeros(num_pages), returned=None, unused=0)
+    return PageState(num_pages=num_pages, num_used=0, counts=IntArray.full(num_pages), returned=None, unused=0)
 
 
 def allocate(pages: PageState, count: int) -> tuple[PageState, tuple[int, ...]] | None:
@@ -84,7 +84,7 @@ def _upcoming(pages: PageState, count: int) -> tuple[tuple[int, ...], FreeList, 
 
 def retain(pages: PageState, held: Ints) -> PageState:
     """Add an owner to each page. Raises `BrokenInvariantError` for a free page."""
-    unique, times = np.unique(as_array(held), return_counts=True)
+    unique, times = _distinct(as_array(held))
     owners = pages.owners(unique)
     if not owners.all():
         raise BrokenInvariantError(f"page {unique[owners == 0][0]} is free and cannot be retained")
@@ -95,16 +95,22 @@ def retain(pages: PageState, held: Ints) -> PageState:
 def release(pages: PageState, held: Ints) -> PageState:
     """Take an owner from each page; a page without owners is free. Raises `BrokenInvariantError` for a page that is already free."""
     held = as_array(held)
-    unique, times = np.unique(held, return_counts=True)
+    unique, times = _distinct(held)
     left = pages.owners(unique) - times
     if (left < 0).any():
         raise BrokenInvariantError(f"page {unique[left < 0][0]} is free already: a double free")
     counts, returned = pages.counts.put(unique, left), pages.returned
-    freed = dict.fromkeys(held[counts.get(held) == 0].tolist())
+    freed = [] if left.all() else list(dict.fromkeys(held[counts.get(held) == 0].tolist()))
     for page in freed:
         returned = (page, returned)
     used = pages.num_used - len(freed)
     return PageState(num_pages=pages.num_pages, num_used=used, counts=counts, returned=returned, unused=pages.unused)
+
+
+def _distinct(held: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
+    """Each page once, and how often it was given."""
+    ordered = np.sort(held)
+    return np.unique(held, return_counts=True) if (ordered[1:] == ordered[:-1]).any() else (held, 1)
 
 
 def require_writable(pages: PageState, written: Ints) -> None:

@@ -33,7 +33,7 @@ def too_few(pool: Pool, what: str) -> OutOfPagesError:
 
 def init_pool(num_pages: int, page_size: int) -> Pool:
     """A pool of free pages and an empty index."""
-    return Pool(pages=init_pages(num_pages), prefix=init_prefix(page_size))
+    return Pool(pages=init_pages(num_pages), prefix=init_prefix(num_pages, page_size))
 
 
 def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
@@ -55,8 +55,7 @@ def acquire(pool: Pool, held: Ints) -> Pool:
     held = as_array(held)
     if not len(held):
         return pool
-    alone = held[pool.pages.owners(held) == 1]  # none but these can be idle
-    return Pool(pages=page_ops.retain(pool.pages, held), prefix=prefix_ops.set_busy(pool.prefix, alone.tolist()))
+    return Pool(pages=page_ops.retain(pool.pages, held), prefix=prefix_ops.set_busy(pool.prefix, held))
 
 
 def release(pool: Pool, held: Ints) -> Pool:
@@ -67,9 +66,12 @@ def release(pool: Pool, held: Ints) -> Pool:
     backwards = as_array(held)[::-1]
     if not len(backwards):
         return pool
+    before = pool.pages.owners(backwards)
     pages = page_ops.release(pool.pages, backwards)
-    alone = backwards[pages.owners(backwards) == 1]
-    idle = [page for page in dict.fromkeys(alone.tolist()) if page in pool.prefix.nodes]
+    after = pages.owners(backwards)
+    idle = backwards[(after == 1) & pool.prefix.contains(backwards)]
+    if (before - after > 1).any():
+        idle = np.array(list(dict.fromkeys(idle.tolist())), np.int32)
     return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle))
 
 
@@ -81,10 +83,10 @@ def match(pool: Pool, tokens: np.ndarray) -> np.ndarray:
 def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool:
     """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones."""
     prefix, added = prefix_ops.insert(pool.prefix, tokens, held, start)
-    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix) if added else pool
+    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix) if len(added) else pool
 
 
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:
     """Take pages whose KV was lost, and all indexed behind them, out of the index."""
     prefix, dropped = prefix_ops.forget(pool.prefix, lost)
-    return Pool(pages=page_ops.release(pool.pages, dropped), prefix=prefix) if dropped else pool
+    return Pool(pages=page_ops.release(pool.pages, dropped), prefix=prefix) if len(dropped) else pool

@@ -64,8 +64,12 @@ def _weighs_in_another_base(attend_part):
 # The index, and moves
 
 
-def _starts_one_too_far(bisect):
-    return lambda places, wanted, key: min(bisect(places, wanted, key=key) + 1, len(places))
+def _starts_one_too_far(new_pages):
+    def faulty(index, held, start, stop):
+        first, stop = new_pages(index, held, start, stop)
+        return min(first + 1, stop), stop
+
+    return faulty
 
 
 def _moves_to_other_pages(upcoming):
@@ -91,7 +95,7 @@ CASCADE_FAULTS: tuple[Fault, ...] = (
     _fault("pages shared that some queries see in part", _shares_up_to_the_end, (CascadePolicy, "prompts"), machine=CascadeChunkMachine),
     _fault("the last page of rows shared", _shares_the_last_page, (CascadePolicy, "decode"), machine=CascadeMachine),
     _fault("parts weighed in another base", _weighs_in_another_base, (cascade, "attend_part"), machine=ModelChunkMachine),
-    _fault("an insertion that starts one too far", _starts_one_too_far, (prefix, "bisect"), machine=PrefixMachine),
+    _fault("an insertion that starts one too far", _starts_one_too_far, (prefix, "_new_pages"), machine=PrefixMachine),
     _fault("moved to other pages than are taken", _moves_to_other_pages, (pages, "upcoming"), machine=ChunkMachine),
     _fault("moved to other slots", _moves_one_slot_too_far, (ops, "move_kv"), machine=ChunkMachine),
 )

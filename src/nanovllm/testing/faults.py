@@ -25,6 +25,7 @@ from .engine_machine import EngineMachine
 from .pages_machine import PageMachine
 from .prefix_machine import PrefixMachine
 from .schedule_machine import ScheduleMachine
+from .shadow import indexed_runs
 
 GENERATE = import_module("nanovllm.generate")  # in the package, the function of this name hides the module
 
@@ -114,9 +115,9 @@ def _writes_shared(require_writable):
 def _ignores_earlier_tokens(match):
     def faulty(index, tokens):
         size, found = index.page_size, []
-        by_tokens = {key: page for (_, key), page in index.children.items()}
+        by_tokens = {run[-size:]: page for run, page in indexed_runs(index)}
         for start in range(0, len(tokens) // size * size, size):
-            page = by_tokens.get(np.ascontiguousarray(tokens[start : start + size], np.int32).tobytes())
+            page = by_tokens.get(tuple(tokens[start : start + size].tolist()))
             if page is None or page in found:
                 break
             found.append(page)
@@ -131,8 +132,8 @@ def _stays_evictable(set_busy):
 
 def _evicts_the_youngest(evict):
     def faulty(index, count):
-        youngest = sorted(index.idle_since, key=index.idle_since.get, reverse=True)
-        leaves = [page for page in youngest if not index.nodes[page].num_children][:count]
+        before = {index.before(page) for page in index.pages()}
+        leaves = [page for page in reversed(index.idle_pages()) if page not in before][:count]
         if len(leaves) < count:
             return evict(index, count)
         return prefix.forget(index, frozenset(leaves))
@@ -154,13 +155,8 @@ def _indexes_out_of_order(set_idle):
 
 def _forgets_only_itself(forget):
     def faulty(index, lost):
-        children, nodes = index.children.mutate(), index.nodes.mutate()
-        gone = [page for page in lost if page in index.nodes]
-        for page in gone:
-            node = nodes.pop(page)
-            del children[node.parent, node.tokens]
-        index = replace(index, children=children.finish(), nodes=nodes.finish())
-        return prefix.set_busy(index, gone), gone
+        gone = np.array([page for page in lost if page in index], np.int32)
+        return (prefix._unlink(index, gone), gone) if len(gone) else (index, gone)
 
     return faulty
 

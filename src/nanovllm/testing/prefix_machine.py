@@ -128,7 +128,7 @@ class PrefixMachine(RuleBasedStateMachine):
         check_pool(self.pool, Counter(page for run in self.runs for page in run.pages))
         found = dict(indexed_runs(self.pool.prefix))
         expect(found == self.shadow.pages, f"the index holds {found}, expected {self.shadow.pages}")
-        idle = [page for _, page in sorted(self.pool.prefix.idle.items())]
+        idle = self.pool.prefix.idle_pages()
         expect(idle == self.shadow.idle, f"idle pages {idle}, expected {self.shadow.idle}")
         expect(self.pool.num_available == self.num_pages - len({p for r in self.runs for p in r.pages}), "pages are missing")
 

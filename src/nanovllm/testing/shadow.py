@@ -10,7 +10,7 @@ from ..errors import BrokenInvariantError
 from ..state.chunk import Chunk
 from ..state.pages import PageState, free_pages
 from ..state.pool import Pool
-from ..state.prefix import PrefixIndex
+from ..state.prefix import ROOT, PrefixIndex
 from ..state.request import Queue
 from ..state.request import Sequence as Running
 from ..state.steady import Steady
@@ -37,8 +37,11 @@ def freeze(value: Any) -> Any:
         case PageState():
             return value.num_pages, frozenset(value.refcounts.items()), tuple(free_pages(value))
         case PrefixIndex():
-            maps = (value.children, value.nodes, value.idle, value.idle_since)
-            return (*(frozenset(m.items()) for m in maps), value.oldest, value.now)
+            runs = frozenset((head, r.parent, tuple(r.tokens.tolist()), tuple(r.pages.tolist())) for head, r in value.runs.items())
+            arrays = (value.run_of, value.place_of, value.num_behind, value.idle_since)
+            idle = frozenset((time, tuple(pages.tolist())) for time, pages in value.idle.items())
+            maps = (frozenset(value.heads.items()), runs, idle, *(tuple(a.copy().tolist()) for a in arrays))
+            return (*maps, value.num_idle, value.oldest, value.now)
         case Pool():
             return freeze(value.pages), freeze(value.prefix)
         case Chunk():
@@ -180,13 +183,13 @@ class ShadowMemory:
 def indexed_runs(index: PrefixIndex) -> list[tuple[tuple[int, ...], int]]:
     """Every indexed page with the whole run of tokens that its key commits to."""
     runs = []
-    for page in index.nodes:
-        parts: list[bytes] = []
-        at = page
-        while at != -1:
-            if at not in index.nodes:
+    for page in index.pages():
+        parts, at = list[np.ndarray](), page
+        while at != ROOT:
+            if at not in index:
                 raise BrokenInvariantError(f"page {page} is indexed behind page {at}, which is not")
-            parts.append(index.nodes[at].tokens)
-            at = index.nodes[at].parent
-        runs.append((tuple(np.frombuffer(b"".join(reversed(parts)), np.int32).tolist()), page))
+            start = index.place_of[at] * index.page_size
+            parts.append(index.runs[index.run_of[at]].tokens[start : start + index.page_size])
+            at = index.before(at)
+        runs.append((tuple(np.concatenate(parts[::-1]).tolist()), page))
     return runs
