@@ -69,10 +69,9 @@ def _finish(
             parts = ()
             for one in tl.static_range(G):
                 place = b * H * SPLITS + k * G + one + j * H
-                there = on[:, None] & inside[None, :]
                 tops += (tl.load(stat + place * 2, mask=on, other=float("-inf")),)
                 sums += (tl.load(stat + place * 2 + 1, mask=on, other=0.0),)
-                parts += (tl.load(part + place[:, None] * D + h[None, :], mask=there, other=0.0),)
+                parts += (tl.load(part + place[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0),)
             for one in tl.static_range(G):
                 shares = tl.exp2(tops[one] - tl.max(tops[one], 0))
                 result = tl.sum(parts[one] * shares[:, None], 0) / tl.sum(sums[one] * shares, 0)

@@ -1,0 +1,142 @@
+"""Every Triton kernel compiled for a GPU that need not be there: the interpreter takes what the compiler refuses, and knows no memory."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, Run
+from nanovllm.ops.norm_linear import ROWS, fits, tile_of
+from nanovllm.ops.rope_attend import FusedDecodePlan
+from nanovllm.ops.wide import WideTile, wide_tile
+from nanovllm.testing.fused import attention_problem, linear_problem
+
+triton = pytest.importorskip("triton")
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")]
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory of a program, by compute capability
+PROCESSORS = 132
+
+
+class Compiled(list[Any]):
+    """The kernels compiled so far for one GPU."""
+
+    def __init__(self, capability: int) -> None:
+        super().__init__()
+        self.capability, self.memory, self.pdl = capability, MEMORY[capability], capability >= 90
+
+    def check(self) -> None:
+        assert self, "nothing was compiled"
+        for kernel in self:
+            assert kernel.asm["cubin"] and kernel.metadata.shared <= self.memory, (kernel.name, kernel.metadata.shared)
+
+
+@pytest.fixture(params=[80, 90])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """Launches compile for this compute capability, and do no more."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found, run = Compiled(request.param), JITFunction.run
+
+    class NoGpu:
+        """What `JITFunction.run` asks of a driver until a kernel is compiled."""
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", found.capability, 32)
+
+        def get_current_device(self) -> int:
+            return -found.capability  # no other's cache of kernels
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, ROWS])
+@pytest.mark.parametrize(("gated", "norm", "extras"), [(False, True, True), (True, True, False), (False, False, True)])
+def test_products_of_few_rows(compiled: Compiled, rows: int, gated: bool, norm: bool, extras: bool) -> None:
+    from nanovllm.ops import triton_linear
+
+    for outputs, width in ((4096, 1024), (1024, 3072)):
+        if not fits(rows, width, gated, compiled.memory):
+            continue
+        given = linear_problem(rows, outputs, width, gated, norm, extras, BF16)
+        triton_linear.launch(*given, tile_of(rows, outputs, width, gated, compiled.memory), compiled.pdl)
+    compiled.check()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_many_rows_and_what_follows(compiled: Compiled, gated: bool) -> None:
+    from nanovllm.ops import triton_wide
+
+    x, weight, gain, bias, residual, eps, _ = linear_problem(64, 1024, 2048, gated, True, True, BF16)
+    whole = wide_tile(64, 1024, 2048, gated, PROCESSORS, compiled.memory) or WideTile()
+    triton_wide.product(x, weight, bias, gated, whole, compiled.pdl)
+    if gated:
+        triton_wide.gate(torch.zeros(64, 2 * 1024, dtype=BF16), compiled.pdl)
+    else:
+        split = wide_tile(64, 1024, 2048, False, PROCESSORS, compiled.memory, split=True)
+        assert split is not None and residual is not None and gain is not None
+        parts = triton_wide.partial_product(x, weight, split, compiled.pdl)
+        triton_wide.sum_norm(parts, bias, residual, residual[0], eps, compiled.pdl)
+    compiled.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "head_dim", "norm"),
+    [
+        (1, 16, 8, 128, True), (4, 32, 4, 64, False), (8, 16, 8, 128, True), (16, 16, 8, 128, True), (32, 6, 2, 80, True),
+        (64, 16, 8, 128, True),
+    ],
+)  # fmt: skip
+def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> None:
+    from nanovllm.ops import triton_rope_attend
+
+    given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, norm, BF16)
+    qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
+    plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CPU)
+    near = (qkv, q_norm, k_norm, cos, sin, pages[layer])
+    triton_rope_attend.launch(*near, tables, lens, slots, scale, eps, plan, compiled.pdl)
+    for keep in (False, True):
+        triton_rope_attend.write(*near, slots, eps, keep, compiled.pdl)
+    compiled.check()
+
+
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(4, 16, 8, 128), (3, 32, 4, 64), (2, 6, 2, 80)])
+def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    from nanovllm.ops import triton_attention
+
+    q, pages = torch.zeros(rows, heads, head_dim, dtype=BF16), torch.zeros(64, 2, kv_heads, 16, head_dim, dtype=BF16)
+    tables, lens = torch.zeros(rows, 8, dtype=torch.int32), torch.full((rows,), 100, dtype=torch.int32)
+    plan = CascadePlan(CascadeWorkspace(rows, heads, head_dim, CPU), rows, heads, kv_heads, 16, CPU)
+    every = np.arange(rows, dtype=np.int32)
+    assert plan.update([Run(rows=every, start=0, stop=4), *(Run(rows=every[row : row + 1], start=4, stop=7) for row in range(rows))])
+    triton_attention.cascade_decode(q, pages, tables, lens, head_dim**-0.5, plan)
+    compiled.check()
+
+
+def test_memory_rows_and_sampling(compiled: Compiled) -> None:
+    from nanovllm.ops import triton_kv, triton_rows, triton_sampling
+
+    pages, places = torch.zeros(2, 8, 2, 8, 16, 128, dtype=BF16), torch.arange(3, dtype=torch.int32)
+    tokens = torch.zeros(3, 8, 128, dtype=BF16)
+    triton_kv.kv_write(pages[0], tokens, tokens, places)
+    triton_kv.copy_pages(pages, places, places + 3)
+    triton_kv.move_kv(pages, places, places + 16, places, torch.ones(64))
+    triton_kv.last_page_lens(places.clone(), places, torch.arange(4, dtype=torch.int32), 16)
+    triton_rows.rotary_angles(places, torch.ones(64), 1.0)
+    logits, keys = torch.zeros(3, 151936), torch.zeros(3, 2, dtype=torch.int64)
+    triton_sampling.launch_uniforms(keys, 100)
+    triton_sampling.launch_highest(logits)
+    triton_sampling.launch_draw(logits, torch.ones(3), None, keys)
+    compiled.check()
