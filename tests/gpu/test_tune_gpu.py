@@ -1,7 +1,11 @@
-"""Tuning on a GPU from end to end, and the kernels by cuts of their own against float64."""
+"""Tuning on a GPU from end to end, and the kernels by cuts of their own against float64.
+
+Compiling is what takes time: few candidates, of few numbers of rows, and the same ones throughout.
+"""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +14,19 @@ import torch
 
 import nanovllm as nv
 from nanovllm import bench, cli
-from nanovllm.models.cuts import PARTS
-from nanovllm.ops.cuts import CutError
+from nanovllm.models.cuts import DEFAULT, StepCuts
+from nanovllm.ops.cuts import Cut, CutError
 from nanovllm.ops.norm_linear import norm_linear
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.ops.wide import BY_LIBRARY, linear_add_norm
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tune.candidates import default_cut, neighbours, starts
-from nanovllm.tune.device import measuring
+from nanovllm.tune.device import Recorder, measuring
 from nanovllm.tune.file import default_path, key_of, read_cuts
 from nanovllm.tune.search import Unfit
 from nanovllm.tune.use import cuts_for, machine_of
-from nanovllm.tune.work import Work, works
+from nanovllm.tune.work import Machine, Work, works
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 BF16 = torch.bfloat16
@@ -43,16 +47,27 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
-def work_of(model: nv.Model, part: str, rows: int) -> Work:
-    return next(work for work in works(model.config, rows, machine_of(model)) if work.part == part)
+def layer_of(model: nv.Model, rows: int) -> tuple[Work, ...]:
+    return tuple(work for work in works(model.config, rows, machine_of(model)) if work.part != "head")
+
+
+def some_starts(work: Work, machine: Machine, before: Cut = ()) -> tuple[Cut, ...]:
+    return starts(work, machine, before)[:1]
+
+
+def some_neighbours(work: Work, cut: Cut, machine: Machine) -> tuple[Cut, ...]:
+    return neighbours(work, cut, machine)[:1]
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """One run of the command over a small shape, with a cache of its own; the file, and what was printed."""
+    """One run of the command over a small shape, a step from the defaults, with a cache of its own; the file, and what is in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setitem(bench.SHAPES, "small", CONFIG)
+        patch.setattr("nanovllm.tune.together.starts", some_starts)
+        patch.setattr("nanovllm.tune.together.neighbours", some_neighbours)
+        patch.setattr("nanovllm.tune.search.ROUNDS", 1)
         assert cli.main(["tune", "--model", "small", "--dtype", "bfloat16", "--batches", "2,24"]) == 0
         path = default_path(key_of(small()))
         yield path, json.loads(path.read_text())
@@ -61,12 +76,17 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
 def test_a_run_measures_every_kernel_and_writes_the_file(tuned: tuple[Path, dict[str, Any]]) -> None:
     path, document = tuned
     assert path.exists() and document["key"]["gpu"] == torch.cuda.get_device_name()
-    assert [(row["part"], row["rows"]) for row in document["measured"]] == [
-        (work.part, rows) for rows in (2, 24) for work in works(CONFIG, rows, machine_of(small()))
-    ]
-    for row in document["measured"]:
-        assert 0 < row["chosen_us"] <= row["default_us"] < 1000 and row["measured"] > 1, row
-        assert not row["cut"] or row["chosen_us"] <= 0.97 * row["default_us"] + 1e-3, row
+    parts = ["layer", "attend", "qkv", "o", "gate_up", "down"]
+    measured = document["measured"]
+    assert [(row["part"], row["rows"]) for row in measured] == [*((p, 2) for p in (*parts, "head")), *((p, 24) for p in parts)]
+    for row in measured:
+        assert 0 < row["chosen_us"] <= row["default_us"] < 1000, row
+        if row["part"] == "layer":
+            assert row["chosen_us"] == row["default_us"] or row["chosen_us"] <= 0.99 * row["default_us"] + 1e-3, row
+        else:
+            assert row["measured"] > 1, row
+    for rows in (2, 24):
+        assert len({row["chosen_us"] for row in measured if row["rows"] == rows and row["part"] != "head"}) == 1  # of the same layer
     cuts = read_cuts(path, small(), machine_of(small()))
     assert cuts_for(small(), None) == cuts == cuts_for(small(), True)
     assert set(cuts.steps) <= {2, 24}
@@ -74,28 +94,27 @@ def test_a_run_measures_every_kernel_and_writes_the_file(tuned: tuple[Path, dict
 
 def test_an_engine_runs_by_the_file(tuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """By cuts that are not the defaults in any kernel, whatever the run has chosen; the replies are the same or nearly tied."""
-    path, document = tuned
+    _, document = tuned
     model = small()
     machine, cuts = machine_of(model), {}
-    for rows in (1, 2, 8, 16, 24):
+    for rows in (2, 24):
         steps = {}
         for work in works(model.config, rows, machine):
-            near = neighbours(work, default_cut(work, machine), machine) or starts(work, machine)
+            near = some_neighbours(work, default_cut(work, machine), machine) or some_starts(work, machine)
             steps[work.part] = list(near[0])
         cuts[str(rows)] = steps
     other = tmp_path / "cuts.json"
     other.write_text(json.dumps(document | {"cuts": cuts}))
-    assert nv.init_state(model, **LIMITS).runtime.cuts == read_cuts(path, model, machine)
     prompts = [[1 + n, 5, 9 + n] for n in range(20)]
     replies = {}
     for tuning in (False, other):
         state = nv.init_state(model, tuning=tuning, **LIMITS)
-        assert (state.runtime.cuts is None) == (tuning is False)
-        for count in (1, 7, 20):
+        assert state.runtime.cuts == (read_cuts(other, model, machine) if tuning else None)
+        for count in (2, 20):
             state, gens = nv.generate_many(model, state, prompts[:count], GREEDY)
             replies[tuning, count] = [gen.token_ids for gen in gens]
-    pairs = [(a, b) for count in (1, 7, 20) for a, b in zip(replies[False, count], replies[other, count], strict=True)]
-    assert sum(a[0] == b[0] for a, b in pairs) >= 24 and sum(a == b for a, b in pairs) >= 7, pairs  # of 28
+    pairs = [(a, b) for count in (2, 20) for a, b in zip(replies[False, count], replies[other, count], strict=True)]
+    assert sum(a[0] == b[0] for a, b in pairs) >= 18 and sum(a == b for a, b in pairs) >= 5, pairs  # of 22
 
 
 def test_the_file_of_another_gpu_is_refused(tuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -106,18 +125,23 @@ def test_the_file_of_another_gpu_is_refused(tuned: tuple[Path, dict[str, Any]], 
         nv.init_state(small(), tuning=other, **LIMITS)
 
 
-@pytest.mark.parametrize(("part", "rows"), [(part, rows) for rows in (1, 8, 24) for part in PARTS if part != "head" or rows <= 2])
-def test_what_is_tried_computes_the_same(part: str, rows: int) -> None:
-    """Measuring refuses what differs from the default: nothing that is tried on this GPU may. Starts and some neighbours."""
+@pytest.mark.parametrize("rows", [2, 8, 24])
+def test_what_is_tried_computes_the_same(rows: int) -> None:
+    """Measuring refuses what differs from the default: nothing that is tried on this GPU may. A start and a neighbour of each kernel, and
+    then all of these together in one chain."""
     model = small()
-    machine, work = machine_of(model), work_of(model, part, rows)
-    with measuring(model, work) as measure:
-        assert all(us > 0 for us in measure(()))
-        for cut in (*starts(work, machine), *neighbours(work, default_cut(work, machine), machine)[:5]):
-            try:
-                assert all(us > 0 for us in measure(cut))
-            except Unfit as left_out:
-                assert str(left_out).startswith("no kernel"), (cut, left_out)  # never wrong
+    machine, layer, last = machine_of(model), layer_of(model, rows), DEFAULT
+    with measuring(model, Recorder(model.device), layer) as measure:
+        assert len(measure(DEFAULT)) == (2 if rows <= 16 else 1) and all(us > 0 for us in measure(DEFAULT))
+        for work in layer:
+            for cut in (*some_starts(work, machine), *some_neighbours(work, default_cut(work, machine), machine)):
+                cuts = replace(DEFAULT, **{work.part: cut})
+                try:
+                    assert all(us > 0 for us in measure(cuts))
+                    last = replace(last, **{work.part: cut})
+                except Unfit as left_out:
+                    assert str(left_out).startswith("no kernel"), (work, cut, left_out)  # never wrong
+        assert last != DEFAULT and all(us > 0 for us in measure(last))
 
 
 def test_a_wrong_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,15 +151,17 @@ def test_a_wrong_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*given: Any, cut: Any = (), **options: Any) -> torch.Tensor:
         return plain(*given, cut=cut, **options) * (1.1 if cut else 1.0)
 
-    monkeypatch.setattr("nanovllm.tune.device.norm_linear", wrong)
-    work = work_of(model, "qkv", 8)
-    with measuring(model, work) as measure:
-        measure(())
+    monkeypatch.setattr("nanovllm.tune.alone.norm_linear", wrong)
+    layer = layer_of(model, 8)
+    work = next(work for work in layer if work.part == "qkv")
+    with measuring(model, Recorder(model.device), layer) as measure:
+        measure(DEFAULT)
         with pytest.raises(Unfit, match="wrong by 0"):
-            measure(default_cut(work, machine_of(model)))
+            measure(StepCuts(qkv=default_cut(work, machine_of(model))))
+        measure(DEFAULT)
 
 
-@pytest.mark.parametrize(("rows", "cut"), [(1, (4, 4, 0)), (2, (16, 4, 64)), (4, (2, 4, 0)), (8, (32, 2, 128)), (16, (16, 8, 32))])
+@pytest.mark.parametrize(("rows", "cut"), [(2, (16, 4, 64)), (4, (2, 4, 0)), (16, (32, 8, 32))])
 def test_products_of_few_rows_by_a_cut(rows: int, cut: tuple[int, ...]) -> None:
     x, weight, gain, bias, residual, eps, gated = given = linear_problem(rows, 1024, 1024, False, True, True, BF16, "cuda")
     want = wide_norm_linear(*given)
@@ -144,8 +170,8 @@ def test_products_of_few_rows_by_a_cut(rows: int, cut: tuple[int, ...]) -> None:
     assert error(got, want) < 1.5 * error(usual, want) + 2e-3
 
 
-@pytest.mark.parametrize("cut", [(32, 32, 128, 3, 1, 4), (64, 64, 64, 4, 2, 8), (16, 16, 64, 3, 4, 4), BY_LIBRARY])
-@pytest.mark.parametrize("rows", [3, 24, 100])
+@pytest.mark.parametrize("cut", [(32, 32, 128, 3, 1, 4), (16, 16, 64, 3, 4, 4), BY_LIBRARY])
+@pytest.mark.parametrize("rows", [3, 100])
 def test_products_of_many_rows_by_a_cut(rows: int, cut: tuple[int, ...]) -> None:
     x, weight, _, bias, residual, eps, _ = linear_problem(rows, 1024, 2048, False, False, True, BF16, "cuda")
     assert residual is not None
@@ -156,7 +182,7 @@ def test_products_of_many_rows_by_a_cut(rows: int, cut: tuple[int, ...]) -> None
     assert error(got, want) < 1.5 * error(usual, want) + 2e-3
 
 
-@pytest.mark.parametrize("cut", [(32, 32, 128, 3, 1, 4), (64, 16, 64, 3, 1, 4), BY_LIBRARY])
+@pytest.mark.parametrize("cut", [(64, 16, 64, 3, 1, 4), BY_LIBRARY])
 def test_a_gated_product_of_few_rows_that_no_tile_fits_takes_a_cut(cut: tuple[int, ...]) -> None:
     """At the width of 8B the default of 8 rows is the library's product, and a kernel for silu."""
     x, weight, _, _, _, eps, _ = given = linear_problem(8, 2048, 4096, True, False, False, BF16, "cuda")
@@ -166,7 +192,7 @@ def test_a_gated_product_of_few_rows_that_no_tile_fits_takes_a_cut(cut: tuple[in
     assert eps
 
 
-@pytest.mark.parametrize("cut", [(32, 4, 0, 64), (128, 8, 0, 4), (32, 4, 3, 2), (64, 4, 2, 1)])
+@pytest.mark.parametrize("cut", [(32, 4, 0, 64), (32, 4, 3, 2)])
 def test_attention_by_a_cut(cut: tuple[int, ...]) -> None:
     given = attention_problem([1, 64, 65, 700, 17], 16, 8, 128, 16, True, BF16, "cuda")
     pages = given[5].clone()

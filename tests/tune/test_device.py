@@ -1,121 +1,248 @@
 """Measuring, with a GPU that is none: what is launched, over which memory, and what is refused. Kernels are plain functions here."""
 
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet, ref
 
 import pytest
 import torch
 
-from nanovllm.models.layers import rope_angles
+from nanovllm.bench import SHAPES
+from nanovllm.models import fused
+from nanovllm.models.cuts import DEFAULT, StepCuts
 from nanovllm.ops.cuts import Cut
-from nanovllm.ops.rope_attend import rope_attend
+from nanovllm.ops.plans import lookup
+from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.tune import device
+from nanovllm.tune import alone, chain, device
+from nanovllm.tune.chain import CONTEXTS, LAYERS, fitting
 from nanovllm.tune.search import Unfit
 from nanovllm.tune.work import Machine, Work, works
 
 MODEL = random_model(tiny_config(num_layers=3))
 MACHINE = Machine(processors=132, memory=200_000)
 CACHE = 1 << 20  # bytes of the GPU's cache
-WEIGHTS = ("qkv", "o", "gate_up", "down")
+
+
+class Graph:
+    """A graph that counts what is launched while it is captured."""
+
+    def __init__(self, gpu: "Gpu") -> None:
+        self.gpu, self.memory = gpu, None
+
+    def capture_begin(self, pool: Any) -> None:
+        assert pool in self.gpu.fresh or any(pool == graph.memory for graph in self.gpu.graphs), "a pool that no graph holds is gone"
+        self.gpu.fresh.clear()
+        self.before, self.memory = len(self.gpu.launched), pool
+
+    def capture_end(self) -> None:
+        self.gpu.captured = self.gpu.launched[self.before :]
+
+    def pool(self) -> Any:
+        return self.memory
+
+    def replay(self) -> None:
+        self.gpu.replays += 1
 
 
 class Gpu:
-    """Graphs that count what is launched while they are captured, and events whose time stands for it."""
+    """Events whose time is a microsecond a launch of the last graph. Kernels note the memory they read, and their cuts."""
 
     def __init__(self) -> None:
-        self.captured, self.replays, self.launched = 0, 0, list[Any]()
+        self.launched, self.captured = list[Any](), list[Any]()
+        self.replays, self.pools, self.free = 0, 0, 1 << 40
+        self.graphs, self.fresh = WeakSet[Graph](), set[Any]()
 
-    @contextmanager
-    def graph(self, graph: Any) -> Any:
-        before = len(self.launched)
-        yield
-        self.captured = len(self.launched) - before
+    def graph(self) -> Graph:
+        made = Graph(self)
+        self.graphs.add(made)
+        return made
+
+    def handle(self) -> tuple[int, int]:
+        self.pools += 1
+        self.fresh.add((self.pools, 0))
+        return (self.pools, 0)
 
     def event(self, **_: Any) -> Any:
-        return SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1e-3 * self.captured)
+        return SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1e-3 * len(self.captured))
 
-    def replay(self) -> None:
-        self.replays += 1
+    def noted(self, function: Any, what: Callable[..., Any]) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            self.launched.append(what(*given, **options))
+            return function(*given, **options)
+
+        return call
+
+
+def attend(*given: Any) -> torch.Tensor:
+    assert isinstance(lookup(given[-1]), FusedDecodePlan)
+    return rope_attend(*given[:-1], 0)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=CACHE))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=made.replay))
-    monkeypatch.setattr(torch.cuda, "graph", made.graph)
-    monkeypatch.setattr(torch.cuda, "Event", made.event)
-    for name in ("norm_linear", "linear_add_norm"):
-        monkeypatch.setattr(device, name, noted(made, getattr(device, name), lambda given: given[1]))
-    monkeypatch.setattr(device, "rope_attend", noted(made, lambda *given: rope_attend(*given[:-1], 0), lambda given: given[6]))
+    for name, other in {
+        "device": lambda _: nullcontext(),
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda _: SimpleNamespace(L2_cache_size=CACHE),
+        "mem_get_info": lambda _: (made.free, made.free),
+        "memory_reserved": lambda _: 0,
+        "memory_allocated": lambda _: 0,
+        "Stream": lambda _: None,
+        "stream": lambda _: nullcontext(),
+        "graph_pool_handle": made.handle,
+        "CUDAGraph": made.graph,
+        "Event": made.event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, other)
+    for place in (alone, fused):
+        for name in ("norm_linear", "linear_add_norm"):
+            noted = made.noted(getattr(place, name), lambda x, weight, *_, cut=(), **__: (weight, cut))
+            monkeypatch.setattr(place, name, noted)
+        monkeypatch.setattr(place, "rope_attend", made.noted(attend, lambda *given: (given[5:7], cut_of_plan(given[-1]))))
     return made
 
 
-def noted(gpu: Gpu, function: Any, what: Any) -> Any:
-    def call(*given: Any, **options: Any) -> Any:
-        gpu.launched.append(what(given))
-        return function(*given, **options)
-
-    return call
+def cut_of_plan(handle: int) -> Cut:
+    plan = lookup(handle, FusedDecodePlan)
+    return (plan.tile, plan.warps, plan.stages, plan.splits)
 
 
-def kernels(rows: int, closely: bool = True) -> list[Work]:
-    return list(works(MODEL.config, rows, MACHINE if closely else Machine(processors=132, memory=0)))
+@pytest.fixture
+def closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU runs few rows."""
+    monkeypatch.setattr(fused, "follows_closely", lambda *_: True)
 
 
-@pytest.mark.parametrize(("rows", "closely"), [(1, True), (2, True), (8, False), (40, False)])
-def test_every_kernel_is_measured_over_more_than_the_cache_holds(rows: int, closely: bool, gpu: Gpu) -> None:
-    for work in kernels(rows, closely):
-        gpu.launched.clear()
-        with device.measuring(MODEL, work) as measure:
-            gpu.launched.clear()
-            times = measure(())
-        assert times == pytest.approx((1.0,) * len(times))  # a microsecond a launch
-        if work.part == "attend":
-            assert len(times) == (2 if rows * max(device.CONTEXTS) <= device.TOKENS else 1)
-            assert gpu.launched[:3] == [0, 1, 2 % (max(gpu.launched) + 1)]
-            continue
-        count = len(gpu.launched) // 2  # once to warm up, once captured, one between for its results
-        chain = gpu.launched[count + 1 :]
-        assert len(chain) == count >= device.LAUNCHES and len(times) == 1
-        weights = {id(weight): weight for weight in chain}
-        total = sum(weight.numel() * weight.element_size() for weight in weights.values())
-        assert total >= 2 * CACHE or len(weights) == device.COPIES
-        if work.part in WEIGHTS:
-            own = [getattr(w, work.part) for w in MODEL.params.layers]
-            assert [chain[n] is own[n] for n in range(3)] == [True] * 3
-    assert gpu.replays > 0
+def layer_of(rows: int, closely: bool = True) -> tuple[Work, ...]:
+    found = works(MODEL.config, rows, MACHINE if closely else Machine(processors=132, memory=0))
+    return tuple(work for work in found if work.part != "head")
 
 
-def test_attention_reads_rows_of_half_to_the_whole_of_a_context(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def head_of(rows: int) -> tuple[Work, ...]:
+    return tuple(work for work in works(MODEL.config, rows, MACHINE) if work.part == "head")
 
-    def attend(*given: Any) -> torch.Tensor:
-        seen.append(given)
-        return rope_attend(*given[:-1], 0)
 
-    monkeypatch.setattr(device, "rope_attend", attend)
-    with device.measuring(MODEL, next(w for w in kernels(4) if w.part == "attend")):
+def measuring(group: tuple[Work, ...]) -> Any:
+    return device.measuring(MODEL, device.Recorder(torch.device("cpu")), group)
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (2, True), (8, False), (40, False)])
+def test_whole_layers_are_timed_one_behind_the_other(rows: int, few: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer's own weights and KV, in the order of a step, again from the first where there are few; by these cuts."""
+    monkeypatch.setattr(fused, "follows_closely", lambda *_: few)
+    count = chain.chain_length(MODEL)
+    cuts = StepCuts(qkv=(1,), attend=(32, 2, 2, 4), o=(2,), gate_up=(3,), down=(4,))
+    with measuring(layer_of(rows, few)) as measure:
+        for given in (DEFAULT, cuts):
+            times = measure(given)
+            assert times == pytest.approx((5.0,) * len(times))  # a microsecond a launch
+            assert len(times) == (2 if rows * max(CONTEXTS) <= chain.TOKENS else 1)
+            assert count == LAYERS and len(gpu.captured) == 5 * count
+            steps = [gpu.captured[n : n + 5] for n in range(0, len(gpu.captured), 5)]
+            for number, (qkv, attend, o, gate_up, down) in enumerate(steps):
+                w = MODEL.params.layers[number % 3]
+                for part, (weight, cut) in {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down}.items():
+                    assert weight is getattr(w, part) and cut == getattr(given, part)
+                (pages, index), cut = attend
+                assert len(pages) == count and index == number and (cut == given.attend or not given.attend)
+    assert gpu.replays > 0 and gpu.pools == 1
+
+
+def test_a_chain_is_longer_than_the_cache_is_large() -> None:
+    """But not than the model: what is in a cache in a model's steps is in one here."""
+    config = tiny_config(num_layers=40)
+    for cached, length in ((0, LAYERS), (1 << 30, 40)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_properties", lambda _, cached=cached: SimpleNamespace(L2_cache_size=cached))
+            assert chain.chain_length(random_model(config)) == length
+    layer = random_model(config).params.layers[0]
+    size = sum(t.numel() * 4 for t in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.input_norm, layer.post_norm))
+    size += sum(t.numel() * 4 for t in (layer.q_norm, layer.k_norm) if t is not None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=10 * size))
+        assert chain.chain_length(random_model(config)) == 20
+
+
+def test_the_head_is_timed_by_itself_over_more_than_the_cache_holds(gpu: Gpu) -> None:
+    with measuring(head_of(2)) as measure:
+        assert measure(DEFAULT) == pytest.approx((1.0,)) and measure(StepCuts(head=(7,))) == pytest.approx((1.0,))
+    weights = {id(weight): weight for weight, _ in gpu.captured}
+    assert {cut for _, cut in gpu.captured} == {(7,)} and len(gpu.captured) >= alone.LAUNCHES
+    total = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    assert total >= 2 * CACHE and gpu.captured[0][0] is (MODEL.params.embed if MODEL.params.head is None else MODEL.params.head)
+
+
+def test_rows_are_of_half_to_the_whole_of_a_context(gpu: Gpu) -> None:
+    short, long = chain.contexts(MODEL, 4, 3)
+    assert short.batch.seq_lens.tolist() == [256, 213, 171, 128] and long.batch.seq_lens.tolist() == [1024, 853, 683, 512]
+    every = torch.cat((short.batch.page_tables, long.batch.page_tables), 1).flatten()
+    assert every.sort().values.tolist() == list(range(4 * 80))  # no page is two rows'
+    for context in (short, long):
+        at = context.batch
+        for row, (length, slot) in enumerate(zip(at.seq_lens.tolist(), at.slots.tolist(), strict=True)):
+            assert slot == at.page_tables[row, (length - 1) // 16] * 16 + (length - 1) % 16
+        assert at.page_tables.is_contiguous() and at.positions.tolist() == [length - 1 for length in at.seq_lens.tolist()]
+        assert context.pages is short.pages and context.pages.shape[:2] == (3, 320) and context.cos.shape == (4, 1, 16)
+
+
+def test_kv_is_of_what_there_is_memory_for() -> None:
+    config = SHAPES["qwen3-0.6b"]
+    token = 2 * 2 * config.num_kv_heads * config.head_dim  # bytes in a layer
+    both, short = token * sum(CONTEXTS), token * CONTEXTS[0]
+    for rows, free, want in (
+        (1, 16 * both, (CONTEXTS, 16)),
+        (16, 256 * both, (CONTEXTS, 16)),
+        (17, 1 << 40, (CONTEXTS[:1], 16)),  # more tokens than are measured
+        (1, 15 * both, (CONTEXTS[:1], 16)),
+        (1, 16 * short, (CONTEXTS[:1], 16)),
+        (1, 16 * short - 1, (CONTEXTS[:1], 15)),
+        (64, 64 * short, (CONTEXTS[:1], 1)),
+    ):
+        assert fitting(config, torch.bfloat16, rows, 16, int(free / chain.SHARE) + 1) == want
+    with pytest.raises(Unfit, match="no memory for it"):
+        fitting(config, torch.bfloat16, 64, 16, int(63 * short))
+
+
+def test_layers_share_kv_where_memory_is_short(gpu: Gpu, closely: None) -> None:
+    gpu.free = int(2.5 * 256 * 2 * 4 * MODEL.config.num_kv_heads * MODEL.config.head_dim / chain.SHARE)
+    with measuring(layer_of(1)) as measure:
+        assert len(measure(DEFAULT)) == 1
+    places = [what[0][1] for what in gpu.captured if isinstance(what[0], tuple)]
+    assert places == [n % 2 for n in range(LAYERS)]
+    gpu.free = 0
+    with pytest.raises(Unfit, match="no memory for it"), measuring(layer_of(1)):
         pass
-    qkv, q_norm, _, cos, sin, pages, _, tables, lens, slots, *_ = seen[0]
-    assert lens.tolist() == [256, 213, 171, 128] and q_norm is MODEL.params.layers[0].q_norm
-    assert tables.flatten().sort().values.tolist() == list(range(4 * 16)) and pages.shape[1] == 64
-    for row, (length, slot) in enumerate(zip(lens.tolist(), slots.tolist(), strict=True)):
-        assert slot == tables[row, (length - 1) // 16] * 16 + (length - 1) % 16
-    angles = rope_angles(lens, MODEL.params.inv_freq, MODEL.config.rope)
-    assert qkv.shape[0] == 4 and (cos.shape, sin.shape, cos.dtype) == (angles[0].shape, angles[1].shape, angles[0].dtype)
 
 
-def test_wrong_results_and_failures_are_left_out(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = device.norm_linear
+def test_the_memory_is_given_back_whoever_still_holds_the_measure(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    plain = chain.contexts
+    monkeypatch.setattr(device, "contexts", lambda *given: made.extend(found := plain(*given)) or found)
+    spoil(monkeypatch)
+    with measuring(layer_of(2)) as measure:
+        for cuts in (DEFAULT, StepCuts(qkv=(4,))):
+            measure(cuts)
+        with pytest.raises(Unfit):
+            measure(StepCuts(qkv=(1,)))
+        pages = ref(made[0].pages)
+        made.clear()
+        gpu.launched.clear()
+        gpu.captured.clear()
+    assert measure and pages() is None
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
+    """Kernels by some cuts fail or are wrong, where they are looked at by themselves; returns what was looked at."""
+    plain, looked = alone.norm_linear, list[Cut]()
 
     def spoilt(x: Any, weight: Any, *, cut: Cut, **options: Any) -> torch.Tensor:
         y = plain(x, weight, cut=(), **options)
+        looked.append(cut)
         match cut:
             case (1,):
                 raise RuntimeError("out of  resource:\n shared memory")
@@ -127,32 +254,67 @@ def test_wrong_results_and_failures_are_left_out(gpu: Gpu, monkeypatch: pytest.M
                 return y * (1 + 2e-7)
         return y
 
-    monkeypatch.setattr(device, "norm_linear", spoilt)
-    with device.measuring(MODEL, kernels(2)[1]) as measure:
+    monkeypatch.setattr(alone, "norm_linear", spoilt)
+    return looked
+
+
+def test_wrong_results_and_failures_are_left_out(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = spoil(monkeypatch)
+    with measuring(layer_of(2)) as measure:
         for cut, said in (((1,), "no kernel: out of resource: shared memory"), ((2,), "wrong by 0.0"), ((3,), "wrong by nan")):
-            with pytest.raises(Unfit) as error:
-                measure(cut)
-            assert str(error.value).startswith(said)
-        assert measure((4,)) == measure(())
+            for cuts in (StepCuts(qkv=cut), StepCuts(o=(5,), qkv=cut)):
+                gpu.captured = []
+                with pytest.raises(Unfit) as error:
+                    measure(cuts)
+                assert str(error.value).startswith(said) and not gpu.captured  # before it is timed
+        assert measure(StepCuts(qkv=(4,))) == measure(DEFAULT)
+        assert looked.count((1,)) == 1 and looked.count((4,)) == 1 + len(MODEL.params.layers)  # once, however often it is timed
+
+
+def test_attention_is_looked_at_in_every_context(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt(*given: Any) -> torch.Tensor:
+        return attend(*given) * (1.01 if cut_of_plan(given[-1]) == (32, 4, 0, 64) and given[8].max() > 256 else 1.0)
+
+    monkeypatch.setattr(alone, "rope_attend", spoilt)
+    with measuring(layer_of(2)) as measure, pytest.raises(Unfit, match=r"wrong by 0\.0"):
+        measure(StepCuts(attend=(32, 4, 0, 64)))
+
+
+def test_a_chain_that_cannot_be_launched_is_left_out(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = fused.norm_linear
+
+    def scarce(x: Any, weight: Any, *, cut: Cut = (), **options: Any) -> torch.Tensor:
+        if cut:
+            raise torch.OutOfMemoryError("no room for parts")
+        return plain(x, weight, **options)
+
+    with measuring(layer_of(2)) as measure:
+        monkeypatch.setattr(fused, "norm_linear", scarce)
+        with pytest.raises(Unfit, match="no room for parts"):
+            measure(StepCuts(qkv=(4,)))
+        assert measure(DEFAULT) == pytest.approx((5.0, 5.0))
 
 
 def test_a_default_that_cannot_run_is_unfit(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("no image for this GPU")
 
-    monkeypatch.setattr(device, "norm_linear", refused)
-    with pytest.raises(Unfit, match="no image"), device.measuring(MODEL, kernels(2)[1]):
-        pass
-    monkeypatch.setattr(device, "_random", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
-    with pytest.raises(Unfit, match="no memory for it"), device.measuring(MODEL, kernels(2)[1]):
-        pass
+    monkeypatch.setattr(alone, "norm_linear", refused)
+    for group in (layer_of(2), head_of(2)):
+        with pytest.raises(Unfit, match="no image"), measuring(group):
+            pass
+    monkeypatch.setattr(alone, "_random", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    for group in (layer_of(2), head_of(2)):
+        with pytest.raises(Unfit, match="no memory for it"), measuring(group):
+            pass
 
 
-def test_a_gpu_that_has_failed_ends_the_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_has_failed_ends_the_run(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(*_: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    with device.measuring(MODEL, kernels(2)[1]) as measure:
+    with measuring(layer_of(2)) as measure:
         monkeypatch.setattr(torch.cuda, "synchronize", failed)
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            measure((1, 1, 1))
+        for cuts in (StepCuts(qkv=(1, 1, 1)), DEFAULT):
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                measure(cuts)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,22 +264,16 @@ def test_on_a_cpu_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[s
 
 @pytest.fixture
 def tuning(served: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU that is none, on which every cut of qkv is twice as fast as the default."""
+    """A GPU that is none, on which layers are twice as fast by any cut of qkv as by the default."""
 
-    class Measuring:
-        def __init__(self, model: nv.Model, work: Any):
-            self.work = work
-
-        def __enter__(self) -> Callable[[Any], tuple[float, ...]]:
-            return lambda cut: (1.0,) if self.work.part == "qkv" and cut else (2.0,)
-
-        def __exit__(self, *_: object) -> None:
-            pass
+    def measuring(model: nv.Model, recorder: None, group: Any) -> Any:
+        return nullcontext(lambda cuts: (1.0,) if cuts.qkv else (2.0,))
 
     monkeypatch.setattr(command, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(command, "find_model", lambda options: (MODEL, "small"))
     monkeypatch.setattr(command, "machine_of", lambda model: H200)
-    monkeypatch.setattr(command, "measuring", Measuring)
+    monkeypatch.setattr(command, "Recorder", lambda device: None)
+    monkeypatch.setattr(command, "measuring", measuring)
     monkeypatch.setattr(command.collector, "freeze", lambda: None)
     return served
 
@@ -286,16 +281,20 @@ def tuning(served: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_prints_a_table_and_writes_the_file(tuning: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--batches", "1,64"]) == 0
     out = capsys.readouterr().out
-    assert "2 of 11 kernels are faster by another cut than the default." in out and f"Written to {tuning}" in out
-    (head, *rows) = out.splitlines()[2:14]
+    assert "2 of 11 kernels are cut otherwise than by default." in out and f"Written to {tuning}" in out
+    (head, *rows) = out.splitlines()[2:16]
     assert head.split() == ["part", "rows", "default", "us", "chosen", "us", "faster", "cut", "measured", "skipped"]
-    assert [row.split()[:5] for row in rows if "qkv" in row] == [["qkv", "1", "2.00", "1.00", "50%"], ["qkv", "64", "2.00", "1.00", "50%"]]
+    for part in ("layer", "qkv"):
+        told = [row.split()[:5] for row in rows if row.split()[0] == part]
+        assert told == [[part, count, "2.00", "1.00", "50.0%"] for count in ("1", "64")]
     cuts = read_cuts(tuning, MODEL, H200)
     assert set(cuts.steps) == {1, 64} and all(step.qkv and not step.o for step in cuts.steps.values())
     other = tmp_path / "new" / "mine.json"
     assert cli.main(["tune", "--batches", "8", "--json", "--output", str(other)]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["file"] == str(other) and [row["part"] for row in told["measured"]] == ["attend", "qkv", "o", "gate_up", "down"]
+    assert told["file"] == str(other) and [row["part"] for row in told["measured"]] == [
+        "layer", "attend", "qkv", "o", "gate_up", "down",
+    ]  # fmt: skip
     assert told["measured"] == json.loads(other.read_text())["measured"] and set(read_cuts(other, MODEL, H200).steps) == {8}
 
 

@@ -1,87 +1,141 @@
-"""Measuring on a GPU: kernels as a decode step runs them, one behind the other in a CUDA graph, over weights or KV that no cache holds."""
+"""Measuring on a GPU: the layers of a decode step by some cuts, or the head, in a CUDA graph."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 
 from ..model import Model
-from ..model_check.compare import relative_error
 from ..model_check.examine import kernel_errors
+from ..models.cuts import StepCuts
 from ..ops.cuts import Cut, CutError
-from ..ops.norm_linear import norm_linear
-from ..ops.rope_attend import FusedDecodePlan, rope_attend
-from ..ops.wide import linear_add_norm
-from ..types import Float, Tensor
-from .search import Measure, Times, Unfit
+from . import alone
+from .alone import Alone
+from .chain import Plans, chain_length, contexts, run_layers
+from .search import Times, Unfit
+from .together import StepMeasure
 from .work import Work
 
 REPEATS = 15  # replays of a graph, of which the median counts
-LAUNCHES = 8  # in a graph, at least
-COPIES = 128  # of a weight, or of the KV of a layer, at most
-CONTEXTS = (256, 1024)  # tokens of the longest row, for attention; the shortest has half
-TOKENS = 16384  # of all rows together, beyond which only the shorter context is measured
-PAGE = 16  # tokens
-ERROR = 4  # spacings of the dtype: each rounding of a candidate may fall on the other side of the default's
-
-Launch = Callable[[int, Cut], tuple[Tensor, ...]]  # launch number n, by a cut; its results
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Something to launch `count` times in a row, each time over other memory."""
+class Recorder:
+    """Records launches as CUDA graphs, one at a time, on a stream and in memory that they share.
 
-    launch: Launch
-    count: int
+    Without giving cached memory back before each, as `torch.cuda.graph` does. The last graph is held until the next is recorded, because
+    the memory goes with the last that uses it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
+        """What replays a graph of what `run` launches, which runs once before: nothing may be compiled or loaded while it is captured."""
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if self._last is None else self._last.pool()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            run()
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=pool)
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        self._last = graph
+        return graph.replay
 
 
 @contextmanager
-def measuring(model: Model, work: Work) -> Iterator[Measure]:
-    """A `Measure` of one kernel of this model's steps. Raises `Unfit` where the default cannot run. Its memory is given back at the end."""
+def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iterator[StepMeasure]:
+    """A measure of the kernels of a layer, or of the head, of this model's steps. Raises `Unfit` where the defaults cannot run.
+
+    What it measures is microseconds of a layer in a chain of them, for each context; of the head a launch's. A cut is timed after its
+    kernel by itself has computed what it does by default. The memory is given back at the end.
+    """
     with torch.no_grad(), torch.cuda.device(model.device):
         try:
-            settings = _attention(model, work) if work.form == "attend" else [_product(model, work)]
-            wanted = [_launched(setting, ()) for setting in settings]
+            made = [_head(model, recorder, *works) if works[0].part == "head" else _layers(model, recorder, works)]
         except torch.OutOfMemoryError as error:
             raise Unfit("no memory for it") from error
 
-        def measure(cut: Cut) -> Times:
-            return tuple(_time(model, setting, want, cut) for setting, want in zip(settings, wanted, strict=True))
+        def measure(cuts: StepCuts) -> Times:
+            return made[0](cuts)
 
         try:
             yield measure
         finally:
-            del settings, wanted, measure
+            made.clear()  # whoever still holds what was yielded holds no KV
             torch.cuda.empty_cache()
 
 
-def _launched(setting: Setting, cut: Cut) -> tuple[Tensor, ...]:
-    """The results of a cut, of the last launch: it meets what others have left behind. Raises `Unfit` where there is no such kernel."""
+def _head(model: Model, recorder: Recorder, work: Work) -> StepMeasure:
+    kernel = alone.head(model, work)
+    checks = Checks({work.part: [kernel]})
+
+    def run(cut: Cut) -> None:
+        for number in range(kernel.count):
+            kernel.launch(number, cut)
+
+    def measure(cuts: StepCuts) -> Times:
+        checks.require(cuts)
+        return (_time(recorder, partial(run, cuts.head)) / kernel.count,)
+
+    return measure
+
+
+def _layers(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> StepMeasure:
+    rows, count = works[0].rows, chain_length(model)
+    plans, settings = Plans(model, rows), contexts(model, rows, count)
+    x = torch.randn(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    kernels = {work.part: [alone.product(model, work)] for work in works if work.form != "attend"}
+    kernels["attend"] = [alone.attention(model, setting, plans) for setting in settings]
+    checks = Checks(kernels)
+
+    def measure(cuts: StepCuts) -> Times:
+        checks.require(cuts)
+        plan = plans.at(cuts.attend)
+        return tuple(_time(recorder, partial(run_layers, model, setting, plan, cuts, x, count)) / count for setting in settings)
+
+    return measure
+
+
+class Checks:
+    """Whether kernels compute by a cut what they do by default. Each cut is looked at once; what was wrong with it is said again."""
+
+    def __init__(self, kernels: dict[str, list[Alone]]) -> None:
+        """Raises `Unfit` where a default cannot run."""
+        self._kernels = kernels
+        self._wanted = {part: [kernel.results(()) for kernel in some] for part, some in kernels.items()}
+        self._seen: dict[tuple[str, Cut], str] = {}
+
+    def require(self, cuts: StepCuts) -> None:
+        """Raise `Unfit` where one of these cuts is none to take."""
+        for part in self._kernels:
+            cut: Cut = getattr(cuts, part)
+            if cut and (part, cut) not in self._seen:
+                self._seen[part, cut] = self._look(part, cut)
+            if cut and (said := self._seen[part, cut]):
+                raise Unfit(said)
+
+    def _look(self, part: str, cut: Cut) -> str:
+        try:
+            for kernel, want in zip(self._kernels[part], self._wanted[part], strict=True):
+                alone.require_same(kernel.results(cut), want)
+        except Unfit as error:
+            return str(error)
+        return ""
+
+
+def _time(recorder: Recorder, run: Callable[[], object]) -> float:
+    """Median microseconds of what `run` launches. Raises `Unfit` where it cannot be launched."""
     try:
-        for number in range(setting.count):  # all of them: nothing may be compiled or loaded while a graph is captured
-            setting.launch(number, cut)
-        results = setting.launch(0, cut)
-        torch.cuda.synchronize()
+        return 1e3 * _median_ms(recorder.record(run))
     except (*kernel_errors(), CutError, RuntimeError) as error:
-        torch.cuda.synchronize()  # raises again where the GPU itself has failed: then nothing more can be measured
-        raise Unfit(f"no kernel: {' '.join(str(error).split())[:200]}") from error
-    return results
-
-
-def _time(model: Model, setting: Setting, want: tuple[Tensor, ...], cut: Cut) -> float:
-    """Median microseconds of a launch. Raises `Unfit` for a kernel that computes something else than the default."""
-    for mine, theirs in zip(_launched(setting, cut), want, strict=True):
-        wrong = float(relative_error(mine, theirs.double(), theirs.double()))
-        if not wrong <= ERROR * torch.finfo(model.dtype).eps:
-            raise Unfit(f"wrong by {wrong:.2g}")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(setting.count):
-            setting.launch(number, cut)
-    return 1e3 * _median_ms(graph.replay) / setting.count
+        raise alone.no_kernel(error) from error
 
 
 def _median_ms(replay: Callable[[], object]) -> float:
@@ -96,74 +150,3 @@ def _median_ms(replay: Callable[[], object]) -> float:
         if number >= 3:
             times.append(start.elapsed_time(end))
     return median(times)
-
-
-def _copies(num_bytes: int, device: torch.device) -> int:
-    """How many pieces of memory of this size are twice what the GPU's cache holds."""
-    cached = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, min(COPIES, math.ceil(2 * cached / num_bytes)))
-
-
-def _product(model: Model, work: Work) -> Setting:
-    """The product with the model's own weights, one layer after another, and copies of them where they would fit into a cache."""
-    params, eps, device = model.params, model.config.rms_norm_eps, model.device
-    if work.part == "head":
-        weight = params.embed if params.head is None else params.head
-        triples: list[tuple[Tensor, Tensor | None, Tensor]] = [(weight, None, params.final_norm)]
-    else:
-        gain = "input_norm" if work.part in ("qkv", "down") else "post_norm"  # behind `down` stands the next layer's
-        triples = [(getattr(w, work.part), getattr(w, f"{work.part}_bias"), getattr(w, gain)) for w in params.layers]
-    needed, own = _copies(triples[0][0].numel() * triples[0][0].element_size(), device), len(triples)
-    triples += [(triples[n % own][0].clone(), *triples[n % own][1:]) for n in range(max(0, needed - own))]
-    x = _random(model, work.rows, work.width)
-    residual = _random(model, work.rows, work.outputs) if work.part in ("o", "down") else None
-
-    def launch(number: int, cut: Cut) -> tuple[Tensor, ...]:
-        weight, bias, gain = triples[number % len(triples)]
-        if work.form == "sum":
-            assert residual is not None
-            return linear_add_norm(x, weight, bias, residual, gain, eps, cut=cut)
-        norm = gain if work.norm else None
-        return (norm_linear(x, weight, gain=norm, bias=bias, residual=residual, eps=eps, gated=work.gated, cut=cut),)
-
-    return Setting(launch=launch, count=max(LAUNCHES, len(triples)))
-
-
-def _attention(model: Model, work: Work) -> list[Setting]:
-    """Attention over each of the contexts that so many rows leave room for, in other layers' pages every time."""
-    return [_attention_over(model, work, most) for most in CONTEXTS if most == CONTEXTS[0] or most * work.rows <= TOKENS]
-
-
-def _attention_over(model: Model, work: Work, most: int) -> Setting:
-    config, device, rows = model.config, model.device, work.rows
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    lens = torch.linspace(most, most // 2, rows, device=device).round().int()
-    width = -(-most // PAGE)
-    tables = torch.randperm(rows * width, device=device).view(rows, width).int()
-    last = lens - 1
-    slots = (tables[torch.arange(rows, device=device), (last // PAGE).long()] * PAGE + last % PAGE).int()
-    layer_bytes = 4 * rows * width * PAGE * kv_heads * head_dim
-    layers = _copies(layer_bytes, device)
-    pages = torch.randn(layers, rows * width, 2, kv_heads, PAGE, head_dim, dtype=model.dtype, device=device)
-    w = model.params.layers[0]
-    qkv = _random(model, rows, (heads + 2 * kv_heads) * head_dim)
-    angles = torch.rand(rows, 1, head_dim // 2, device=device) * 6
-    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
-    plans: dict[Cut, FusedDecodePlan] = {}
-
-    def launch(number: int, cut: Cut) -> tuple[Tensor, ...]:
-        if cut not in plans:
-            plans.clear()  # one at a time: what it replaces is not captured any more
-            plans[cut] = FusedDecodePlan(rows, heads, kv_heads, head_dim, device, cut)
-        place, eps = number % layers, config.rms_norm_eps
-        return (
-            rope_attend(
-                qkv, w.q_norm, w.k_norm, cos, sin, pages, place, tables, lens, slots, head_dim**-0.5, eps, plans[cut].handle
-            ),
-        )  # fmt: skip
-
-    return Setting(launch=launch, count=max(LAUNCHES, layers))
-
-
-def _random(model: Model, rows: int, width: int) -> Float[Tensor, "rows width"]:
-    return torch.randn(rows, width, dtype=model.dtype, device=model.device)

@@ -1,66 +1,92 @@
-"""A tuning run: every kernel of every step searched in turn, whoever measures."""
+"""A tuning run: every number of rows in turn, its layers and then its head, whoever measures."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from immutables import Map
 
 from ..config import ModelConfig
 from ..models.cuts import StepCuts
-from .candidates import default_cut, neighbours, starts
-from .search import MARGIN, Found, Measure, Unfit, search
+from ..ops.cuts import Cut
+from .search import MARGIN, Found, Unfit
+from .together import StepMeasure, Together, search_together
 from .work import Machine, Work, works
 
-Measuring = Callable[[Work], AbstractContextManager[Measure]]
+HEAD_MARGIN = 0.03  # of the head's launch, which is timed by itself
+
+Works = tuple[Work, ...]
+Measuring = Callable[[Works], AbstractContextManager[StepMeasure]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What was found for one kernel; None, and `why`, where not even the default could be measured."""
+    """What was found for the kernels of a layer, or for the head; None, and `why`, where not even the defaults could be measured."""
 
-    work: Work
-    found: Found | None
+    works: Works
+    found: Together | None
     why: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        told: dict[str, Any] = {"part": self.work.part, "rows": self.work.rows}
-        if self.found is None:
+    @property
+    def rows(self) -> int:
+        """Of the step that the kernels are part of."""
+        return self.works[0].rows
+
+    @property
+    def lines(self) -> tuple[tuple[str, Found | None], ...]:
+        """Each kernel and what was found for it; before those of a layer, the layer as a whole."""
+        each = [(work.part, None if self.found is None else self.found.parts[work.part]) for work in self.works]
+        if self.found is None or self.works[0].part == "head":
+            return tuple(each)
+        whole = Found(cut=(), default_us=self.found.default_us, chosen_us=self.found.chosen_us, measured=0, skipped=())
+        return (("layer", whole), *each)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """JSON objects, one a line."""
+        return [self._told(part, found) for part, found in self.lines]
+
+    def _told(self, part: str, found: Found | None) -> dict[str, Any]:
+        told: dict[str, Any] = {"part": part, "rows": self.rows}
+        if found is None:
             return told | {"why": self.why}
-        found = asdict(self.found)
-        times = {name: round(found[name], 3) for name in ("default_us", "chosen_us")}
-        return told | times | {"cut": list(self.found.cut), "measured": self.found.measured, "skipped": len(self.found.skipped)}
+        told |= {name: round(getattr(found, name), 3) for name in ("default_us", "chosen_us")}
+        if part == "layer":
+            return told
+        return told | {"cut": list(found.cut), "measured": found.measured, "skipped": len(found.skipped)}
 
 
-def plan(config: ModelConfig, batches: Seq[int], machine: Machine) -> tuple[Work, ...]:
-    """All kernels of steps of these numbers of rows, in ascending order of them."""
-    return tuple(work for rows in sorted(set(batches)) for work in works(config, rows, machine))
+def plan(config: ModelConfig, batches: Seq[int], machine: Machine) -> tuple[Works, ...]:
+    """The kernels that are timed together, a layer's or the head, of steps of these numbers of rows, in ascending order of them."""
+    each = (work for rows in sorted(set(batches)) for work in works(config, rows, machine))
+    return tuple(tuple(group) for _, group in groupby(each, key=lambda work: (work.rows, work.part == "head")))
 
 
-def run(planned: Seq[Work], machine: Machine, measuring: Measuring, *, margin: float = MARGIN) -> Iterator[Result]:
-    """Search them one by one. A cut that won for fewer rows is tried for more."""
-    won: dict[tuple[str, str], tuple[int, ...]] = {}
-    for work in planned:
-        default, others = default_cut(work, machine), starts(work, machine, won.get((work.part, work.form), ()))
+def run(
+    planned: Seq[Works], machine: Machine, measuring: Measuring, *, margin: float = MARGIN, tell: Callable[[Work], object] = lambda _: None
+) -> Iterator[Result]:
+    """Search them one by one. A cut that won for fewer rows is tried for more. `tell` hears which kernel is next."""
+    won: dict[tuple[str, str], Cut] = {}
+    for group in planned:
+        before = {work.part: won.get((work.part, work.form), ()) for work in group}
+        needed = HEAD_MARGIN if group[0].part == "head" else margin
         try:
-            with measuring(work) as measure:
-                found = search(default, others, partial(neighbours, work, machine=machine), measure, margin=margin)
+            with measuring(group) as measure:
+                found = search_together(group, machine, measure, before=before, margin=needed, tell=tell)
         except Unfit as error:
-            yield Result(work=work, found=None, why=str(error))
+            yield Result(works=group, found=None, why=str(error))
             continue
-        won[work.part, work.form] = found.cut
-        yield Result(work=work, found=found)
+        won |= {(work.part, work.form): found.parts[work.part].cut for work in group}
+        yield Result(works=group, found=found)
 
 
 def chosen(results: Seq[Result]) -> Map[int, StepCuts]:
     """The cuts that replace a default, by rows."""
     steps: dict[int, StepCuts] = {}
     for result in results:
-        if result.found is not None and result.found.cut:
-            rows = result.work.rows
-            steps[rows] = replace(steps.get(rows, StepCuts()), **{result.work.part: result.found.cut})
+        cuts = {} if result.found is None else {part: found.cut for part, found in result.found.parts.items() if found.cut}
+        if cuts:
+            steps[result.rows] = replace(steps.get(result.rows, StepCuts()), **cuts)
     return Map(steps)

@@ -1,4 +1,4 @@
-"""Which cut is taken: a search over candidates by their measured times, that knows nothing of GPUs.
+"""Which cut of one kernel is taken: a search over candidates by their measured times, that knows nothing of GPUs.
 
 The default stays unless another cut is faster by a margin, twice: in the search, and beside the default again at its end.
 """
@@ -11,11 +11,11 @@ from statistics import fmean
 from ..errors import NanoVLLMError
 from ..ops.cuts import Cut
 
-MARGIN = 0.03  # of the default's time, by which another cut must be faster
+MARGIN = 0.01  # of a layer's time by the default, by which another cut must make it faster
 ROUNDS = 6  # of steps from the best cut so far
-WORTH = 0.005  # of the best time, below which a step is noise
+WORTH = 0.003  # of the best time, below which a step is noise
 
-Times = tuple[float, ...]  # microseconds of a launch, in each of the settings that a kernel is measured in
+Times = tuple[float, ...]  # microseconds, in each of the settings that are measured: of a layer that the kernel is part of
 Measure = Callable[[Cut], Times]
 
 
@@ -49,7 +49,7 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
             if cut in scores or cut in skipped:
                 continue
             try:
-                scores[cut] = _score(measure(cut), usual, margin)
+                scores[cut] = score(measure(cut), usual, margin)
             except Unfit as error:
                 skipped[cut] = str(error)
 
@@ -65,11 +65,11 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
     if scores[best] <= 1 - margin:
         again, mine = measure(()), measure(best)
         default_us = fmean(again)
-        chosen, chosen_us = (best, fmean(mine)) if _score(mine, again, margin) <= 1 - margin else ((), default_us)
+        chosen, chosen_us = (best, fmean(mine)) if score(mine, again, margin) <= 1 - margin else ((), default_us)
     return Found(cut=chosen, default_us=default_us, chosen_us=chosen_us, measured=len(scores), skipped=tuple(skipped.items()))
 
 
-def _score(times: Times, usual: Times, margin: float) -> float:
-    """The times over the default's, all settings together; of a cut that loses in one of them, what it loses there."""
+def score(times: Times, usual: Times, margin: float) -> float:
+    """The times over the usual ones, all settings together; where one of them is slower by the margin, what is lost there."""
     worst = max(mine / theirs for mine, theirs in zip(times, usual, strict=True))
     return worst if worst > 1 + margin else fmean(times) / fmean(usual)
