@@ -58,6 +58,6 @@ def test_graphs_and_plain_steps_agree() -> None:
     ids, logits = replies("cuda", "bfloat16", True)
     plain_ids, plain = replies("cuda", "bfloat16", False)
     for one, other in zip(logits, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.12)
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.16)
     same = sum(a == b for one, other in zip(ids, plain_ids, strict=True) for a, b in zip(one, other, strict=True))
     assert same > 0.5 * sum(map(len, ids))  # replies may part at a near tie
