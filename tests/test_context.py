@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm.chunks import prefill
 from nanovllm.context import resolve, token_array
@@ -79,6 +80,7 @@ def test_the_chunk_is_not_changed_by_what_comes_after():
         ([True], "token id True is of type bool"),
         ([1, 0, 5, False], "token id False is of type bool"),
         ([2, np.True_], "token id np.True_ is of type bool"),
+        ([torch.tensor(True), 3], "is of type Tensor, not an integer"),
         ([1, None, 2], "token id None is of type NoneType"),
         (["a", 3], "not int"),
         (["a", 3], "^part 1 of the context must be a chunk, a text or token ids, not int"),

@@ -94,14 +94,15 @@ def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
 
 def _packed(ids: Any) -> Any:
     """A list of integers of 32 bits as an array, in a third of the time that numpy takes for it; anything else, and a list with a bool
-    (which would be 0 or 1), as it is."""
+    (which would be 0 or 1, in a tensor too), as it is."""
     if not isinstance(ids, list | tuple):
         return ids
     try:
         found = np.array(array("I", ids))
     except (TypeError, OverflowError):
         return ids
-    return ids if any(isinstance(ids[at], bool) for at in np.flatnonzero(found < 2).tolist()) else found
+    small = (type(ids[at]) for at in np.flatnonzero(found < 2).tolist())
+    return found if all(kind is int or issubclass(kind, np.integer) for kind in small) else ids
 
 
 def require_chunk(chunk: Any, name: str = "chunk") -> None:

@@ -187,10 +187,17 @@ class StepGraphs:
         with torch.cuda.stream(stream):
             self._run(carry, kind)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with _recording(graph, self._pool, stream):
-            out = self._run(carry, kind)
+        try:
+            graph, out = self._record(carry, kind)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # nothing is given back by itself while a graph is recorded
+            graph, out = self._record(carry, kind)
         self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=_landing(out))
+
+    def _record(self, carry: DecodeCarry, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
+        graph = torch.cuda.CUDAGraph()
+        with _recording(graph, self._pool, self._stream):
+            return graph, self._run(carry, kind)
 
     def way(self) -> Way:
         """How rows attend that share nothing and are not long."""

@@ -111,6 +111,32 @@ def test_what_stands_behind_an_evicted_page_leaves_the_index_too():
         prefix_ops.set_idle(prefix_ops.set_idle(index, ids(1)), ids(1))
 
 
+def test_what_is_left_of_a_long_run_holds_no_more_memory_than_it_needs():
+    index = prefix_ops.init_prefix(1000, 4)
+    index, _ = prefix_ops.insert(index, np.arange(4000, dtype=np.int32), np.arange(1000, dtype=np.int32), 0)
+    for left in (400, 3):
+        pages = np.arange(left, len(index.pages()), dtype=np.int32)[::-1].copy()
+        index, evicted = prefix_ops.evict(prefix_ops.set_idle(index, pages), len(pages))
+        assert len(evicted) == len(pages)
+        run = index.runs[0]
+        assert len(run.pages) == left and run.tokens.tolist() == list(range(4 * left))
+        for held in (run.pages, run.tokens):
+            assert len(held if held.base is None else held.base) <= 2 * len(held)
+
+
+def test_runs_are_looked_through_once_an_eviction(monkeypatch):
+    """However many idle pages stand before some that are held."""
+    calls = []
+    found = prefix_ops._runs_behind
+    monkeypatch.setattr(prefix_ops, "_runs_behind", lambda index: calls.append(1) or found(index))
+    index = prefix_ops.init_prefix(40, 1)
+    for chain in range(20):  # the first page of each idle, the second held
+        index, _ = prefix_ops.insert(index, ids(chain, 100), ids(2 * chain, 2 * chain + 1), 0)
+    index, evicted = prefix_ops.evict(prefix_ops.set_idle(index, np.arange(0, 40, 2, dtype=np.int32)), 20)
+    assert sorted(evicted.tolist()) == list(range(40)) and not index.runs and len(calls) == 1
+    check_prefix(index)
+
+
 class Plain:
     """The index page by page: what stands before each, its tokens, and the idle pages in order."""
 

@@ -80,7 +80,8 @@ def test_a_tile_that_does_not_fit_is_refused(cut: Cut, rows: int, width: int) ->
      ((32, 64, 128, 0, 1, 4), True, False), ((32, 64, 128, 3, 0, 4), True, False), ((32, 64, 128, 3, 9, 4), True, False),
      ((32, 64, 128, 3, 3, 4), True, False), ((32, 64, 128, 3, 2, 4), False, False), ((32, 64, 128, 3, 1, 3), True, False),
      ((32, 64, 128, 3, 1, 32), True, False), ((128, 128, 128, 4, 1, 8), True, False), ((128, 128, 32, 2, 1, 2), True, False),
-     ((64, 64, 256, 2, 1, 8), False, True), ((256, 16, 16, 2, 1, 4), True, False), ((0,) * 6, True, False), ((0, 0), True, False)],
+     ((64, 64, 256, 2, 1, 8), False, True), ((128, 512, 16, 2, 1, 16), True, False),
+     ((256, 16, 16, 2, 1, 4), True, False), ((0,) * 6, True, False), ((0, 0), True, False)],
 )  # fmt: skip
 def test_a_wide_tile_that_does_not_fit_is_refused(cut: Cut, split: bool, gated: bool) -> None:
     """A product of 1,152 outputs over 2,048 inputs, in 180,000 bytes."""

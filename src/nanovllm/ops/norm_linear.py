@@ -96,7 +96,8 @@ def _cuda(
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
     shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)
     many = x.shape[0] > ROWS or not serves(*shape)  # few rows do not fit into registers where they are wide
-    if whole and many and gain is None and residual is None and own_kernels(x.device, x.dtype):
+    alone = gain is None and residual is None and not (gated and bias is not None)
+    if whole and many and alone and own_kernels(x.device, x.dtype):
         return _wide(x.contiguous(), weight, bias, gated, cut)
     if not whole or not serves(*shape):
         return _reference(x, weight, gain, bias, residual, eps, gated)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LOG2E = 1.4426950408889634
 HEADS = 8  # of one program that only writes
+MERGED = tl.constexpr(8192)  # numbers of parts that a merge holds at once: more would cost registers that no program has to spare
 
 
 @triton.jit
@@ -64,18 +65,22 @@ def _finish(
         if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
             j = tl.arange(0, SPLITS)
             on = j < active
-            tops = ()  # all are asked for before the first is used: a store between them would keep them back
-            sums = ()
-            parts = ()
-            for one in tl.static_range(G):
-                place = b * H * SPLITS + k * G + one + j * H
-                tops += (tl.load(stat + place * 2, mask=on, other=float("-inf")),)
-                sums += (tl.load(stat + place * 2 + 1, mask=on, other=0.0),)
-                parts += (tl.load(part + place[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0),)
-            for one in tl.static_range(G):
-                shares = tl.exp2(tops[one] - tl.max(tops[one], 0))
-                result = tl.sum(parts[one] * shares[:, None], 0) / tl.sum(sums[one] * shares, 0)
-                tl.store(out + (b * H + k * G + one) * D + h, result.to(out.dtype.element_ty), mask=inside)
+            NEAR: tl.constexpr = min(G, max(1, MERGED // (SPLITS * h.shape[0])))  # heads at once
+            for lead in tl.static_range(0, G, NEAR):
+                tops = ()  # all are asked for before the first is used: a store between them would keep them back
+                sums = ()
+                parts = ()
+                for one in tl.static_range(lead, lead + NEAR):
+                    place = b * H * SPLITS + k * G + one + j * H
+                    valid = on & (one < G)
+                    tops += (tl.load(stat + place * 2, mask=valid, other=float("-inf")),)
+                    sums += (tl.load(stat + place * 2 + 1, mask=valid, other=0.0),)
+                    parts += (tl.load(part + place[:, None] * D + h[None, :], mask=valid[:, None] & inside[None, :], other=0.0),)
+                for near in tl.static_range(NEAR):
+                    shares = tl.exp2(tops[near] - tl.max(tops[near], 0))
+                    result = tl.sum(parts[near] * shares[:, None], 0) / tl.sum(sums[near] * shares, 0)
+                    to = out + (b * H + k * G + lead + near) * D + h
+                    tl.store(to, result.to(out.dtype.element_ty), mask=inside & (lead + near < G))
             tl.store(count + b * K + k, 0)
 
 

@@ -14,7 +14,7 @@ from .plain import rms_norm
 ROWS = 64  # of one program
 MOST = 256  # rows beyond which the library's products are as fast
 BY_LIBRARY: Cut = (0,)  # the cut that says: the library's product
-SUMS = 128  # in the registers of one thread, at most
+SUMS = 128  # in the registers of one thread, at most; a program of more than 8 warps has fewer a thread
 PARTS = 8  # of the inputs, at most
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -128,7 +128,7 @@ def wide_fits(tile: WideTile, outputs: int, width: int, gated: bool, memory: int
     if tile.warps > 16 or not 1 <= tile.parts <= (PARTS if split else 1) or tile.stages < 1:
         return False
     columns = tile.outputs * (2 if gated else 1)
-    held = 2 * tile.stages * tile.depth * (tile.rows + columns) <= memory and tile.rows * columns <= SUMS * 32 * tile.warps
+    held = 2 * tile.stages * tile.depth * (tile.rows + columns) <= memory and tile.rows * columns <= SUMS * 32 * min(tile.warps, 8)
     return held and outputs % tile.outputs == 0 and width % (tile.depth * tile.parts) == 0
 
 

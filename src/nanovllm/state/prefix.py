@@ -197,10 +197,15 @@ def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarray]:
     Pages behind them that somebody still holds leave it too: after their release they are not free.
     """
     evicted, wanted = [NO_PAGES], max(0, index.num_idle - count)
+    behind: dict[int, list[int]] | None = None  # found once, if at all: what leaves the index leaves it for good
     while index.num_idle > wanted:
         index, due = _longest_idle(index, index.num_idle - wanted)
         leaves = due[: _num_leaves(index, due)]
-        doomed = leaves if len(leaves) else _with_those_behind(index, due[:1].tolist())
+        if len(leaves):
+            doomed = leaves
+        else:
+            behind = _runs_behind(index) if behind is None else behind
+            doomed = _with_those_behind(index, due[:1].tolist(), behind)
         index = _unlink(index, doomed)
         evicted.append(doomed)
     return index, np.concatenate(evicted)
@@ -248,19 +253,24 @@ def forget(index: PrefixIndex, pages: frozenset[int]) -> tuple[PrefixIndex, np.n
     lost = [page for page in pages if page in index]
     if not lost:
         return index, NO_PAGES
-    doomed = _with_those_behind(index, lost)
+    doomed = _with_those_behind(index, lost, _runs_behind(index))
     return _unlink(index, doomed), doomed
 
 
-def _with_those_behind(index: PrefixIndex, pages: Iterable[int]) -> np.ndarray:
-    """The pages and all that stand behind them, sorted."""
+def _runs_behind(index: PrefixIndex) -> dict[int, list[int]]:
+    """The first pages of the runs that stand behind each page."""
     behind: dict[int, list[int]] = {}
     for head, run in index.runs.items():
         behind.setdefault(run.parent, []).append(head)
+    return behind
+
+
+def _with_those_behind(index: PrefixIndex, pages: Iterable[int], behind: dict[int, list[int]]) -> np.ndarray:
+    """The pages and all that stand behind them, sorted; `behind` may name runs that are gone."""
     found, left = set[int](), list(pages)
     while left:
         page = left.pop()
-        if page in found:
+        if page in found or page not in index:
             continue
         for other in index.runs[index.run_of[page]].pages[index.place_of[page] :].tolist():
             found.add(other)
@@ -276,12 +286,18 @@ def _unlink(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
         run = runs[head]
         left = len(run.pages) - int(np.count_nonzero(of == head))
         if left:
-            runs = runs.set(head, Run(run.parent, run.tokens[: left * index.page_size], run.pages[:left]))
+            runs = runs.set(head, Run(run.parent, _first(run.tokens, left * index.page_size), _first(run.pages, left)))
             continue
         runs, heads = runs.delete(head), heads.delete((run.parent, run.tokens[: index.page_size].tobytes()))
         if run.parent != ROOT:
             num_behind = _add(num_behind, run.parent, -1)
     return _replace(index, heads=heads, runs=runs, num_behind=num_behind, run_of=index.run_of.put(pages, -1))
+
+
+def _first(values: np.ndarray, count: int) -> np.ndarray:
+    """The first values, in memory of their own where they are few of those that it holds."""
+    held = values if values.base is None else values.base
+    return values[:count].copy() if 2 * count < len(held) else values[:count]
 
 
 def _add(counts: IntArray, page: int, more: int) -> IntArray:

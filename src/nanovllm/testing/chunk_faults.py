@@ -159,7 +159,7 @@ def _keeps_the_label_of_what_it_left(restart):
 
 
 def _leaves_those_behind(with_those_behind):
-    return lambda index, held: np.array(held, np.int32)
+    return lambda index, held, behind: np.array(held, np.int32)
 
 
 # Files
