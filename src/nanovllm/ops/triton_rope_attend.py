@@ -65,7 +65,7 @@ def _finish(
         if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
             j = tl.arange(0, SPLITS)
             on = j < active
-            NEAR: tl.constexpr = min(G, max(1, MERGED // (SPLITS * h.shape[0])))  # heads at once
+            NEAR: tl.constexpr = min(G, max(1, MERGED // (SPLITS * h.shape[0])))  # heads at once  # pyright: ignore[reportAssignmentType]
             for lead in tl.static_range(0, G, NEAR):
                 tops = ()  # all are asked for before the first is used: a store between them would keep them back
                 sums = ()
