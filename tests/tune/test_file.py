@@ -439,7 +439,8 @@ def test_a_run_that_measured_some_says_so(tuning: Path, monkeypatch: pytest.Monk
     failing(monkeypatch, 64)
     assert cli.main(["tune", "--batches", "8,64"]) == 1
     assert "attend, 64 rows: not measured: no memory for it" in capsys.readouterr().out
-    assert set(read_cuts(tuning, MODEL, H200).steps) == {8}
+    cuts, lines = read_run(tuning, MODEL, H200)
+    assert set(cuts.steps) == {8} and {line["rows"] for line in lines if "why" in line} == {64}
 
 
 def test_a_run_that_is_cut_keeps_what_it_found(tuning: Path, monkeypatch: pytest.MonkeyPatch) -> None:

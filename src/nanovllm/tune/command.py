@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
         ):
             results.append(result)
             shown.update()
-            if result.found is not None:  # at once: a run takes long, and may be cut
+            if any(each.found is not None for each in results):  # at once: a run takes long, and may be cut
                 write_cuts(path, key, chosen(results, steps), told(results, lines))
     failed = [result for result in results if result.found is None]
     if len(failed) == len(results):
