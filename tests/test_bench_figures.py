@@ -339,6 +339,11 @@ def test_a_journal_replaces_whole_files_and_is_quiet_without_one(
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             journal.add({"two": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            journal.add({})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]  # nothing of what failed
     assert json.loads(file.read_text())["one"] == 1 and "two" not in json.loads(file.read_text())
     assert "unfinished" not in journal.end() and json.loads(file.read_text())["two"] == 2
     assert link.is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]

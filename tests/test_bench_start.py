@@ -75,8 +75,8 @@ def test_a_start_is_measured_in_a_process_of_its_own(tmp_path: Path, capsys: pyt
 def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = []
 
-    def fake(model: nv.Model, folder: Path) -> start.Start:
-        assert (folder / "config.json").is_file()
+    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None) -> start.Start:
+        assert tuning is None and (folder / "config.json").is_file()
         folders.append(folder)
         return start.Start(imports_s=float(len(folders)), weights_s=0.0, engine_s=0.0, first_token_s=0.0)
 
@@ -103,6 +103,36 @@ def test_a_start_that_fails_is_left_out_with_what_it_said(
     with pytest.raises(start.StartError, match=r"could not be written to .*No space left"):
         start.measure_start(bench.random_weights("small", device="cpu"), "small")
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [None, False, True, Path("/no/such file.json")])
+def test_a_start_is_by_the_cuts_that_were_asked_for(given: Path | bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of the fresh process is made with the same option."""
+    told = "class Told(Exception): pass\n\ndef tell(model, *, tuning): raise Told(repr(tuning))\n\nnv.init_state = tell\n"
+    monkeypatch.setattr(start, "PROGRAM", start.PROGRAM.replace("marks = [began", told + "marks = [began"))
+    with pytest.raises(start.StartError) as error:
+        start.measure_start(nv.load_model("tiny", device="cpu"), "tiny", given)
+    assert str(error.value).endswith(f"Told: {(str(given) if isinstance(given, Path) else given)!r}")
+
+
+def test_the_option_reaches_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def fake(model: nv.Model, name: str, tuning: Path | bool | None) -> start.Start:
+        seen.append(tuning)
+        raise start.StartError("enough")
+
+    monkeypatch.setattr(command, "measure_start", fake)
+    for more in ([], ["--tuning", "off"]):
+        assert cli.main(["bench", "--which", "start", *WHERE, *more]) == 0
+    assert seen == [None, False] and "enough" in capsys.readouterr().err
+
+
+def test_a_start_that_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "PROGRAM", "import time\ntime.sleep(60)")
+    monkeypatch.setattr(start, "TIMEOUT", 0.2)
+    with pytest.raises(start.StartError, match=r"no token after 0\.2 s"):
+        start.measure_start(nv.load_model("tiny", device="cpu"), "tiny")
 
 
 def test_a_disk_without_room_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from immutables import Map
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import nanovllm as nv
 from nanovllm import bench, cli, compile, models
+from nanovllm.model_check import command as check_command
 from nanovllm.model_check.agree import agreement, two_likeliest
 from nanovllm.model_check.compare import Errors, compare, error_bound, keeps, relative_error, spread_rows
-from nanovllm.model_check.examine import choose, examine
+from nanovllm.model_check.examine import CUT_ROWS, MOST_ROWS, START_ROWS, choose, cut_rows, examine
 from nanovllm.model_check.report import chosen, table
 from nanovllm.model_check.text import sample_tokens
 from nanovllm.models import cpu, fused, layers
 from nanovllm.models.choice import FastChoice, all_fast, by_layer
+from nanovllm.models.cuts import Cuts, StepCuts
 from nanovllm.models.fast import FastPath, fast_path
 from nanovllm.ops import plans
+from nanovllm.ops.cuts import CutError
 from nanovllm.ops.native import library
 from nanovllm.ops.rope_attend import FusedDecodePlan
 from nanovllm.state.kv import init_kv
@@ -503,6 +507,89 @@ def broken(few: bool) -> Callable[..., Any]:
     return layer
 
 
+def by_rows(*steps: tuple[int, int]) -> Cuts:
+    """Cuts of numbers of rows; those with the same second number have the same."""
+    return Cuts(steps=Map({rows: StepCuts(qkv=(number,) * bool(number)) for rows, number in steps}), source="a file")
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows"),
+    [
+        ([], ()),
+        ([(1, 1), (8, 2), (24, 3)], ()),  # they are looked at anyway
+        ([(1, 1), (2, 1), (16, 0), (64, 2), (72, 2)], (72,)),  # what is seen at one row, the defaults, and one of two alike
+        ([(rows, rows) for rows in (2, 4, 16, 32, 40, 48)], (2, 4, 16, 32, 40, 48)),
+        ([(rows, rows) for rows in range(100, 111)], (100, 102, 104, 106, 108, 110)),
+        ([(256, 1), (257, 2), (99999, 3)], (256,)),
+    ],
+)
+def test_numbers_of_rows_that_have_cuts_are_looked_at(steps: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
+    assert cut_rows(by_rows(*steps), START_ROWS) == rows and len(rows) <= CUT_ROWS and max(rows, default=0) <= MOST_ROWS
+    assert cut_rows(None, START_ROWS) == ()
+
+
+def test_more_rows_than_tokens() -> None:
+    found = spread_rows(small(), 5, 13, 2)
+    assert found.tokens.unique().tolist() == list(range(5)) and len(found.tokens) == 13 and found.tokens[-1] == 4
+    assert len(found.batch.slots.unique()) == 13  # each with pages of its own
+    model = small()
+    plain = FastPath(name="plain", layer=model.spec.layer, head=layers.head, plan=lambda _: None)
+    compared = compare(model, plain, sample_tokens(model, 5), (13,), page_size=2)
+    assert compared.fast == compared.plain and 0 < max(each.output for each in compared.plain) < 60 * torch.finfo(model.dtype).eps
+
+
+def test_a_fault_of_one_number_of_rows_is_seen_where_it_has_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start and in the report, which says whose cuts they are."""
+    model, seen = small(), set[int]()
+
+    def path(params: Any, config: Any, cuts: Cuts | None = None) -> FastPath:
+        def layer(w: Any, x: Tensor, *rest: Any) -> Tensor:
+            seen.add(len(x))
+            wrong = cuts is not None and cuts.at(len(x)).qkv == (7,)
+            return model.spec.layer(w, x, *rest) * (1.1 if wrong else 1.0)
+
+        return FastPath(name="made up", layer=layer, head=layers.head, plan=lambda _: None)
+
+    monkeypatch.setattr("nanovllm.model_check.examine.fast_path", path)
+    assert choose(model, 16) == (all_fast(model.config), "") and seen == {1, 8, 24}
+    right, wrong = by_rows((2, 1), (160, 2)), by_rows((2, 1), (160, 7))
+    assert choose(model, 16, right)[0] == all_fast(model.config) and seen == {1, 2, 8, 24, 160}
+    assert choose(model, 16, wrong)[0] == FastChoice(layers=(False,) * 3)
+    for cuts, fallen in ((None, ()), (right, ()), (wrong, ("0", "1", "2"))):
+        report = examine(model, 30, cuts=cuts)
+        assert report.fallen == fallen and report.rows == ((1, 2, 8, 16, 24) if cuts is None else (1, 2, 8, 16, 24, 160))
+        assert report.as_json()["tuning"] == report.tuning == (None if cuts is None else "a file")
+        assert table(report).splitlines()[0].endswith("fast path: made up" if cuts is None else "fast path: made up, cut as a file says")
+
+
+def test_the_command_takes_the_cuts_that_engines_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, given = [], []
+    cuts = by_rows((2, 1))
+
+    def cuts_for(model: nv.Model, tuning: Any) -> Cuts | None:
+        asked.append(tuning)
+        return cuts if tuning is not False else None
+
+    def examined(model: nv.Model, num_tokens: int, *, cuts: Cuts | None) -> Any:
+        given.append(cuts)
+        return examine(model, 4)
+
+    monkeypatch.setattr(check_command, "cuts_for", cuts_for)
+    monkeypatch.setattr(check_command, "examine", examined)
+    for more in ([], ["--tuning", "off"], ["--tuning", "x.json"]):
+        cli.main(["check", "--device", "cpu", *more])
+    assert asked == [None, False, Path("x.json")] and given == [cuts, None, cuts]
+
+
+def test_cuts_that_no_kernel_can_be_made_by_are_an_error_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> FastPath:
+        raise CutError("cut (1,) has 1 number")
+
+    monkeypatch.setattr("nanovllm.model_check.examine.fast_path", refused)
+    with pytest.raises(nv.TuningFileError, match=r"a file: no kernel can be made by its cuts: cut \(1,\)"):
+        examine(small(), 8, cuts=by_rows((1, 1)))
+
+
 # The report and the command
 
 
@@ -556,6 +643,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["tiny", "--model", "tiny"], "two models were named, 'tiny' and 'tiny': give one"),
         (["--tokens", "3000"], "num_tokens=3000"),
         (["--dtype", "int8"], "dtype 'int8'"),
+        (["--tuning", "x.json"], "is for the kernels of a CUDA GPU"),
         (["--device", "abacus"], "device='abacus'"),
         (["--tokens", "2", "--output", "/dev/null/folder/report.json"], "Not a directory"),
     ],

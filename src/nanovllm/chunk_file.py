@@ -185,14 +185,24 @@ def writing(path: Path) -> Iterator[None]:
         raise ChunkFileError(f"{path}: could not be written: {error.strerror or error}") from error
 
 
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a small file, to the disk, in place of an older one or not at all. Raises `OSError`; then nothing is left of it."""
+    with temporary(path.parent, mode) as (fd, made):
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        put(made, path)
+
+
 @contextmanager
-def temporary(folder: Path) -> Iterator[tuple[int, Path]]:
+def temporary(folder: Path, mode: int = 0o666) -> Iterator[tuple[int, Path]]:
     """An empty file in a folder, open and locked, that is gone at the end of the block unless it got another name.
 
     A process that is killed leaves it behind, and the lock not: whoever gets the lock may delete it.
     """
     path = folder / TEMPORARY.replace("*", secrets.token_hex(8))
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         flock(fd, LOCK_EX)
         yield fd, path

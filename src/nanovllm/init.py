@@ -1,8 +1,11 @@
 """`init_state`: an engine's first state, its KV pool and its runtime."""
 
+import gc
 import os
 import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -11,10 +14,10 @@ from .attention_plans import AttentionUnavailableError, Cascades, cascade_policy
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
 from .config import EngineConfig
 from .engine import model_key, require_model
-from .errors import InvalidRequestError, OutOfPagesError
+from .errors import InvalidRequestError, OutOfPagesError, TuningFileError
 from .keywords import explain_unknown_keywords
 from .model import Model
-from .model_check.examine import choose
+from .model_check.examine import by_cuts, choose
 from .models import FastChoice
 from .models.cuts import Cuts
 from .ops.backends import attention_backend
@@ -23,6 +26,7 @@ from .state.kv import KVState, bytes_per_page, init_kv, pages_for
 from .state.pool import init_pool
 from .tune.use import cuts_for, require_tuning
 
+R = TypeVar("R")
 CPU_KV_BYTES = 4 << 30  # unless told otherwise
 
 
@@ -53,8 +57,10 @@ def init_state(
     `check`: whether the fast form of each decode layer is compared with the plain one on the model's own weights before it is used; a
     layer beyond the error bound runs in plain torch, with one warning for all. None does it on a GPU; True on a CPU too, but not with
     `compile=True` there, which runs compiled layers in the place of the fast ones. With `compile=False` nothing is fast, or compared.
+    Compared are batches of 1, 8 and 24 rows, and of up to 6 more numbers of rows, 256 at most, for which a tuning file has cuts.
     `tuning`: how the kernels of a GPU cut their work: None as the file says that `nanovllm tune` wrote for this GPU, model and version,
-    where it is there; True where it must be; False by the defaults; a path as the file there says.
+    where it is there; True where it must be; False by the defaults; a path as the file there says. Cuts by which a layer errs beyond the
+    bound, or no kernel can be made, are dropped for the defaults, with a warning; the latter are an error where the file was asked for.
     `progress`: None draws bars on a terminal.
     Raises `InvalidRequestError` for a limit below 1 and for options that exclude each other, and `OutOfPagesError` where the pool does not
     fit into memory, `TuningFileError` for a tuning file that was asked for and cannot be used.
@@ -82,7 +88,7 @@ def init_state(
     if max_model_len > config.max_position_embeddings:
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
     cuts = _cuts(model, limits, compile, tuning)
-    choice, cuts = _choice(model, limits, compile, check, cuts)  # before the pool takes the memory that it needs for a moment
+    choice, cuts = _choice(model, limits, compile, check, cuts, tuning)  # before the pool takes the memory that it needs for a moment
     if num_pages is None:
         num_pages = _default_pages(model, limits, memory_fraction)
         limits = EngineConfig(**{**_fields(limits), "num_pages": num_pages})
@@ -91,7 +97,7 @@ def init_state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
-    executor, cuts = _executor(model, limits, kv, compile, cascade, choice, cuts, progress)
+    executor, cuts = _executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
     runtime = Runtime(Lease(model_key(model)), executor, cuts)
     return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
 
@@ -112,7 +118,12 @@ def _cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning: bool
 
 
 def _choice(
-    model: Model, limits: EngineConfig, compile: bool | None, check: bool | None, cuts: Cuts | None
+    model: Model,
+    limits: EngineConfig,
+    compile: bool | None,
+    check: bool | None,
+    cuts: Cuts | None,
+    tuning: bool | str | os.PathLike[str] | None,
 ) -> tuple[FastChoice | None, Cuts | None]:
     """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks. Cuts by which
     one does not are dropped for the defaults."""
@@ -120,13 +131,26 @@ def _choice(
     runs_fast = _captures(model, limits, compile) if cuda else compile is None  # else compiled layers will run
     if not (runs_fast and (cuda if check is None else check)):
         return None, cuts
-    choice, warning = _looked(model, limits, cuts)
+    (choice, warning), cuts = _by_cuts(partial(_looked, model, limits), cuts, tuning)
     if cuts is not None and choice is not None and not choice.whole:
         warnings.warn(f"the cuts of {cuts.source} are not used but the defaults: by them {warning}", stacklevel=4)
         (choice, warning), cuts = _looked(model, limits, None), None
     if warning:
         warnings.warn(warning, stacklevel=4)
     return None if choice is None or choice.whole else choice, cuts
+
+
+def _by_cuts(make: Callable[[Cuts | None], R], cuts: Cuts | None, tuning: bool | str | os.PathLike[str] | None) -> tuple[R, Cuts | None]:
+    """What is made by the cuts, and the cuts; by the defaults where no kernel can be made by those of a file that nobody asked for."""
+    try:
+        with by_cuts(cuts):
+            return make(cuts), cuts
+    except TuningFileError as error:
+        if tuning is not None:
+            raise
+        warnings.warn(f"{error}; the default cuts are used", stacklevel=5)
+    gc.collect()  # what was half made holds memory
+    return make(None), None
 
 
 def _looked(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[FastChoice | None, str]:
@@ -146,6 +170,7 @@ def _executor(
     cascade: bool | None,
     choice: FastChoice | None,
     cuts: Cuts | None,
+    tuning: bool | str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> tuple[Executor, Cuts | None]:
     """An executor, and the cuts that it uses."""
@@ -160,9 +185,12 @@ def _executor(
         return EagerExecutor(*pages, compiled_forward(model), cascades), None
     from .cuda_graphs import GraphExecutor
 
-    try:
+    def captured(cuts: Cuts | None) -> Executor:
         with torch.cuda.device(model.device):
-            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, cuts=cuts, progress=progress), cuts
+            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, cuts=cuts, progress=progress)
+
+    try:
+        return _by_cuts(captured, cuts, tuning)
     except AttentionUnavailableError as error:
         warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
         return EagerExecutor(*pages, compiled_forward(model), cascades), None

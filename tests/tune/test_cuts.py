@@ -295,4 +295,7 @@ def test_nothing_said_changes_nothing() -> None:
     model = small()
     assert with_cuts(fused.decode_layer, None) is fused.decode_layer is with_cuts(fused.decode_layer, DEFAULT)
     assert compile.fused_forward(model, None) is fused.forward is compile.fused_forward(model, FastChoice(layers=(True, True)), None)
+    for nothing in (Cuts(), Cuts(steps=Map({3: DEFAULT}), source="a file")):
+        assert nothing.default and with_cuts(fused.forward, nothing) is fused.forward
+    assert not CUTS.default and with_cuts(fused.forward, CUTS) is not fused.forward
     assert Cuts().at(3) == DEFAULT and CUTS.at(3) == DEFAULT

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +21,17 @@ from immutables import Map
 
 import nanovllm as nv
 from nanovllm import cli, init
+from nanovllm.compile import EagerExecutor
+from nanovllm.model_check import examine
 from nanovllm.models.choice import FastChoice, all_fast
 from nanovllm.models.cuts import Cuts, StepCuts
+from nanovllm.ops.cuts import CutError
+from nanovllm.state.kv import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tune import command, use
 from nanovllm.tune.candidates import default_cut, neighbours
-from nanovllm.tune.file import LARGEST, default_path, key_of, read_cuts, write_cuts
+from nanovllm.tune.file import LARGEST, default_path, key_of, read_cuts, read_run, write_cuts
+from nanovllm.tune.search import Unfit
 from nanovllm.tune.work import Machine, works
 
 H200 = Machine(processors=132, memory=200_000)
@@ -195,6 +202,51 @@ def test_a_damaged_file_in_the_cache_is_warned_of_and_the_defaults_serve(served:
             use.cuts_for(MODEL, tuning)
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_others_can_write_is_not_believed(folder: bool, served: Path) -> None:
+    written(served)
+    (served.parent if folder else served).chmod(0o777 if folder else 0o666)
+    with pytest.warns(UserWarning, match="can be written by other users; the default cuts are used"):
+        assert use.cuts_for(MODEL, None) is None
+    with pytest.raises(nv.TuningFileError, match="can be written by other users"):
+        use.cuts_for(MODEL, True)
+    assert use.cuts_for(MODEL, served) is not None  # whoever names it, knows it
+
+
+def test_what_is_written_is_its_users_alone(served: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        written(served)
+    finally:
+        os.umask(before)
+    assert use.cuts_for(MODEL, None) is not None
+
+
+def test_a_file_without_cuts_is_the_defaults(served: Path) -> None:
+    for steps in (Map(), Map({1: StepCuts(), 8: StepCuts()})):
+        written(served, steps)
+        for tuning in (None, True, served):
+            assert use.cuts_for(MODEL, tuning) is None
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x.json", "a\0b", "", "\ud800.json"])
+def test_what_no_file_is_called_is_refused(name: str, served: Path) -> None:
+    with pytest.raises(nv.TuningFileError) as error:
+        use.cuts_for(MODEL, name)
+    assert (repr(name) if name != "\ud800.json" else name) in str(error.value) and "JSON" not in str(error.value)
+
+
+def test_kernels_whose_sources_cannot_be_read_have_no_file(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(served)
+    monkeypatch.setattr("nanovllm.tune.file.KERNELS", ("no_such_kernel",))
+    for tuning in (True, served):
+        with pytest.raises(nv.TuningFileError, match=r"no_such_kernel\.py: the kernels' sources could not be read") as error:
+            use.cuts_for(MODEL, tuning)
+        assert tuning is True or str(error.value).startswith(f"{served}: ")
+    with pytest.warns(UserWarning, match="no_such_kernel.*the default cuts are used"):
+        assert use.cuts_for(MODEL, None) is None
+
+
 def test_what_is_no_tuning_is_refused(untyped: None) -> None:
     for wrong in (1, 2.5, ["off"]):
         with pytest.raises(nv.InvalidRequestError, match="must be True, False, None or the path of a file"):
@@ -214,9 +266,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
     plain = init._executor
 
-    def executor(model: Any, limits: Any, kv: Any, compile: Any, cascade: Any, choice: Any, cuts: Any, progress: Any) -> Any:
+    def executor(model: Any, limits: Any, kv: Any, compile: Any, cascade: Any, choice: Any, cuts: Any, *rest: Any) -> Any:
         made.append((choice, cuts))
-        return plain(model, limits, kv, False, cascade, choice, cuts, progress)[0], cuts
+        return plain(model, limits, kv, False, cascade, choice, cuts, *rest)[0], cuts
 
     monkeypatch.setattr(init, "_executor", executor)
     return made
@@ -250,6 +302,67 @@ def test_cuts_that_do_not_keep_the_bound_are_dropped(served: Path, monkeypatch: 
     assert made == [(None, None)] and state.runtime.cuts is None and looked == [Cuts(steps=STEPS, source=str(served)), None]
     monkeypatch.setattr(init, "choose", lambda *_: (all_fast(MODEL.config), ""))
     assert nv.init_state(MODEL, num_pages=8, check=True).runtime.cuts is not None
+
+
+FAILURES = [CutError("cut (3,) does not fit"), *([error("out of\n shared memory") for error in examine.kernel_errors()])]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+@pytest.mark.parametrize("where", ["look", "capture"])
+def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
+    failure: Exception, where: str, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropped where the file was found, refused where it was asked for; whatever fails by the defaults is not the file's fault."""
+    made: list[Cuts | None] = []
+    by_default = False
+
+    def make(cuts: Cuts | None) -> None:
+        made.append(cuts)
+        if cuts is not None or by_default:
+            raise failure
+
+    class Graphs(EagerExecutor):
+        def __init__(self, model: Any, limits: Any, kv: Any, *, cuts: Cuts | None = None, **_: Any) -> None:
+            super().__init__(limits.page_size, limits.num_pages, model.spec.forward, None)
+            if where == "capture":
+                make(cuts)
+
+    def start(tuning: Any) -> Any:
+        made.clear()
+        limits = nv.EngineConfig(num_pages=8, page_size=16, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, seed=0)
+        kv = init_kv(MODEL.config, num_pages=8, page_size=16, dtype=MODEL.dtype, device=MODEL.device)
+        on_gpu = replace(MODEL, device=torch.device("cuda"))
+        cuts = init._cuts(on_gpu, limits, None, tuning)
+        if where == "look":
+            return init._choice(on_gpu, limits, None, True, cuts, tuning)[1]
+        return init._executor(on_gpu, limits, kv, None, None, None, cuts, tuning, False)[1]
+
+    monkeypatch.setattr("nanovllm.cuda_graphs.GraphExecutor", Graphs)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(use, "key_of", lambda model: key_of(MODEL))
+    monkeypatch.setattr("nanovllm.tune.file.key_of", lambda model: key_of(MODEL))
+    monkeypatch.setattr(examine, "fast_path", lambda params, config, cuts: SimpleNamespace(name="fused", cuts=cuts))
+    monkeypatch.setattr(examine, "compare", lambda model, fast, *_: make(fast.cuts))
+    monkeypatch.setattr(examine, "chosen", lambda *_: all_fast(MODEL.config))
+    written(served)
+    found = Cuts(steps=STEPS, source=str(served))
+    why = re.escape(f"{served}: no kernel can be made by its cuts: {' '.join(str(failure).split())}")
+    with pytest.warns(UserWarning, match=f"{why}; the default cuts are used"):
+        assert start(None) is None
+    assert made == [found, None]
+    for asked in (True, served, str(served)):
+        with pytest.raises(nv.TuningFileError, match=why):
+            start(asked)
+        assert made == [found]
+    assert start(False) is None and made == [None]
+    by_default = True
+    if where == "capture" or isinstance(failure, CutError):
+        with pytest.raises(type(failure)):
+            start(False)
+    else:
+        with pytest.warns(UserWarning, match="the path fused cannot run here"):
+            assert start(False) is None
 
 
 # The command
@@ -296,6 +409,76 @@ def test_the_command_prints_a_table_and_writes_the_file(tuning: Path, tmp_path: 
         "layer", "attend", "qkv", "o", "gate_up", "down",
     ]  # fmt: skip
     assert told["measured"] == json.loads(other.read_text())["measured"] and set(read_cuts(other, MODEL, H200).steps) == {8}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *rows: int, error: BaseException | None = None) -> None:
+    """Steps of these numbers of rows cannot be measured."""
+    plain = command.measuring
+
+    def measuring(model: nv.Model, recorder: None, group: Any) -> Any:
+        if group[0].rows in rows:
+            raise error or Unfit("no memory for it")
+        return plain(model, recorder, group)
+
+    monkeypatch.setattr(command, "measuring", measuring)
+
+
+def test_a_run_that_measured_nothing_leaves_the_file(
+    tuning: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tuning)
+    before = tuning.read_bytes()
+    failing(monkeypatch, 1, 64)
+    assert cli.main(["tune", "--batches", "1,64"]) == 2 and tuning.read_bytes() == before
+    assert f"nothing could be measured (no memory for it); {tuning} is as it was" in capsys.readouterr().err
+    tuning.unlink()
+    assert cli.main(["tune", "--batches", "1,64"]) == 2 and not tuning.exists()
+
+
+def test_a_run_that_measured_some_says_so(tuning: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(monkeypatch, 64)
+    assert cli.main(["tune", "--batches", "8,64"]) == 1
+    assert "attend, 64 rows: not measured: no memory for it" in capsys.readouterr().out
+    cuts, lines = read_run(tuning, MODEL, H200)
+    assert set(cuts.steps) == {8} and {line["rows"] for line in lines if "why" in line} == {64}
+
+
+def test_a_run_that_is_cut_keeps_what_it_found(tuning: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, 64, error=KeyboardInterrupt())
+    assert cli.main(["tune", "--batches", "1,8,64"]) == 130
+    cuts, lines = read_run(tuning, MODEL, H200)
+    assert set(cuts.steps) == {1, 8} and {line["rows"] for line in lines} == {1, 8}
+
+
+def test_older_cuts_of_what_was_not_measured_stay(tuning: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["tune", "--batches", "1,8"]) == 0
+    first, lines = read_run(tuning, MODEL, H200)
+    failing(monkeypatch, 1)
+    monkeypatch.setattr("nanovllm.tune.run.HEAD_MARGIN", 0.5)
+    assert cli.main(["tune", "--batches", "1,8,64"]) == 1
+    second, more = read_run(tuning, MODEL, H200)
+    assert set(second.steps) == {1, 8, 64} and second.at(1) == first.at(1)
+    assert [line for line in more if line["rows"] == 1] == [line for line in lines if line["rows"] == 1]
+    assert [line["rows"] for line in more] == sorted(line["rows"] for line in more)
+    assert len({(line["rows"], line["part"]) for line in more}) == len(more)
+    measured = nullcontext(lambda cuts: (1.0,))
+    monkeypatch.setattr(command, "measuring", lambda *_: measured)
+    assert cli.main(["tune", "--batches", "8"]) == 0  # by nothing it is faster now
+    assert set(read_cuts(tuning, MODEL, H200).steps) == {1, 64}
+
+
+@pytest.mark.parametrize("damage", ["key", "mode", "measured", "whole"])
+def test_an_older_file_that_is_not_to_be_believed_is_replaced(damage: str, tuning: Path) -> None:
+    document = written(tuning)
+    if damage == "key":
+        document["key"]["gpu"] = "another"
+    elif damage == "measured":
+        document["measured"] = [{"part": "qkv", "rows": "1"}]
+    tuning.write_text(json.dumps(document) if damage != "whole" else "{")
+    tuning.chmod(0o666 if damage == "mode" else 0o644)
+    assert cli.main(["tune", "--batches", "8"]) == 0
+    cuts, lines = read_run(tuning, MODEL, H200)
+    assert set(cuts.steps) == {8} and {line["rows"] for line in lines} == {8}
 
 
 def test_what_the_command_cannot_do_is_told_before_it_measures(

@@ -86,6 +86,19 @@ def test_what_wins_once_by_luck_does_not_win() -> None:
     assert found.cut == () and found.default_us == found.chosen_us == 10.0
 
 
+def test_what_cannot_be_measured_again_is_not_taken() -> None:
+    asked: list[Cut] = []
+
+    def measure(cut: Cut) -> Times:
+        asked.append(cut)
+        if asked.count((9,)) == 2:
+            raise Unfit("no kernel: out of memory")
+        return (5.0,) if cut == (9,) else (10.0,)
+
+    found = search(DEFAULT, (), line, measure)
+    assert found == Found(cut=(), default_us=10.0, chosen_us=10.0, measured=found.measured, skipped=(((9,), "no kernel: out of memory"),))
+
+
 @pytest.mark.parametrize(("times", "taken"), [((5.0, 10.05), True), ((5.0, 10.2), False), ((9.8, 9.8), True), ((9.95, 9.95), False)])
 def test_what_loses_in_one_setting_is_not_taken(times: Times, taken: bool) -> None:
     found = search(DEFAULT, (), line, Clock({9: times}, default=(10.0, 10.0)))

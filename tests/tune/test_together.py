@@ -139,6 +139,48 @@ def test_defaults_that_cannot_be_measured_are_no_result() -> None:
         found_by(Clock(refused))
 
 
+class Failing(Clock):
+    """Fails whenever it is asked for some cuts, from the n-th time on."""
+
+    def __init__(self, time: Callable[[StepCuts], float | Times], fails: StepCuts, after: int):
+        super().__init__(time)
+        self.fails, self.after = fails, after
+
+    def __call__(self, cuts: StepCuts) -> Times:
+        found = super().__call__(cuts)
+        if cuts == self.fails and self.asked.count(cuts) >= self.after:
+            raise Unfit("no room")
+        return found
+
+
+@pytest.mark.parametrize("after", range(2, 12))
+def test_cuts_that_cannot_be_measured_again_do_not_take_the_others_with_them(after: int) -> None:
+    """Of two that gain together and each alone, wherever it is that their kernels fail: one stays at least."""
+
+    def time(cuts: StepCuts) -> float:
+        return 100.0 - 10.0 * (cuts.attend == ATTEND) - 10.0 * (cuts.qkv == QKV)
+
+    both = StepCuts(attend=ATTEND, qkv=QKV)
+    clock = Failing(time, both, after)
+    found = found_by(clock)
+    assert found.default_us == 100.0 and all(one.cut == getattr(found.cuts, part) for part, one in found.parts.items())
+    if clock.asked.count(both) < after:
+        assert found.cuts == both and found.chosen_us == 80.0
+    else:
+        assert found.cuts in (StepCuts(attend=ATTEND), StepCuts(qkv=QKV)) and found.chosen_us == 90.0
+
+
+@pytest.mark.parametrize("after", [2, *range(5, 12)])
+def test_a_part_that_the_others_cannot_be_measured_without_keeps_its_cut(after: int) -> None:
+    """Here by its default it fails beside the other's cut."""
+
+    def time(cuts: StepCuts) -> float:
+        return 100.0 - 10.0 * (cuts.attend == ATTEND) - 10.0 * (cuts.qkv == QKV)
+
+    found = found_by(Failing(time, StepCuts(attend=ATTEND), after))
+    assert found.cuts in (StepCuts(attend=ATTEND, qkv=QKV), StepCuts(qkv=QKV)) and found.chosen_us <= 90.0
+
+
 PAIRS = st.dictionaries(st.sampled_from(list(product((False, True), repeat=3))), st.floats(1, 200), min_size=8)
 
 

@@ -103,7 +103,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     if "start" in which:  # while the device has memory for another engine
-        left_out += _start(model, name, journal)
+        left_out += _start(model, name, options.tuning, journal)
     if left_out:
         journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
@@ -155,10 +155,10 @@ def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
     return too_large(name, config) if workload == "start" else None
 
 
-def _start(model: Model, name: str, journal: Journal) -> list[dict[str, str]]:
+def _start(model: Model, name: str, tuning: Path | bool | None, journal: Journal) -> list[dict[str, str]]:
     """The start of a process, or what is to be said of it where that fails."""
     try:
-        found = measure_start(model, name)
+        found = measure_start(model, name, tuning)
     except StartError as error:
         left = [{"workload": "start", "why": str(error)}]
         note(*report.left_out({"left_out": left}))

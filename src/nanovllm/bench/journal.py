@@ -1,12 +1,12 @@
 """What a run has found so far: with a file, on disk after every workload, so that a run which is cut keeps what it measured."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import chunk_file
 from ..model import Model
 from ..terminal import note
 from .record import commit, record
@@ -50,8 +50,5 @@ class Journal:
             note(what)
 
     def _write(self) -> None:
-        # The name never stands for half of an object: it goes to the new file once that is whole.
-        if self._path is not None:
-            made = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            made.write_text(json.dumps(self.result, indent=2) + "\n", encoding="utf-8")
-            os.replace(made, self._path)
+        if self._path is not None:  # the name never stands for half of an object
+            chunk_file.write_whole(self._path, (json.dumps(self.result, indent=2) + "\n").encode())

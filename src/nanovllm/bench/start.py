@@ -23,16 +23,17 @@ from ..weights import num_params, save_params
 from .shapes import SHAPES
 from .workloads import PROMPT, random_tokens
 
+TIMEOUT = 600.0  # seconds until the first token
 SPARE = 1 << 28  # bytes of disk that are left to others
 # The clock runs on from process to process, so that the first interval holds the start of Python too.
 PROGRAM = """\
 import json, sys, time
-began, folder, device, dtype, tokenizer, prompt = json.loads(sys.argv[1])
+began, folder, device, dtype, tokenizer, tuning, prompt = json.loads(sys.argv[1])
 import nanovllm as nv
 marks = [began, time.monotonic()]
 model = nv.load_model(folder, device, dtype, tokenizer=tokenizer)
 marks.append(time.monotonic())
-state = nv.init_state(model)
+state = nv.init_state(model, tuning=tuning)
 marks.append(time.monotonic())
 nv.generate(model, state, prompt, nv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
 marks.append(time.monotonic())
@@ -41,7 +42,7 @@ print(json.dumps(marks))
 
 
 class StartError(NanoVLLMError):
-    """The fresh process ended without a token."""
+    """The fresh process ended without a token, or had none in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +60,15 @@ class Start:
         return round(self.imports_s + self.weights_s + self.engine_s + self.first_token_s, 3)
 
 
-def measure_start(model: Model, name: str) -> Start:
+def measure_start(model: Model, name: str, tuning: Path | bool | None = None) -> Start:
     """The start of a process over the model that `name` names: the second of two, as the first one fills caches.
 
-    Random weights are written to a folder for temporary files first and removed then (see `too_large`). Raises `StartError`.
+    Random weights are written to a folder for temporary files first and removed then (see `too_large`). `tuning`: see `init_state`.
+    Raises `StartError`.
     """
     with _folder(model, name) as folder:
-        _run(model, folder)
-        return _run(model, folder)
+        _run(model, folder, tuning)
+        return _run(model, folder, tuning)
 
 
 def too_large(name: str, config: ModelConfig) -> str | None:
@@ -95,11 +97,15 @@ def _folder(model: Model, name: str) -> Iterator[Path]:
         yield folder
 
 
-def _run(model: Model, folder: Path) -> Start:
+def _run(model: Model, folder: Path, tuning: Path | bool | None) -> Start:
     prompt = random_tokens(Random(6), PROMPT, model.config.vocab_size)
-    given = (str(folder), str(model.device), str(model.dtype).removeprefix("torch."), model.tokenizer is not None, prompt)
+    where = (str(folder), str(model.device), str(model.dtype).removeprefix("torch."))
+    given = (*where, model.tokenizer is not None, str(tuning) if isinstance(tuning, Path) else tuning, prompt)
     command = [sys.executable, "-c", PROGRAM, json.dumps((time.monotonic(), *given))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise StartError(f"a fresh process had no token after {TIMEOUT:g} s") from error
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise StartError(f"a fresh process ended with {done.returncode} before its first token: {said[-1] if said else 'it said nothing'}")

@@ -86,8 +86,8 @@ def relative_error(got: Tensor, want: Tensor, change: Tensor) -> Tensor:
 
 
 def spread_rows(model: Model, num_tokens: int, num_rows: int, page_size: int) -> Rows:
-    """`num_rows` tokens of a text, evenly spread, the last included."""
-    places = torch.linspace(num_tokens / num_rows, num_tokens, num_rows).round().long() - 1
+    """`num_rows` tokens of a text, evenly spread, the last included; where there are more rows than tokens, some are several rows'."""
+    places = torch.linspace(num_tokens / num_rows, num_tokens, num_rows).round().long().clamp_min(1) - 1
     counts = (places // page_size + 1).tolist()
     first = torch.tensor([0, *counts]).cumsum(0)
     # Behind a row's pages the dummy page, the last. A width like an engine's: kernels are compiled anew for one that is no multiple of 16.
@@ -122,7 +122,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     text = text_batch(ids, page_size)
     shape = (1, pages_for(len(token_ids), page_size), 2, config.num_kv_heads, page_size, config.head_dim)
     cos, sin = layers.rope_angles(text.positions, params.inv_freq, config.rope)
-    batches = [spread_rows(model, len(token_ids), min(count, len(token_ids)), page_size) for count in rows]
+    batches = [spread_rows(model, len(token_ids), count, page_size) for count in rows]
     held = [None if fast is None else fast.plan(len(each.tokens)) for each in batches]
     plans = [0 if plan is None else plan.handle for plan in held]
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]

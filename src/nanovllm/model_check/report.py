@@ -9,6 +9,7 @@ import torch
 
 from ..model import Model
 from ..models.choice import FastChoice
+from ..models.cuts import Cuts
 from ..models.fast import FastPath
 from ..types import Tensor
 from .agree import Agreement
@@ -52,7 +53,8 @@ class HeadReport:
 class CheckReport:
     """The fast decode path of a model beside its plain layers. `fast` names the path, None where the model has none here.
 
-    `rows` are the sizes of the decode batches that the layers were compared in.
+    `rows` are the sizes of the decode batches that the layers were compared in, `tuning` the file whose cuts the kernels had; None: their
+    defaults.
     """
 
     model: str
@@ -65,6 +67,7 @@ class CheckReport:
     layers: tuple[LayerReport, ...]
     head: HeadReport
     agreement: Agreement | None
+    tuning: str | None = None
 
     @property
     def fallen(self) -> tuple[str, ...]:
@@ -88,7 +91,13 @@ def chosen(compared: Compared, dtype: torch.dtype) -> FastChoice:
 
 
 def reported(
-    model: Model, fast: FastPath | None, choice: FastChoice | None, rows: tuple[int, ...], compared: Compared, agreement: Agreement | None
+    model: Model,
+    fast: FastPath | None,
+    choice: FastChoice | None,
+    rows: tuple[int, ...],
+    compared: Compared,
+    agreement: Agreement | None,
+    cuts: Cuts | None = None,
 ) -> CheckReport:
     """The report of what was measured."""
     none, device = [None] * len(compared.plain), model.device
@@ -123,6 +132,7 @@ def reported(
             bound=error_bound(compared.plain_head, model.dtype),
         ),
         agreement=agreement,
+        tuning=None if cuts is None else cuts.source,
     )
 
 
@@ -149,7 +159,8 @@ def table(report: CheckReport) -> str:
     batches = ", ".join(map(str, report.rows))
     return "\n".join(
         [
-            f"{report.model}, {report.architecture}, {report.dtype} on {report.device}, fast path: {report.fast or 'none here'}",
+            f"{report.model}, {report.architecture}, {report.dtype} on {report.device}, fast path: {report.fast or 'none here'}"
+            + (f", cut as {report.tuning} says" if report.tuning else ""),
             f"Worst relative errors beside float64, over {report.num_tokens} tokens, decode batches of {batches}; "
             f"bound: {FACTOR:g} x plain + {spacing:.1e}",
             "",

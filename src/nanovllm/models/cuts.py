@@ -38,11 +38,17 @@ class Cuts:
     steps: Map[int, StepCuts] = field(default_factory=Map)
     source: str = ""
 
+    @property
+    def default(self) -> bool:
+        """Whether every step has the kernels' defaults."""
+        return all(step == DEFAULT for step in self.steps.values())
+
     def at(self, rows: int) -> StepCuts:
         """The cuts of a step of exactly so many rows."""
         return self.steps.get(rows, DEFAULT)
 
 
 def with_cuts(function: Callable[..., R], cuts: Cuts | StepCuts | None) -> Callable[..., R]:
-    """The function by these cuts, and itself where they say nothing."""
-    return function if cuts is None or cuts == DEFAULT else partial(function, cuts=cuts)
+    """The function by these cuts, and itself where they are none, or the defaults of all that they name."""
+    said = cuts is not None and not (cuts.default if isinstance(cuts, Cuts) else cuts == DEFAULT)
+    return partial(function, cuts=cuts) if said else function

@@ -7,28 +7,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from immutables import Map
+
 from .. import collector
 from ..arguments import positives, require_folder
 from ..bench.command import add_model_arguments, find_model
-from ..cache import cache_folder
+from ..cache import cache_folder, is_private
 from ..cuda_graphs import batch_sizes
-from ..errors import InvalidRequestError
-from ..model import resolve_device
+from ..errors import InvalidRequestError, NanoVLLMError, TuningFileError
+from ..model import Model, resolve_device
 from ..models import fused
+from ..models.cuts import StepCuts
 from ..progress import bar
 from .device import Recorder, measuring
-from .file import default_path, key_of, write_cuts
+from .file import default_path, key_of, read_run, write_cuts
 from .report import table, verdict
-from .run import chosen, plan, run
+from .run import Result, chosen, plan, run, told
 from .use import machine_of
+from .work import Machine
 
 BATCHES = tuple(batch_sizes(256))  # those that an engine captures graphs for
 NEEDS = "a CUDA GPU of compute capability 8.0 or newer, Triton, and a model in bfloat16 or float16 without biases of gate and up"
 DESCRIPTION = """\
 Measure how the kernels of decode steps are cut fastest on this GPU for a model's shapes, and keep the result in a file, by default in the
 user's cache, where engines find it. Cuts are timed in whole layers, each beside those found for the other kernels; one replaces the
-default where its results agree with the default's and it makes the layer 1% faster.
+default where its results agree with the default's and it makes the layer 1% faster. The file is written after every number of rows; what
+it says of others stays, where it was measured for the same GPU, shapes and versions. Exit code 0: all was measured; 1: not all; 2: an
+error, or nothing.
 """
+
+
+class NothingMeasuredError(NanoVLLMError):
+    """Not even the defaults of one number of rows could be measured; the file is as it was."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Tune, print the table, write the file. Returns 0. Raises `InvalidRequestError` where there is nothing to tune."""
+    """Tune, write the file, print the table. Returns 0 or, where some kernels could not be measured, 1.
+
+    Raises `InvalidRequestError` where there is nothing to tune, and `NothingMeasuredError`.
+    """
     device = resolve_device(options.device)
     if device.type != "cuda":
         raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; the device here is {device}")
@@ -52,7 +65,8 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; {model.name} in {model.dtype} on {device} is not served")
     key, machine = key_of(model), machine_of(model)
     path = options.output or _place(key)  # before minutes of measuring
-    planned, results = plan(model.config, options.batches, machine), []
+    planned, results = plan(model.config, options.batches, machine), list[Result]()
+    steps, lines = _older(path, model, machine)
     collector.freeze()
     with bar(len(planned), "tune", "step") as shown:
         for result in run(
@@ -63,13 +77,27 @@ def main(options: argparse.Namespace) -> int:
         ):
             results.append(result)
             shown.update()
-    measured = [line for result in results for line in result.as_json()]
-    write_cuts(path, key, chosen(results), measured)
+            if any(each.found is not None for each in results):  # at once: a run takes long, and may be cut
+                write_cuts(path, key, chosen(results, steps), told(results, lines))
+    failed = [result for result in results if result.found is None]
+    if len(failed) == len(results):
+        raise NothingMeasuredError(f"nothing could be measured ({failed[0].why}); {path} is as it was")
     if options.json:
-        print(json.dumps({"file": str(path), "key": key, "measured": measured}, indent=1))
+        print(json.dumps({"file": str(path), "key": key, "measured": told(results)}, indent=1))
     else:
         print("\n".join([f"{model.name}, {key['dtype']}, {key['gpu']}", "", table(results), "", f"{verdict(results)} Written to {path}"]))
-    return 0
+    return 1 if failed else 0
+
+
+def _older(path: Path, model: Model, machine: Machine) -> tuple[Map[int, StepCuts], list[dict[str, Any]]]:
+    """What an older run for the same key found, by rows, and its lines; nothing where there is none, or none to believe."""
+    try:
+        if path.exists() and is_private(path):
+            cuts, lines = read_run(path, model, machine)
+            return cuts.steps, lines
+    except (OSError, TuningFileError):
+        pass
+    return Map(), []
 
 
 def _place(key: Mapping[str, Any]) -> Path:

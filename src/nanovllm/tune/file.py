@@ -5,7 +5,6 @@ What is read is believed only as far as the kernels can run it: a cut that does 
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +29,10 @@ LARGEST = 1 << 20  # bytes of a file
 
 
 def key_of(model: Model) -> dict[str, Any]:
-    """What the cuts depend on: the GPU, the dtype, the shapes of the model's kernels, and what makes the kernels."""
+    """What the cuts depend on: the GPU, the dtype, the shapes of the model's kernels, and what makes the kernels.
+
+    Raises `TuningFileError` where the kernels' sources cannot be read.
+    """
     c = model.config
     shapes = {
         "hidden_size": c.hidden_size,
@@ -64,22 +66,33 @@ def write_cuts(path: Path, key: Mapping[str, Any], steps: Map[int, StepCuts], me
     cuts = {str(rows): {part: list(cut) for part in PARTS if (cut := getattr(step, part))} for rows, step in sorted(steps.items())}
     document = {"format": FORMAT, "key": key, "cuts": cuts, "measured": measured}
     try:
-        with chunk_file.temporary(path.parent) as (fd, made):
-            with os.fdopen(os.dup(fd), "wb") as file:
-                file.write(json.dumps(document, indent=1).encode() + b"\n")
-                file.flush()
-                os.fsync(fd)
-            chunk_file.put(made, path)
+        chunk_file.write_whole(path, json.dumps(document, indent=1).encode() + b"\n", mode=0o644)  # engines ask that no other can write it
     except OSError as error:
         raise InvalidRequestError(f"{path}: could not be written: {error.strerror}") from error
 
 
 def read_cuts(path: Path, model: Model, machine: Machine) -> Cuts:
     """The cuts in a file for this model on this machine. Raises `TuningFileError` naming the file and the reason."""
+    return _read(path, model, machine)[0]
+
+
+def read_run(path: Path, model: Model, machine: Machine) -> tuple[Cuts, list[dict[str, Any]]]:
+    """The cuts, and the lines of what was measured. Raises as `read_cuts`."""
+    cuts, document = _read(path, model, machine)
+    lines = document.get("measured")
+    if not isinstance(lines, list) or not all(isinstance(line, dict) and _is_line(line) for line in lines):
+        raise TuningFileError(f"{path}: it does not say what was measured")
+    return cuts, lines
+
+
+def _read(path: Path, model: Model, machine: Machine) -> tuple[Cuts, dict[str, Any]]:
     document = _document(path)
     if document.get("format") != FORMAT:
         raise TuningFileError(f"{path}: format {document.get('format')!r}, this version reads {FORMAT}")
-    theirs, mine = document.get("key"), key_of(model)
+    try:
+        theirs, mine = document.get("key"), key_of(model)
+    except TuningFileError as error:
+        raise TuningFileError(f"{path}: {error}") from error
     if not isinstance(theirs, dict):
         raise TuningFileError(f"{path}: it does not say what it was measured for")
     for name, value in mine.items():
@@ -88,23 +101,29 @@ def read_cuts(path: Path, model: Model, machine: Machine) -> Cuts:
     cuts = document.get("cuts")
     if not isinstance(cuts, dict):
         raise TuningFileError(f"{path}: it has no cuts")
-    return Cuts(steps=Map({_rows(path, rows): _step(path, model, machine, rows, step) for rows, step in cuts.items()}), source=str(path))
+    steps = Map({_rows(path, rows): _step(path, model, machine, rows, step) for rows, step in cuts.items()})
+    return Cuts(steps=steps, source=str(path)), document
 
 
 def _document(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            raise TuningFileError(f"{path}: larger than any tuning file")
+    except (OSError, ValueError) as error:  # the latter: no name of a file
+        raise TuningFileError(f"{path}: could not be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > LARGEST:
+        raise TuningFileError(f"{path}: larger than any tuning file")
+    try:
         document = json.loads(data.decode("utf-8"))
-    except OSError as error:
-        raise TuningFileError(f"{path}: could not be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise TuningFileError(f"{path}: not JSON: {error}") from error
     if not isinstance(document, dict):
         raise TuningFileError(f"{path}: a {type(document).__name__}, not a tuning file")
     return document
+
+
+def _is_line(line: dict[str, Any]) -> bool:
+    return type(line.get("part")) is str and type(line.get("rows")) is int
 
 
 def _rows(path: Path, rows: str) -> int:
@@ -139,5 +158,8 @@ def _version(name: str) -> str:
 def _sources() -> str:
     folder, digest = Path(ops.__file__).parent, hashlib.sha256()
     for name in KERNELS:
-        digest.update((folder / f"{name}.py").read_bytes())
+        try:
+            digest.update((folder / f"{name}.py").read_bytes())
+        except OSError as error:
+            raise TuningFileError(f"{folder / name}.py: the kernels' sources could not be read: {error.strerror or error}") from error
     return digest.hexdigest()[:16]

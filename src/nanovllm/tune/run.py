@@ -1,6 +1,6 @@
 """A tuning run: every number of rows in turn, its layers and then its head, whoever measures."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from typing import Any
 from immutables import Map
 
 from ..config import ModelConfig
-from ..models.cuts import StepCuts
+from ..models.cuts import DEFAULT, StepCuts
 from ..ops.cuts import Cut
 from .search import MARGIN, Found, Unfit
 from .together import StepMeasure, Together, search_together
@@ -82,11 +82,20 @@ def run(
         yield Result(works=group, found=found)
 
 
-def chosen(results: Seq[Result]) -> Map[int, StepCuts]:
-    """The cuts that replace a default, by rows."""
-    steps: dict[int, StepCuts] = {}
+def chosen(results: Seq[Result], before: Mapping[int, StepCuts] | None = None) -> Map[int, StepCuts]:
+    """The cuts that replace a default, by rows. `before`: those of an older run, which stand where nothing was measured now."""
+    steps = dict(before or {})
     for result in results:
-        cuts = {} if result.found is None else {part: found.cut for part, found in result.found.parts.items() if found.cut}
-        if cuts:
-            steps[result.rows] = replace(steps.get(result.rows, StepCuts()), **cuts)
-    return Map(steps)
+        if result.found is not None:
+            cuts = {part: found.cut for part, found in result.found.parts.items()}
+            steps[result.rows] = replace(steps.get(result.rows, DEFAULT), **cuts)
+    return Map({rows: step for rows, step in steps.items() if step != DEFAULT})
+
+
+def told(results: Seq[Result], before: Seq[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """JSON objects of all that was measured, by rows. `before`: those of an older run, which stand where nothing was measured now."""
+    mine = [line for result in results for line in result.as_json()]
+    measured = {(part, result.rows) for result in results if result.found is not None for part, _ in result.lines}
+    kept = [line for line in before if (line["part"], line["rows"]) not in measured]
+    again = {(line["part"], line["rows"]) for line in kept}
+    return sorted([*kept, *(line for line in mine if (line["part"], line["rows"]) not in again)], key=lambda line: line["rows"])

@@ -38,7 +38,8 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
     """Climb from the best of the default and `starts` to the best of its neighbours, as long as one is faster.
 
     `measure(())` measures the default, which `default` spells out; `measure` raises `Unfit` for a candidate to leave out, and what it
-    raises else goes through. A cut that is slower than the default by the margin in any setting is not taken.
+    raises else goes through. A cut that is slower than the default by the margin in any setting is not taken, nor one that cannot be
+    measured again.
     """
     usual = measure(())
     scores: dict[Cut, float] = {default: 1.0}
@@ -63,9 +64,13 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
         best = better
     chosen, default_us, chosen_us = (), fmean(usual), fmean(usual)
     if scores[best] <= 1 - margin:
-        again, mine = measure(()), measure(best)
-        default_us = fmean(again)
-        chosen, chosen_us = (best, fmean(mine)) if score(mine, again, margin) <= 1 - margin else ((), default_us)
+        try:
+            again, mine = measure(()), measure(best)
+        except Unfit as error:
+            skipped[best] = str(error)
+        else:
+            default_us = fmean(again)
+            chosen, chosen_us = (best, fmean(mine)) if score(mine, again, margin) <= 1 - margin else ((), default_us)
     return Found(cut=chosen, default_us=default_us, chosen_us=chosen_us, measured=len(scores), skipped=tuple(skipped.items()))
 
 

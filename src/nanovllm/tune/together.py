@@ -15,7 +15,7 @@ from immutables import Map
 from ..models.cuts import DEFAULT, StepCuts
 from ..ops.cuts import Cut
 from .candidates import default_cut, neighbours, starts
-from .search import MARGIN, Found, Measure, Times, score, search
+from .search import MARGIN, Found, Measure, Times, Unfit, score, search
 from .work import Machine, Work
 
 TURNS = 2  # through all parts, at most
@@ -63,31 +63,48 @@ def search_together(
             more = [kept] * (kept not in ((), *tried))
             beside = _measure_beside(measure, others, work.part)
             default, near = default_cut(work, machine), partial(neighbours, work, machine=machine)
-            one = search(default, [*tried, *more], near, beside, margin=margin)
+            try:
+                one = search(default, [*tried, *more], near, beside, margin=margin)
+            except Unfit as error:
+                if others == DEFAULT:
+                    raise
+                one = Found(cut=kept, default_us=0.0, chosen_us=0.0, measured=0, skipped=(((), str(error)),))  # times come at the end
             found[work.part] = _joined(found.get(work.part), one)
             cuts = _with(cuts, work.part, one.cut)
     return _settled(cuts, found, measure, margin)
 
 
 def _settled(cuts: StepCuts, found: Mapping[str, Found], measure: StepMeasure, margin: float) -> Together:
-    """What remains of the cuts when each is left out in turn: one that nothing is slower without goes, and then all are looked at again.
-    None remains where all of them together are not faster by the margin."""
-    while True:
-        mine = measure(cuts)
-        without = {part: measure(_with(cuts, part, ())) for part in found if getattr(cuts, part)}
+    """What remains of the cuts when each is left out in turn: one that nothing is slower without goes, or without which the others can be
+    measured, and then all are looked at again. None remains where all of them together are not faster by the margin."""
+    mine, without = None, dict[str, Times]()
+    while cuts != DEFAULT:
+        mine = _tried(measure, cuts)
+        left = {part: _tried(measure, _with(cuts, part, ())) for part in found if getattr(cuts, part)}
+        without = {part: times for part, times in left.items() if times is not None}
+        if mine is None:
+            cuts = _with(cuts, next(iter(without)), ()) if without else DEFAULT
+            continue
         worth = {part: score(mine, times, margin) for part, times in without.items()}
         idle = max(worth, key=worth.__getitem__, default=None)
         if idle is None or worth[idle] < 1:
             break
         cuts = _with(cuts, idle, ())
-    usual = measure(DEFAULT) if without else mine
-    if without and score(mine, usual, margin) > 1 - margin:
+    usual = measure(DEFAULT)
+    if mine is None or cuts == DEFAULT or score(mine, usual, margin) > 1 - margin:
         cuts, without, mine = DEFAULT, {}, usual
     parts = {
         part: replace(one, cut=getattr(cuts, part), default_us=fmean(without.get(part, mine)), chosen_us=fmean(mine))
         for part, one in found.items()
     }
     return Together(cuts=cuts, default_us=fmean(usual), chosen_us=fmean(mine), parts=Map(parts))
+
+
+def _tried(measure: StepMeasure, cuts: StepCuts) -> Times | None:
+    try:
+        return measure(cuts)
+    except Unfit:
+        return None
 
 
 def _measure_beside(measure: StepMeasure, others: StepCuts, part: str) -> Measure:

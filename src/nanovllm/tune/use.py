@@ -4,6 +4,7 @@ import os
 import warnings
 from pathlib import Path
 
+from ..cache import is_private
 from ..errors import InvalidRequestError, TuningFileError
 from ..model import Model
 from ..models import fused
@@ -25,11 +26,11 @@ def require_tuning(tuning: object) -> None:
 
 
 def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
-    """The cuts by which a model's kernels run; None: their defaults.
+    """The cuts by which a model's kernels run; None: their defaults, and where a file has no others.
 
-    `tuning`: False is the defaults; None the file in the cache, where it is there, and a warning where it is damaged; True that file;
-    a path the file there. Raises `TuningFileError` for a file that was asked for and cannot be used, `InvalidRequestError` where one was
-    asked for and the kernels do not run.
+    `tuning`: False is the defaults; None the file in the cache, where it is there, and a warning where it is damaged or somebody else can
+    write it; True that file; a path the file there. Raises `TuningFileError` for a file that was asked for and cannot be used,
+    `InvalidRequestError` where one was asked for and the kernels do not run.
     """
     if tuning is False:
         return None
@@ -37,16 +38,14 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
         if tuning is None:
             return None
         raise InvalidRequestError(f"tuning={tuning!r} is for the kernels of a CUDA GPU, which do not run this model in {model.dtype} here")
-    if tuning is None or tuning is True:
-        path = _cached(model)
+    try:
+        path = _cached(model) if tuning is None or tuning is True else _given(tuning)
         if path is None and tuning is None:
             return None
         if path is None:
             raise TuningFileError(f"no file in the user's cache for {model.name} in {model.dtype} on this GPU: `nanovllm tune` writes it")
-    else:
-        path = Path(tuning).expanduser()
-    try:
-        return read_cuts(path, model, machine_of(model))
+        cuts = read_cuts(path, model, machine_of(model))
+        return None if cuts.default else cuts
     except TuningFileError as error:
         if tuning is not None:
             raise
@@ -55,9 +54,24 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
 
 
 def _cached(model: Model) -> Path | None:
-    """The file in the user's cache; None where there is none, or no cache."""
+    """The file in the user's cache; None where there is none, or no cache. Raises `TuningFileError` for one that others can write."""
     try:
         path = default_path(key_of(model))
-        return path if path.exists() else None
+        if not path.exists():
+            return None
+        if is_private(path.parent) and is_private(path):
+            return path
     except OSError:
         return None
+    raise TuningFileError(f"{path}: it, or its folder, can be written by other users")
+
+
+def _given(tuning: str | os.PathLike[str]) -> Path:
+    """The path that was given. Raises `TuningFileError` for what no file is called."""
+    name = os.fspath(tuning)
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise TuningFileError(f"tuning={tuning!r} is not the name of a file")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise TuningFileError(f"tuning={tuning!r} begins in a home folder that is not known; write ./~ for a file of that name") from error
