@@ -1,6 +1,8 @@
 """From the start of a process to its first token: what is written to be loaded, what is refused, and that nothing is left behind."""
 
 import json
+import os
+import signal
 import tempfile
 from collections import namedtuple
 from pathlib import Path
@@ -59,6 +61,11 @@ def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
         nv.prefill(loaded, nv.init_state(loaded, num_pages=8), "text")
 
 
+def test_whether_there_is_a_tokenizer_is_true_or_false(untyped: None) -> None:
+    with pytest.raises(nv.InvalidRequestError, match="tokenizer=None must be True or False"):
+        nv.load_model("tiny", tokenizer=None)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_start_is_measured_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--which", "start", *WHERE, "--output", str(tmp_path / "run.json")]) == 0
     result = json.loads((tmp_path / "run.json").read_text())
@@ -86,6 +93,14 @@ def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     folders.clear()
     start.measure_start(nv.load_model("tiny", device="cpu"), "tiny")
     assert folders[0] == folders[1] and (folders[0] / "tokenizer.json").is_file()  # the folder itself, nothing written
+
+
+def test_a_process_that_is_told_to_end_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(start, "_run", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit, match="143"):
+        start.measure_start(bench.random_weights("small", device="cpu"), "small")
+    assert list((tmp_path / "temporary").iterdir()) == [] and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_start_that_fails_is_left_out_with_what_it_said(

@@ -115,6 +115,7 @@ def test_sampling_flags_reach_the_request(folder):
         (["generate", "--prompts", "p", "x"], "give no prompt"),
         (["generate", "--prompts", "/no/such/file"], "No such file"),
         (["chat", "--max-model-len", "9999"], "max_model_len=9999 exceeds"),
+        (["bench", "--which", "", "--device", "cpu"], "unknown workload ''; there are b1"),
         (["bench", "--which", "b1,foo", "--device", "cpu"], "unknown workload 'foo'; there are b1, b8, b64, offline, prefix, host"),
         (["bench", "--dtype", "int7", "--device", "cpu"], "dtype 'int7' is not a floating-point torch dtype"),
     ],

@@ -24,7 +24,7 @@ from .ops.backends import attention_backend
 from .state.engine_state import EngineState, Lease
 from .state.kv import KVState, bytes_per_page, init_kv, pages_for
 from .state.pool import init_pool
-from .tune.use import cuts_for, require_tuning
+from .tune.use import cuts_for, plain, require_tuning
 
 R = TypeVar("R")
 CPU_KV_BYTES = 4 << 30  # unless told otherwise
@@ -113,7 +113,7 @@ def _cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning: bool
     if not _captures(model, limits, compile):
         if tuning is None or tuning is False:
             return None
-        raise InvalidRequestError(f"tuning={tuning!r} is for captured steps on a CUDA GPU; there are none on {model.device} here")
+        raise InvalidRequestError(f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; there are none on {model.device} here")
     return cuts_for(model, tuning)
 
 

@@ -65,6 +65,8 @@ def load_model(
     Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
     A checkpoint that brings code is refused without `trust_remote_code`; with it, only a built-in architecture loads, and no code is run.
     """
+    if not isinstance(tokenizer, bool):
+        raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo)
     spec, config = read_config(folder, trust_remote_code=trust_remote_code)

@@ -78,7 +78,7 @@ def find_workloads(which: str | None, name: str, *, cuda: bool) -> tuple[list[st
 
     Raises `InvalidRequestError` for a name that there is no workload of, and for one that was asked for and cannot be run.
     """
-    names = which.split(",") if which else list(WORKLOADS if cuda else CPU_WORKLOADS)
+    names = which.split(",") if which is not None else list(WORKLOADS if cuda else CPU_WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
         raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WORKLOADS)}")
     config = _config(name)

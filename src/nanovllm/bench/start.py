@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +68,7 @@ def measure_start(model: Model, name: str, tuning: Path | bool | None = None) ->
     Random weights are written to a folder for temporary files first and removed then (see `too_large`). `tuning`: see `init_state`.
     Raises `StartError`.
     """
-    with _folder(model, name) as folder:
+    with _ended_in_order(), _folder(model, name) as folder:
         _run(model, folder, tuning)
         return _run(model, folder, tuning)
 
@@ -80,6 +82,19 @@ def too_large(name: str, config: ModelConfig) -> str | None:
     if size + SPARE <= free:
         return None
     return f"its weights take {size / 1e9:,.1f} GB of disk, {where} has {free / 1e9:,.1f} GB free; TMPDIR names another folder"
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM unwinds the stack, so that what was written is removed and the fresh process ends too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no other may say what a signal does
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

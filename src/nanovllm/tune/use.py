@@ -25,6 +25,11 @@ def require_tuning(tuning: object) -> None:
         raise InvalidRequestError(f"tuning={tuning!r} must be True, False, None or the path of a file of `nanovllm tune`")
 
 
+def plain(tuning: object) -> object:
+    """The option as messages say it: a path by its name."""
+    return os.fspath(tuning) if isinstance(tuning, os.PathLike) else tuning
+
+
 def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
     """The cuts by which a model's kernels run; None: their defaults, and where a file has no others.
 
@@ -37,7 +42,8 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
     if not fused.serves(model.params):
         if tuning is None:
             return None
-        raise InvalidRequestError(f"tuning={tuning!r} is for the kernels of a CUDA GPU, which do not run this model in {model.dtype} here")
+        why = f"is for the kernels of a CUDA GPU, which do not run this model in {model.dtype} here"
+        raise InvalidRequestError(f"tuning={plain(tuning)!r} {why}")
     try:
         path = _cached(model) if tuning is None or tuning is True else _given(tuning)
         if path is None and tuning is None:
