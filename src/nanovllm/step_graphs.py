@@ -182,11 +182,10 @@ class StepGraphs:
                 pass
         self._fill(nothing, 0)
         carry = self._carry(kv, kind)
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             self._run(carry, kind)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         try:
             graph, out = self._record(carry, kind)
         except torch.OutOfMemoryError:

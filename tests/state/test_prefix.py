@@ -129,6 +129,7 @@ def test_runs_are_looked_through_once_an_eviction(monkeypatch):
     calls = []
     found = prefix_ops._runs_behind
     monkeypatch.setattr(prefix_ops, "_runs_behind", lambda index: calls.append(1) or found(index))
+    monkeypatch.setattr(prefix_ops, "NEAR", 3)
     index = prefix_ops.init_prefix(40, 1)
     for chain in range(20):  # the first page of each idle, the second held
         index, _ = prefix_ops.insert(index, ids(chain, 100), ids(2 * chain, 2 * chain + 1), 0)

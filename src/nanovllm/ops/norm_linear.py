@@ -65,16 +65,7 @@ def _fake(x, weight, gain, bias, residual, eps, gated, cut=()):
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
 
 
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    gated: bool,
-    cut: Sequence[int] = (),
-) -> Tensor:
+def _reference(x, weight, gain, bias, residual, eps, gated, cut=()) -> Tensor:
     y = linear(x if gain is None else rms_norm(x, gain, eps), weight, bias)
     if gated:
         gate, up = y.chunk(2, -1)
@@ -82,16 +73,7 @@ def _reference(
     return y if residual is None else y + residual
 
 
-def _cuda(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    gated: bool,
-    cut: Sequence[int] = (),
-) -> Tensor:
+def _cuda(x, weight, gain, bias, residual, eps, gated, cut=()) -> Tensor:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
     shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)

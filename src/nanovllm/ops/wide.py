@@ -58,16 +58,12 @@ def _fake(x, weight, bias, residual, gain, eps, cut=()):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-def _reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, cut: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
+def _reference(x, weight, bias, residual, gain, eps, cut=()) -> tuple[Tensor, Tensor]:
     y = residual + linear(x, weight, bias)
     return y, rms_norm(y, gain, eps)
 
 
-def _cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, cut: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
+def _cuda(x, weight, bias, residual, gain, eps, cut=()) -> tuple[Tensor, Tensor]:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, bias, gain))
     if not whole or not own_kernels(x.device, x.dtype):

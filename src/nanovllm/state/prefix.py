@@ -21,6 +21,7 @@ from .array import IntArray
 
 ROOT = -1
 NO_PAGES = np.empty(0, np.int32)
+NEAR = 1024  # pages that an eviction looks at together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,10 +198,13 @@ def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarray]:
     Pages behind them that somebody still holds leave it too: after their release they are not free.
     """
     evicted, wanted = [NO_PAGES], max(0, index.num_idle - count)
+    if index.num_idle <= wanted:
+        return index, NO_PAGES
+    index, due = _longest_idle(index, index.num_idle - wanted)
     behind: dict[int, list[int]] | None = None  # found once, if at all: what leaves the index leaves it for good
-    while index.num_idle > wanted:
-        index, due = _longest_idle(index, index.num_idle - wanted)
-        leaves = due[: _num_leaves(index, due)]
+    while len(due):
+        near = due[:NEAR]
+        leaves = near[: _num_leaves(index, near)]
         if len(leaves):
             doomed = leaves
         else:
@@ -208,6 +212,7 @@ def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarray]:
             doomed = _with_those_behind(index, due[:1].tolist(), behind)
         index = _unlink(index, doomed)
         evicted.append(doomed)
+        due = due[index.contains(due)][: index.num_idle - wanted]  # what stood behind may have been idle, and not yet due
     return index, np.concatenate(evicted)
 
 
