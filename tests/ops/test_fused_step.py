@@ -10,7 +10,7 @@ from nanovllm.ops.norm_linear import Tile, norm_linear
 from nanovllm.ops.paged_decode import paged_decode
 from nanovllm.ops.plain import rms_norm
 from nanovllm.ops.rope_attend import FusedDecodePlan, cut_of, rope_attend, rope_write
-from nanovllm.ops.wide import WideTile, linear_add_norm, wide_tile
+from nanovllm.ops.wide import DEEPEST, SHALLOW, WideTile, linear_add_norm, wide_tile
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 
 CASES = [
@@ -239,15 +239,22 @@ def test_the_reference_of_a_sum_and_its_norm_is_the_plain_functions() -> None:
 
 @pytest.mark.parametrize("processors", [132, 46])
 @pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("rows", [17, 64, 65, 256, 300])
-@pytest.mark.parametrize(("outputs", "width"), [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (1000, 512), (96, 100)])
+@pytest.mark.parametrize("rows", [8, 17, 64, 65, 256, 300])
+@pytest.mark.parametrize(
+    ("outputs", "width"), [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (12288, 4096), (4096, 12288), (1000, 512), (96, 100)]
+)
 def test_a_wide_tile_covers_its_product(rows: int, outputs: int, width: int, split: bool, processors: int) -> None:
     tile = wide_tile(rows, outputs, width, not split, processors, 200_000, split=split)
     if tile is not None:
         assert outputs % tile.outputs == 0 and width % (tile.parts * tile.depth) == 0 and (split or tile.parts == 1)
-        assert outputs // tile.outputs * tile.parts * -(-rows // tile.rows) <= processors
+        held = 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (1 if split else 2))
+        at_once = 200_000 // held if tile.depth == SHALLOW else 1  # programs of a multiprocessor
+        assert outputs // tile.outputs * tile.parts * -(-rows // tile.rows) <= processors * at_once
+        assert rows <= 64 or width // tile.parts <= DEEPEST
     if outputs == 1024 and split and processors == 132 and rows < 300:
         assert tile is not None and tile.parts == (4 if rows < 256 else 2)
+    if processors == 132 and rows <= 64 and (outputs, width) == (12288, 4096):  # gate and up of Qwen3-8B
+        assert split or (tile is not None and tile.depth == SHALLOW)
 
 
 @pytest.mark.parametrize("memory", [200_000, 158_720, 93_184])

@@ -96,6 +96,17 @@ def test_products_of_many_rows_and_what_follows(compiled: Compiled, gated: bool)
     compiled.check()
 
 
+@pytest.mark.parametrize(("rows", "gated"), [(8, True), (64, True), (24, False)])
+def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compiled: Compiled, rows: int, gated: bool) -> None:
+    from nanovllm.ops import triton_wide
+
+    x, weight, *_ = linear_problem(rows, 12288 if gated else 4096, 1024, gated, False, False, BF16)
+    tile = wide_tile(rows, 12288 if gated else 4096, 1024, gated, PROCESSORS, compiled.memory)
+    if tile is not None:
+        triton_wide.product(x, weight, None, gated, tile, compiled.pdl)
+        compiled.check()
+
+
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim", "norm"),
     [

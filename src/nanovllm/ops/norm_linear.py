@@ -54,8 +54,8 @@ def norm_linear(
     `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `silu(gate) * up`, `[B, out / 2]`; without
     bias and residual. Rounds to x's dtype where the plain functions do: after the norm, its gain, the product, silu, the residual.
 
-    `cut`: a `Tile` for few rows; for many, and few that no tile fits, what `given_wide_tile` takes; as integers, empty: the default. A
-    kernel that it does not fit raises `CutError`; plain functions do not look at it.
+    `cut`: a `Tile` for few rows; where `goes_wide`, what `given_wide_tile` takes; as integers, empty: the default. A kernel that it does
+    not fit raises `CutError`; plain functions do not look at it.
     """
     return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut)
 
@@ -77,9 +77,8 @@ def _cuda(x, weight, gain, bias, residual, eps, gated, cut=()) -> Tensor:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
     shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)
-    many = x.shape[0] > ROWS or not serves(*shape)  # few rows do not fit into registers where they are wide
     alone = gain is None and residual is None and not (gated and bias is not None)
-    if whole and many and alone and own_kernels(x.device, x.dtype):
+    if whole and alone and own_kernels(x.device, x.dtype) and goes_wide(x.shape[0], x.shape[1], gated, shared_memory(x.device)):
         return _wide(x.contiguous(), weight, bias, gated, cut)
     if not whole or not serves(*shape):
         return _reference(x, weight, gain, bias, residual, eps, gated)
@@ -106,6 +105,12 @@ def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, cut: Sequ
 def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:
     """Whether the kernels can run a product of `rows` rows over `width` inputs; plain torch serves everything else."""
     return own_kernels(device, dtype) and fits(rows, width, gated, shared_memory(device))
+
+
+def goes_wide(rows: int, width: int, gated: bool, memory: int) -> bool:
+    """Whether a product with neither norm nor residual is cut as one of many rows: on tensor cores always, for where a layer of few rows
+    asks for one its weights are wide, and a kernel that holds them whole leaves no room for the next."""
+    return rows > FEW or not fits(rows, width, gated, memory)
 
 
 def fits(rows: int, width: int, gated: bool, memory: int) -> bool:

@@ -16,6 +16,10 @@ from .plans import PlanMismatchError, lookup, register
 
 MOST_TOKENS, MOST_TILES = 1 << 14, 16  # of a batch of few rows; of one program over them
 PIPELINED = 16  # rows beyond which there are programs enough to keep many tiles in flight
+MANY = (  # rows, up to: as many programs as a GPU's multiprocessors finish together, whose number goes up and down with the rows
+    (48, (64, 4, 3, 1)), (64, (32, 2, 4, 1)), (96, (64, 4, 3, 1)), (128, (32, 2, 4, 1)), (160, (64, 4, 2, 1)), (192, (32, 2, 3, 1)),
+    (224, (64, 4, 2, 1)), (0, (32, 2, 4, 1)),
+)  # fmt: skip
 LONG = 1024  # tokens of a row of such a batch that do not hold the others up
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -37,7 +41,7 @@ def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, 
     Tiles in flight take `memory` bytes of shared memory at most.
     """
     if batch_size > PIPELINED:
-        best = (64, 4, 3, 1) if batch_size <= 48 or batch_size > 192 else (32, 2, 4, 1)
+        best = next(cut for rows, cut in MANY if batch_size <= rows or not rows)
         token = 4 << (head_dim - 1).bit_length()  # bytes of its key and value
         return next(cut for cut in (best, (32, 2, 3, 1), (32, 2, 2, 1), (16, 2, 2, 1)) if cut[0] * cut[2] * token <= memory)
     warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)

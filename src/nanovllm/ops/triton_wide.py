@@ -13,17 +13,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..types import Float, Float32, Tensor
 from .triton_linear import _gated, _rounded
+from .wide import LINE, MOST_ASKED
 
 if TYPE_CHECKING:
     from .wide import WideTile
 
 
 @triton.jit
+def _ask(lines):
+    """Have these 128 bytes each brought into L2, and go on."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _product(
     x, w, bias, y, B, N, K: tl.constexpr, PART: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (outputs, rows, part): `[BP, BN]` outputs over PART of the K inputs; sums of parts are stored in float32."""
+    """Program (outputs, rows, part): `[BP, BN]` outputs over PART of the K inputs; sums of parts are stored in float32.
+
+    Before it waits it asks for the first LINES lines of every output's weights.
+    """
     if PDL:
         gdc_launch_dependents()
     n, b, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BP + tl.arange(0, BP), tl.program_id(2)
@@ -36,6 +46,8 @@ def _product(
     other = tl.zeros([BP, BN], tl.float32)
     biases = tl.load(bias + n)[None, :] if BIAS else 0.0
     if PDL:
+        if LINES:
+            _ask(w + n.to(tl.int64)[:, None] * K + part * PART + tl.arange(0, LINES)[None, :] * 64)  # `LINE`
         gdc_wait()
     for at in tl.range(0, PART, BK, num_stages=STAGES):
         inputs = tl.load(rows + at, mask=on, other=0.0)
@@ -107,11 +119,13 @@ def partial_product(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], tile:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: "WideTile", pdl: bool) -> None:
     rows, width = x.shape
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    part = width // tile.parts
+    lines = 0 if gated else min(MOST_ASKED, part & -part) // LINE  # a power of two; of gate and up the kernels ahead leave no time for it
     kernel: Any = _product
     with torch.cuda.device_of(x):
         kernel[(outputs // tile.outputs, triton.cdiv(rows, tile.rows), tile.parts)](
-            x, weight, x if bias is None else bias, y, rows, outputs, width, width // tile.parts, tile.rows, tile.outputs, tile.depth,
-            tile.stages, bias is not None, gated, tile.parts, pdl, **options,
+            x, weight, x if bias is None else bias, y, rows, outputs, width, part, tile.rows, tile.outputs, tile.depth,
+            tile.stages, bias is not None, gated, tile.parts, lines, pdl, **options,
         )  # fmt: skip
 
 

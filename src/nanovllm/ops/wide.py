@@ -1,7 +1,7 @@
 """`linear_add_norm`: a projection, the residual, and the norm that follows; and how products of many rows are cut on a GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,10 @@ MOST = 256  # rows beyond which the library's products are as fast
 BY_LIBRARY: Cut = (0,)  # the cut that says: the library's product
 SUMS = 128  # in the registers of one thread, at most; a program of more than 8 warps has fewer a thread
 PARTS = 8  # of the inputs, at most
+SHALLOW = 64  # inputs of a step of programs of which a multiprocessor takes several
+DEEPEST = 4096  # inputs of a program beyond which the library's product of more rows than one program's is faster
+LINE = 64  # numbers of 16 bits that a line of L2 holds
+MOST_ASKED = 1024  # weights of every output that a program asks into L2 before it waits
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -85,20 +89,31 @@ def _cuda(x, weight, bias, residual, gain, eps, cut=()) -> tuple[Tensor, Tensor]
 def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> WideTile | None:
     """The cut that was fastest on an H200 among those tried; None where the library's product is.
 
-    Programs take a multiprocessor each, so there are no more than `processors` of them, and `memory` bytes of its shared memory at most.
+    Programs take a multiprocessor each, so there are no more than `processors` of them, and `memory` bytes of its shared memory at most;
+    but for gated products whose outputs are too many for that, of which it takes several at once.
     `split`: whether the inputs may be cut.
     """
     blocks = -(-rows // ROWS)
     if (gated and blocks > 1) or rows > MOST:
         return None
     for parts in (4, 3, 2, 1) if split else (1,):
-        for columns, depth, stages in ((32, 128 if gated else 256, 4 if gated else 3), (64, 128, 4)):
-            programs = outputs // columns * blocks * parts
-            if 2 * stages * depth * (ROWS + columns * (2 if gated else 1)) > memory:
+        for tile in _tiles(rows, gated, split):
+            held = 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1))
+            if held > memory or outputs % tile.outputs or width % (tile.depth * parts) or (blocks > 1 and width > DEEPEST * parts):
                 continue
-            if outputs % columns == 0 and width % (depth * parts) == 0 and programs <= processors:
-                return WideTile(outputs=columns, depth=depth, stages=stages, parts=parts)
+            places = processors * (memory // held if tile.depth == SHALLOW else 1)
+            if outputs // tile.outputs * blocks * parts <= places:
+                return replace(tile, parts=parts)
     return None
+
+
+def _tiles(rows: int, gated: bool, split: bool) -> tuple[WideTile, ...]:
+    """The tiles of all parts of a product, the best first. The last of the gated ones leaves room for others beside it."""
+    wide = WideTile(outputs=64)
+    if gated:
+        return WideTile(), wide, WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)
+    narrow = WideTile(depth=256, stages=3)
+    return (WideTile(rows=32, stages=5) if rows <= 32 and not split else narrow), wide
 
 
 def given_wide_tile(

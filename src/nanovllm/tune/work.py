@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import ModelConfig
-from ..ops.norm_linear import FEW, ROWS, fits
+from ..ops.norm_linear import FEW, fits, goes_wide
 
 Form = Literal["few", "many", "sum", "attend"]  # `norm_linear` of few rows and of many, `linear_add_norm`, `rope_attend`
 
@@ -48,8 +48,7 @@ def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
     yield Work(part="attend", form="attend", rows=rows, outputs=heads, width=head_dim)
     for part, (outputs, width, gated) in products.items():
         before = part in ("qkv", "gate_up")  # a norm stands before the product, and for the others behind the residual
-        alone = rows <= ROWS and fits(rows, width, gated, machine.memory)
-        form: Form = "few" if closely else "sum" if not before else "few" if alone else "many"
+        form: Form = "few" if closely else "sum" if not before else "many" if goes_wide(rows, width, gated, machine.memory) else "few"
         yield Work(part=part, form=form, rows=rows, outputs=outputs, width=width, gated=gated, norm=closely and before)
     if rows <= FEW and fits(rows, hidden, False, machine.memory):
         yield Work(part="head", form="few", rows=rows, outputs=config.vocab_size, width=hidden, norm=True)
