@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import nanovllm as nv
 from nanovllm import bench, cli, compile, models
+from nanovllm.batch import Batch
 from nanovllm.model_check import command as check_command
 from nanovllm.model_check.agree import agreement, two_likeliest
 from nanovllm.model_check.compare import Errors, compare, error_bound, keeps, relative_error, spread_rows
@@ -30,6 +31,7 @@ from nanovllm.ops import plans
 from nanovllm.ops.cuts import CutError
 from nanovllm.ops.native import library
 from nanovllm.ops.rope_attend import FusedDecodePlan
+from nanovllm.ops.wide import linear_add_norm
 from nanovllm.state.kv import init_kv
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
@@ -463,12 +465,39 @@ def test_fused_steps_with_plain_layers_among_them(architecture: str, few: bool, 
     assert compile.fused_forward(model, None) is fused.forward
 
 
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("layers_chosen", [(True, True, True), (True, True, False), (False, True, True)])
+@pytest.mark.parametrize("wanted", [None, (2, 6), (6,), ()])
+def test_of_a_prompt_only_what_is_wanted_ends_in_the_last_layer(
+    wanted: tuple[int, ...] | None, layers_chosen: tuple[bool, ...], head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are those of the tokens named, all keys and values are written, and nothing but them is run behind the last attention."""
+    model, widths = small(), []
+    monkeypatch.setattr(compile, "compiled_layer", lambda model: model.spec.layer)
+    monkeypatch.setattr(fused, "linear_add_norm", lambda x, *given, **cut: widths.append(len(x)) or linear_add_norm(x, *given, **cut))
+    ids, positions = torch.tensor([3, 5, 7, 2, 9, 4, 8], dtype=torch.int32), torch.tensor([0, 1, 2, 0, 1, 2, 3], dtype=torch.int32)
+    batch = Batch(
+        input_ids=ids, positions=positions, slots=torch.tensor([0, 1, 2, 4, 5, 6, 7], dtype=torch.int32),
+        page_tables=torch.tensor([[0], [1]], dtype=torch.int32), seq_lens=torch.tensor([3, 4], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32),
+        logit_indices=None if wanted is None else torch.tensor(wanted, dtype=torch.int32),
+    )  # fmt: skip
+    kv = init_kv(model.config, num_pages=2, page_size=4, dtype=model.dtype, device=model.device)
+    want, want_kv = model.spec.forward(model.params, pytree.tree_map(torch.clone, kv), batch, model.config)
+    steps = compile.fused_forward(model, FastChoice(layers=layers_chosen, head=head))
+    got, got_kv = steps(model.params, pytree.tree_map(torch.clone, kv), batch, model.config)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got_kv.pools[0], want_kv.pools[0])
+    rows = 7 if wanted is None else len(wanted)
+    assert widths[2 * sum(layers_chosen[:-1]) :] == ([rows, rows] if layers_chosen[-1] and rows else [])
+
+
 def seen(layer: Callable[..., Any], ran: list[tuple[str, int]], name: str, place: int) -> Callable[..., Any]:
     """The layer function, which notes its name and the index, argument number `place`."""
 
-    def noted(*given: Any) -> Any:
+    def noted(*given: Any, **options: Any) -> Any:
         ran.append((name, given[place]))
-        return layer(*given)
+        return layer(*given, **options)
 
     return noted
 

@@ -17,7 +17,7 @@ from ..ops.paged_prefill import paged_prefill
 from ..ops.rope_attend import rope_attend, rope_write
 from ..ops.wide import linear_add_norm
 from ..state.kv import KVState
-from ..types import Float, Float32, Tensor
+from ..types import Float, Float32, Int32, Tensor
 from . import layers
 from .choice import FastChoice, LayerFunction, by_layer
 from .cuts import DEFAULT, Cuts, StepCuts, with_cuts
@@ -73,12 +73,14 @@ def forward(
     widely = with_cuts(wide_layer, here)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
     for index, (w, (_, gain)) in enumerate(zip(params.layers, pairwise(gains), strict=True)):
+        ends = index == len(params.layers) - 1
         if fast[index] or plain is None:
-            x, h = widely(w, x, h, gain, pages, index, cos, sin, batch, config)
+            x, h = widely(w, x, h, gain, pages, index, cos, sin, batch, config, wanted=batch.logit_indices if ends else None)
         else:
             x = plain(w, x, pages, index, cos, sin, batch, config)
+            x = _wanted(x, batch) if ends else x
             h = _norm(x, gain, eps)
-    return linear(_wanted(h, batch), weight) if last is None else last(_wanted(x, batch), params.final_norm, weight, eps), kv
+    return linear(h, weight) if last is None else last(x, params.final_norm, weight, eps), kv
 
 
 def layer(
@@ -133,11 +135,17 @@ def wide_layer(
     batch: Batch,
     config: ModelConfig,
     *,
+    wanted: Int32[Tensor, "R"] | None = None,
     cuts: StepCuts = DEFAULT,
-) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
-    """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's."""
+) -> tuple[Float[Tensor, "R M"], Float[Tensor, "R M"]]:
+    """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's. `wanted`: the tokens for which
+    what stands behind attention is run; None: all."""
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
+    if wanted is not None:
+        a, x = a[wanted], x[wanted]
+        if not len(wanted):
+            return x, x
     x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, cut=cuts.o)
     return linear_add_norm(norm_linear(h, w.gate_up, gated=True, cut=cuts.gate_up), w.down, w.down_bias, x, gain, eps, cut=cuts.down)
 
