@@ -3,13 +3,14 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import nanovllm as nv
 from nanovllm.compile import Drawn, EagerExecutor, Runtime
 from nanovllm.decode import DecodeCarry
 from nanovllm.model import Model
-from nanovllm.run_ahead import RunAhead, steps_ahead
+from nanovllm.run_ahead import RunAhead, longest_first, placed, steps_ahead
 from nanovllm.state.kv import KVState
 from nanovllm.state.request import Request, Sequence
 from nanovllm.state.vector import IntVector
@@ -117,10 +118,20 @@ def test_how_far_steps_may_go(rows: list[tuple[int, int, int, int]], steps: int)
 def test_what_is_known_of_steps_ahead() -> None:
     ahead = RunAhead(4)
     rows = rows_of((5, 4, 10, 20), (5, 4, 10, 20), (5, 4, 10, 20))
-    ahead.restart(rows, allowed=True)
+    ahead.restart(rows, np.array([2, 0, 1]), allowed=True)
     assert not ahead.take() and ahead.next() and ahead.take() and ahead.next()
-    assert ahead.narrow([0, 2], [rows[0], rows[2]]).tolist() == [1]
-    assert ahead.narrow([1], [rows[2]]).tolist() == [0]
-    assert ahead.places.tolist() == [2] and ahead.thrown_away() == 2 and ahead.thrown_away() == 0
-    ahead.restart(rows, allowed=False)
+    assert ahead.narrow([0, 2], [rows[0], rows[2]]).tolist() == [0]
+    assert ahead.narrow([1], [rows[2]]).tolist() == [2]
+    assert ahead.places.tolist() == [1] and ahead.thrown_away() == 2 and ahead.thrown_away() == 0
+    ahead.restart(rows, np.arange(3), allowed=False)
     assert ahead.thrown_away() == 1 and not ahead.take() and not ahead.next()
+
+
+def test_the_longest_rows_come_first_and_stay_there() -> None:
+    rows = rows_of((5, 4, 10, 20), (9, 8, 10, 20), (5, 4, 10, 20), (7, 6, 10, 20))
+    places = longest_first(rows)
+    assert places.tolist() == [2, 0, 3, 1]
+    assert placed(rows, places) == [rows[1], rows[3], rows[0], rows[2]]
+    later = [row.drew(np.array([1, 2], np.int32)) for row in rows]
+    assert longest_first(later).tolist() == places.tolist()
+    assert longest_first([]).tolist() == []

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -35,13 +36,15 @@ from .errors import InvalidRequestError
 from .model import Model
 from .models import FastChoice, fused
 from .models.cuts import Cuts
+from .models.params import one_of_each
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
-from .run_ahead import RunAhead
+from .run_ahead import RunAhead, longest_first, placed
 from .sampling_params import SamplingParams, from_generation_config
 from .state.kv import KVState
 from .state.request import Sequence
 from .step_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
+from .types import Int64
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,14 +107,15 @@ class GraphExecutor:
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
         # Plain layers can attend neither by a fused plan, nor where the new keys and values of prompts lie together.
         self._together = served and (choice is None or choice.all_layers)
+        warm = one_of_each(model.params) if self._together else model.params  # compiled layers are one function for all
         self._decode = StepGraphs(
-            model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts
+            model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
         )
         # The tokens of a prompt share nearly all that they see, whatever sequences do.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
-        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False)
+        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
         self._sessions: dict[int, DecodePlan | CascadePlan] = {}
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
@@ -131,14 +135,16 @@ class GraphExecutor:
 
     @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
-        """See `Executor`. The carry is the static memory of the graph for these rows."""
+        """See `Executor`. The carry is the static memory of the graph for these rows, the longest first."""
         self._require_weights(model)
         features = sample.features([s.request.sampling for s in rows])
         self._ahead.drop()
         self._loaded = None
-        step = self._decode.load(kv, decode_batch(rows, **self._layout), sampling_rows(rows), features)
+        places = longest_first(rows)
+        carried = placed(rows, places)
+        step = self._decode.load(kv, decode_batch(carried, **self._layout), sampling_rows(carried), features)
         self._loaded = step, len(rows)
-        self._restart(step, rows)
+        self._restart(step, rows, places)
         return step.carry
 
     @_on_device
@@ -146,8 +152,9 @@ class GraphExecutor:
         """See `Executor`."""
         step, held = self._current(carry)
         self._ahead.drop()
-        if len(rows) == held and self._decode.refresh(step, decode_batch(rows, **self._layout)):
-            self._restart(step, rows)
+        places = self._ahead.places
+        if len(rows) == held and self._decode.refresh(step, decode_batch(placed(rows, places), **self._layout)):
+            self._restart(step, rows, places)
             return step.carry
         return self.load(model, carry.kv, rows)
 
@@ -170,8 +177,7 @@ class GraphExecutor:
         results = step.fetch()
         if self._ahead.next():
             step.graph.replay()
-        drawn, places = results.wait(rows), self._ahead.places
-        return step.carry, drawn if len(places) == rows else drawn.at(places)
+        return step.carry, results.wait(rows).at(self._ahead.places)
 
     def thrown_away(self) -> int:
         """See `Executor`."""
@@ -214,9 +220,9 @@ class GraphExecutor:
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host, together=self._together))
 
-    def _restart(self, step: CapturedStep, rows: Seq[Sequence]) -> None:
+    def _restart(self, step: CapturedStep, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> None:
         # Counts of drawn tokens are written in place: a step that is thrown away would have counted.
-        self._ahead.restart(rows, allowed=not step.kind.features.penalties)
+        self._ahead.restart(rows, places, allowed=not step.kind.features.penalties)
 
     def _require_weights(self, model: Model) -> None:
         if model.params is not self._model.params:

@@ -17,8 +17,8 @@ from .types import Int32, Int64, Tensor
 
 @dataclass(slots=True)
 class RunAhead:
-    """`places` are those of the rows that go on, among the rows that the carry holds; `left` counts the steps that may still be run before
-    they are asked for, `unused` the tokens that were run in vain."""
+    """`places` are those of the rows that go on, in the callers' order, among the rows that the carry holds, in its own; `left` counts the
+    steps that may still be run before they are asked for, `unused` the tokens that were run in vain."""
 
     page_size: int
     places: Int64[np.ndarray, "B"] = field(default_factory=lambda: np.arange(0))
@@ -26,10 +26,10 @@ class RunAhead:
     launched: bool = False  # whether the next step that is asked for runs already
     unused: int = 0
 
-    def restart(self, rows: Seq[Sequence], *, allowed: bool) -> None:
-        """These rows were filled in; a step that runs already was one over others, or is one too many."""
+    def restart(self, rows: Seq[Sequence], places: Int64[np.ndarray, "B"], *, allowed: bool) -> None:
+        """These rows were filled in, at `places` of the carry; a step that runs already was one over others, or is one too many."""
         self.drop()
-        self.places, self.left = np.arange(len(rows)), steps_ahead(rows, self.page_size) if allowed else 0
+        self.places, self.left = places, steps_ahead(rows, self.page_size) if allowed else 0
 
     def narrow(self, keep: Seq[int], rows: Seq[Sequence]) -> Int64[np.ndarray, "gone"]:
         """Only `rows`, those at the places `keep` of the rows so far, go on; returns the carry's places of the others."""
@@ -59,6 +59,19 @@ class RunAhead:
         """The tokens run in vain since the last call."""
         unused, self.unused = self.unused, 0
         return unused
+
+
+def longest_first(rows: Seq[Sequence]) -> Int64[np.ndarray, "B"]:
+    """Where each row goes in a batch whose longest comes first: a kernel that takes the rows in turn ends with short ones, so that all of a
+    GPU's multiprocessors end together (Graham, 1969). The same for rows that have all grown by as much."""
+    places = np.empty(len(rows), np.int64)
+    places[np.argsort([-s.tokens.length for s in rows], kind="stable")] = np.arange(len(rows))
+    return places
+
+
+def placed(rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> list[Sequence]:
+    """The rows in the order that their places give."""
+    return [rows[row] for row in np.argsort(places).tolist()]
 
 
 def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:

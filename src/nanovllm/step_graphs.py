@@ -22,6 +22,7 @@ from .decode import DecodeCarry, DecodeOutput, decode_step
 from .errors import BrokenInvariantError
 from .model import Model
 from .models.cuts import Cuts
+from .models.params import Params
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .ops.rope_attend import FusedDecodePlan
@@ -107,10 +108,11 @@ class StepGraphs:
         *,
         fused: bool,
         cuts: Cuts | None = None,
+        warm: Params[Tensor],
     ):
         """Steps attend by FlashInfer's plans of `attention`, or by `cascades` where a batch shares enough; one of the two may be None.
         `fused`: `forward` takes a `FusedDecodePlan`, cut by `cuts`, and no row reads what another one writes. Graphs of `usual` features
-        are kept for good."""
+        are kept for good. `warm`: the weights that a step runs with before it is recorded, with layers enough to load every kernel."""
         self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
@@ -118,7 +120,7 @@ class StepGraphs:
         self._static, self._active = self._buffers(max(sizes))
         self._decode_plans: dict[int, DecodePlan] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
-        self._fused, self._cuts = fused, cuts
+        self._fused, self._cuts, self._warm = fused, cuts, warm
         self._fused_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
         self.usual, self._recent = tuple(usual), []
@@ -184,19 +186,19 @@ class StepGraphs:
         carry = self._carry(kv, kind)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._run(carry, kind)
+            self._run(carry, self._warm)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         try:
-            graph, out = self._record(carry, kind)
+            graph, out = self._record(carry)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # nothing is given back by itself while a graph is recorded
-            graph, out = self._record(carry, kind)
+            graph, out = self._record(carry)
         self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=_landing(out))
 
-    def _record(self, carry: DecodeCarry, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
+    def _record(self, carry: DecodeCarry) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
         graph = torch.cuda.CUDAGraph()
         with _recording(graph, self._pool, self._stream):
-            return graph, self._run(carry, kind)
+            return graph, self._run(carry, self._model.params)
 
     def way(self) -> Way:
         """How rows attend that share nothing and are not long."""
@@ -286,9 +288,9 @@ class StepGraphs:
             active=self._active[:size],
         )
 
-    def _run(self, carry: DecodeCarry, kind: StepKind) -> DecodeOutput:
+    def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
-        after, out = decode_step(self._model.params, carry, self._model.config, forward=self._forward)
+        after, out = decode_step(params, carry, self._model.config, forward=self._forward)
         names = ("input_ids", "positions", "slots", "seq_lens")
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             [getattr(carry.batch, name) for name in names], [getattr(after.batch, name) for name in names]

@@ -5,7 +5,7 @@ loading, random initialisation and later sharding), so that the two always have 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -73,6 +73,15 @@ def brief_count(params: Any) -> str:
     held = (params.embed, params.layers, params.final_norm, params.head) if isinstance(params, Params) else ()
     count = sum(math.prod(leaf.shape) for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor | ParamInfo))
     return f"{count:,} parameters" if isinstance(count, int) else "symbolic shapes"
+
+
+def one_of_each(params: Params[Tensor]) -> Params[Tensor]:
+    """The weights with the first layer of each form alone: the others run the same kernels."""
+
+    def form(layer: Layer[Tensor]) -> tuple[Any, ...]:
+        return tuple([None if w is None else (w.shape, w.dtype, w.data_ptr() % 16) for w in pytree.tree_leaves(layer)])
+
+    return replace(params, layers=tuple({form(layer): layer for layer in reversed(params.layers)}.values())[::-1])
 
 
 register_value(Layer)

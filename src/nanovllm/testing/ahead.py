@@ -3,12 +3,15 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..compile import Drawn, Executor
 from ..decode import DecodeCarry
 from ..model import Model
-from ..run_ahead import RunAhead, retire
+from ..run_ahead import RunAhead, longest_first, placed, retire
 from ..state.kv import KVState
 from ..state.request import Sequence
+from ..types import Int64
 
 
 @dataclass(slots=True)
@@ -32,14 +35,16 @@ class AheadExecutor:
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
         self.ahead.drop()
-        return self._restarted(self.inner.load(model, kv, rows), rows)
+        places = longest_first(rows)
+        return self._restarted(self.inner.load(model, kv, placed(rows, places)), rows, places)
 
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
         if len(rows) != len(carry.active):
             return self.load(model, carry.kv, rows)
         self.ahead.drop()
-        return self._restarted(self.inner.refresh(model, carry, rows), rows)
+        places = self.ahead.places
+        return self._restarted(self.inner.refresh(model, carry, placed(rows, places)), rows, places)
 
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
         """See `Executor`."""
@@ -68,6 +73,6 @@ class AheadExecutor:
         """See `Executor`."""
         self.inner.end(ticket)
 
-    def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
-        self.ahead.restart(rows, allowed=carry.sampling.penalties is None)  # whose counts are written in place
+    def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> DecodeCarry:
+        self.ahead.restart(rows, places, allowed=carry.sampling.penalties is None)  # whose counts are written in place
         return carry

@@ -65,6 +65,10 @@ def _takes_the_first_rows(narrow):
     return faulty
 
 
+def _gives_results_to_other_rows(placed):
+    return lambda rows, places: [rows[place] for place in places]
+
+
 # Moves
 
 
@@ -215,6 +219,7 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("a step ahead of rows that changed", _keeps_what_it_ran, (RunAhead, "drop"), machine=AheadMachine),
     _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine),
     _fault("the results of a row that ended", _takes_the_first_rows, (RunAhead, "narrow"), machine=AheadMachine),
+    _fault("results in the order of the batch", _gives_results_to_other_rows, (ahead, "placed"), machine=AheadMachine),
     _fault("a token left behind by a move", _moves_all_but_one, (ops, "move_kv")),
     _turning("keys composed and not turned", _turns_nothing, (COMPOSE, "joined")),
     _turning("keys turned the wrong way", _turns_back, (COMPOSE, "joined")),
