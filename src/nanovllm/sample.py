@@ -97,7 +97,7 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
     """Draw one token a row; `positions[b]` is the index in its sequence of the token being drawn.
 
     The order is vLLM's: log-probabilities of the untouched logits; bias; repetition, frequency and presence penalties; temperature; min-p;
-    top-k; top-p; then the draw, `argmax(logits / temperature + g)` with Gumbel noise g from the key (seed, position) and the token id.
+    top-k; top-p; then the draw, `argmax(logits + temperature * g)` with Gumbel noise g from the key (seed, position) and the token id.
     At temperature 0 the token is the argmax of the penalised logits: the cuts and the noise do not apply.
 
     Ties: the cuts go by value, so tokens that tie with the last one kept are kept too (top-p counts the mass of exactly top_k of them);

@@ -14,7 +14,7 @@ _LIBRARY.define("draw(Tensor logits, Tensor temperature, Tensor? least, Tensor k
 def draw(
     logits: Float[Tensor, "B V"], temperature: Float32[Tensor, "B"], least: Float32[Tensor, "B"] | None, keys: Int64[Tensor, "B 2"]
 ) -> Int32[Tensor, "B"]:
-    """argmax over v of `logits / temperature + g`, at temperature 0 of the logits; the lowest id of a tie.
+    """argmax over v of `logits + temperature * g`, at temperature 0 of the logits; the lowest id of a tie.
 
     At a temperature above 0, tokens whose logit is less than `least` are left out. The noise g has the standard Gumbel distribution
     (Gumbel, 1954) and is a function of `keys[b]` = (seed, position) and v, so a row's token does not depend on the other rows.
@@ -52,7 +52,7 @@ def _reference(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: 
         x = logits[random].float()
         if least is not None:  # compared undivided, where nothing has been rounded: the largest logit is never left out
             x = torch.where(x < least[random].unsqueeze(1), -torch.inf, x)
-        ids[random] = (x / temperature[random].unsqueeze(1) + gumbel(uniforms(keys[random], x.shape[1]))).argmax(1)
+        ids[random] = (x + temperature[random].unsqueeze(1) * gumbel(uniforms(keys[random], x.shape[1]))).argmax(1)
     return ids.int()
 
 

@@ -12,8 +12,8 @@ NUM_WARPS = 4
 BLOCK = 2048  # logits that one program of `highest` looks at
 COUNTERS = 512  # a program makes four numbers of each: 2,048 tokens
 _STREAM = tl.constexpr(STREAM)
-_FINE = tl.constexpr(2.0**-33)
-_COARSE = tl.constexpr(2.0**-24)
+_FINE = tl.constexpr(2.0**-9)
+_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _THIRD = tl.constexpr(1.0 / 3.0)
 
 
@@ -26,9 +26,10 @@ def _uniforms(seed, position, first_counter, COUNTERS: tl.constexpr):
     c3 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, zero + _STREAM, c2, c3)  # pyright: ignore[reportGeneralTypeIssues]
     w = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    coarse = ((w >> 9) * 2 + 1).to(tl.float32) * _COARSE
-    fine = (w * 2 + 1).to(tl.float32) * _FINE
-    return tl.where(w < 8388608, fine, coarse)
+    # 23 bits as the fraction of a float in [1, 2): all that follows is exact, and converting integers is slow
+    fine = w < 8388608
+    u = (tl.where(fine, w, w >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - _BELOW_ONE
+    return tl.where(fine, u * _FINE, u)
 
 
 @triton.jit
@@ -51,10 +52,9 @@ def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, H
     if t > 0:
         if HAS_LEAST:
             y = tl.where(y < tl.load(least + row), -float("inf"), y)
-        y = tl.div_rn(y, tl.zeros_like(y) + t)
         u = _uniforms(tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1), first, COUNTERS)
         exponential = tl.where(u < 0.001953125, u + u * u * (0.5 + u * _THIRD), -tl.log(1.0 - u))
-        y = y - tl.log(exponential)
+        y -= t * tl.log(exponential)
     value = tl.max(y, 0)
     at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(best + at, value)
