@@ -13,7 +13,7 @@ from .linear import linear
 from .plain import rms_norm
 from .wide import given_wide_tile
 
-FEW = 2  # rows up to which products are summed in float32, without tensor cores
+FEW = 2  # rows up to which products that fill tensor cores' memory are summed in float32, without them; one row always is
 ROWS = 16  # up to which the norm is part of the product: beyond, every program would compute too much of it
 WIDEST = 16384  # inputs that lie in the registers of one program
 HELD, MOST_HELD = 64, 256  # weights in a thread's registers: the next kernel's programs wait in those that are left; and at most
@@ -115,8 +115,10 @@ def goes_wide(rows: int, width: int, gated: bool, memory: int) -> bool:
 
 def fits(rows: int, width: int, gated: bool, memory: int) -> bool:
     """Whether a product's parts fit into a program with so many bytes of shared memory."""
-    if rows <= FEW:
-        return width <= WIDEST
+    return (rows <= FEW and width <= WIDEST) or _on_tensor_cores(rows, width, gated, memory)
+
+
+def _on_tensor_cores(rows: int, width: int, gated: bool, memory: int) -> bool:
     return rows <= ROWS and width % (4 * 64) == 0 and _memory(rows, width, gated, NARROW) <= memory
 
 
@@ -127,7 +129,7 @@ def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
 
 def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
     """The cut that was fastest on an H200 among those tried, by shape; `memory` bounds a program's shared memory, in bytes."""
-    if rows <= FEW:
+    if rows == 1 or (rows <= FEW and not _on_tensor_cores(rows, width, gated, memory * 3 // 4)):  # where a program would fill its place
         whole = 1 << (width - 1).bit_length()
         warps = 2 if whole <= 2048 else 4 if whole <= 4096 else 8
         return Tile(outputs=max(1, 32 * warps * HELD // whole // (2 if gated else 1)), warps=warps)

@@ -47,7 +47,7 @@ def starts(work: Work, machine: Machine, before: Cut = ()) -> tuple[Cut, ...]:
     if work.form == "few":
         found += [(16, 4, depth) for depth in (256, 128, 64) if work.rows <= FEW]
         whole = 1 << (work.width - 1).bit_length()
-        found += [(max(1, 4096 // whole), warps, 0) for warps in (2, 4, 8) if FEW < work.rows <= SUMMED]
+        found += [(max(1, 4096 // whole), warps, 0) for warps in (2, 4, 8) if 1 < work.rows <= SUMMED]
     elif work.form != "attend":
         rows = max(16, min(64, 1 << (work.rows - 1).bit_length()))
         tiles = [WideTile(outputs=n, rows=rows, depth=depth, stages=3) for n, depth in ((64, 128), (32, 128), (32, 64), (16, 32))]
