@@ -136,7 +136,8 @@ class GraphExecutor:
         features = sample.features([s.request.sampling for s in rows])
         self._ahead.drop()
         self._loaded = None
-        step = self._decode.load(kv, decode_batch(rows, **self._layout), sampling_rows(rows), features)
+        drawing = () if features == GREEDY else sampling_rows(rows)
+        step = self._decode.load(kv, decode_batch(rows, **self._layout), drawing, features)
         self._loaded = step, len(rows)
         self._restart(step, rows)
         return step.carry

@@ -315,7 +315,7 @@ class _Draft:
         self.num_reused += max(0, there - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else there
         sequence = replace(sequence, most_filled=max(sequence.most_filled, there), num_cached=cached)
-        self.running.insert(bisect([_id(s) for s in self.running], _id(sequence)), sequence)
+        self.running.insert(bisect(self.running, _id(sequence), key=_id), sequence)
         return sequence
 
     def find(self, sequence: Sequence) -> int | None:
