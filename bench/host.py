@@ -2,11 +2,11 @@
 
     python bench/host.py --output bench/results/host.json
 
-Six questions: how long requests over one cached prefix take from the first `submit` to the first prompt run, and from the last step to the
-last reply; the same of one request by itself, whose prompt is there but for a page; what the end of a reply costs, and a page that has to
-be evicted; what a decode step costs, by rows; whether that depends on the size of the pool or on the requests served before; and what the
-host's part of `nanovllm bench --which offline` comes to. Tokens are always 0. Figures are medians of the repeats but for `offline_ms`, the
-least of them. The collector runs once before, as in `nanovllm generate`.
+Seven questions: how long requests over one cached prefix take from the first `submit` to the first prompt run, and from the last step to
+the last reply; the same of one request by itself, whose prompt is there but for a page; what the end of a reply costs, and a page that has
+to be evicted; what a decode step costs, by rows; what one costs in which rows get pages, and its tensors; whether a step depends on the
+size of the pool or on the requests served before; and what the host's part of `nanovllm bench --which offline` comes to. Tokens are always
+0. Figures are medians of the repeats but for `offline_ms`, the least of them. The collector runs once before, as in `nanovllm generate`.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import numpy as np
 import nanovllm as nv
 from nanovllm import collector
 from nanovllm.arguments import positive
+from nanovllm.batch import decode_batch, to_device
 from nanovllm.bench import random_tokens, record
 from nanovllm.compile import Drawn
 from nanovllm.testing.models import random_model, tiny_config
@@ -32,11 +33,12 @@ VOCABULARY = 16384  # ids as large as a real model's: Python keeps the small one
 
 
 class Nothing:
-    """An `Executor` that runs nothing and draws token 0; notes when prompts and decode steps began, in seconds."""
+    """An `Executor` that runs nothing and draws token 0; notes when prompts and decode steps began, in seconds, and rows that got pages."""
 
     def __init__(self) -> None:
         self.prompts: list[float] = []
         self.steps: list[float] = []
+        self.refreshed: Any = None
 
     def prefill(self, model: nv.Model, kv: Any, rows: Any, *, draw: bool = True) -> tuple[Drawn | None, Any]:
         """See `Executor`, as for all that follows."""
@@ -50,6 +52,7 @@ class Nothing:
 
     def refresh(self, model: nv.Model, carry: Any, rows: Any) -> Any:
         """The same rows."""
+        self.refreshed = rows
         return len(rows)
 
     def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any) -> Any:
@@ -192,6 +195,28 @@ def decode_steps(repeats: int, sizes: Iterable[int]) -> dict[str, float]:
     return {f"decode_x{rows}_us": _median([decode_step(engine, nothing, rows) for _ in range(repeats)]) for rows in sizes}
 
 
+def taking_pages(repeats: int, rows: int = 256, longest: int = 1024, reply: int = 512) -> dict[str, float]:
+    """Microseconds of the decode steps in which rows get pages, from call to return, and of making their tensors, on the CPU."""
+    random, steps, tensors = Random(5), [], []
+    num_pages = rows * (longest + reply + 64) // 16
+    for _ in range(repeats):
+        engine, nothing = engine_of(num_pages, rows)
+        params = nv.SamplingParams(temperature=0.0, max_tokens=reply, ignore_eos=True)
+        for _ in range(rows):
+            prompt = random_tokens(random, random.randint(1, longest), VOCABULARY)
+            engine.state, _ = nv.submit(engine.model, engine.state, prompt, params)
+        while engine.state.running or engine.state.waiting:
+            start = time.perf_counter()
+            engine.state, _ = nv.step(engine.model, engine.state)
+            end = time.perf_counter()
+            if nothing.refreshed is not None:
+                steps.append(end - start)
+                to_device(decode_batch(nothing.refreshed, page_size=16, dummy_page=num_pages), engine.model.device)
+                tensors.append(time.perf_counter() - end)
+                nothing.refreshed = None
+    return {f"pages_x{rows}_us": _median(steps, MICRO), f"tensors_x{rows}_us": _median(tensors, MICRO)}
+
+
 def by_pool_size(repeats: int, sizes: Iterable[int], rows: int = 64) -> dict[str, float]:
     """Microseconds of a decode step by the pages of the pool."""
     engines = {size: engine_of(size) for size in sizes}
@@ -238,6 +263,7 @@ def measure(repeats: int) -> dict[str, float]:
         **ends(repeats),
         **evicting(repeats),
         **decode_steps(repeats, (1, 8, 32, 64, 256)),
+        **taking_pages(repeats),
         **by_pool_size(repeats, (4_096, 32_768, 262_144)),
         **by_finished(repeats, (0, 2_048, 8_192)),
         **offline(repeats),

@@ -109,6 +109,6 @@ def test_host_time_grows_neither_with_the_pool_nor_with_what_was_served(small: t
 def test_the_figures_of_the_host() -> None:
     figures = HOST["shared_prompt"](1, requests=2, prefix=64, own=3, count=4) | HOST["decode_steps"](1, (1, 2)) | HOST["offline"](1, 2)
     figures |= HOST["cached"](1, prefix=64) | HOST["ends"](1, rows=2, prompt=8, reply=20)
-    figures |= HOST["evicting"](1, rows=2, length=16, prompt=64)
+    figures |= HOST["evicting"](1, rows=2, length=16, prompt=64) | HOST["taking_pages"](1, rows=2, longest=8, reply=100)
     assert all(value > 0 for value in figures.values())
     assert figures["offline_steps"] > 100

@@ -16,6 +16,7 @@ from nanovllm.generate import generate, generate_many
 from nanovllm.init import init_state
 from nanovllm.invariants import check
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import LOOKAHEAD, schedule
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.strategies import Limits
 from nanovllm.testing.worlds import ModelWorld, SymbolicWorld, drain
@@ -55,6 +56,23 @@ def serve(state, prompts, params):
 
 
 REPLIES = [alone(prompt, greedy(9)).token_ids for prompt in PROMPTS]
+
+
+def test_a_schedule_is_made_only_where_pages_are_missing(monkeypatch):
+    """Neither the step that takes pages nor the end of a reply asks for one more."""
+    plans = []
+
+    def noted(*args):
+        plans.append(schedule(*args))
+        return plans[-1]
+
+    monkeypatch.setattr("nanovllm.engine.schedule", noted)
+    state, params = engine(num_pages=200, max_model_len=400), [greedy(count, ignore_eos=True) for count in (10, 20, 30, 150)]
+    _, gens = generate_many(MODEL, state, PROMPTS[:4], params)
+    assert [len(gen.token_ids) for gen in gens] == [10, 20, 30, 150]
+    prompts, *decodes = plans
+    assert len(prompts.prefill) == 3 and all(plan.only_decodes and plan.grew for plan in decodes[1:])
+    assert len(decodes) <= 1 + 150 // LOOKAHEAD + 1
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 8])

@@ -7,8 +7,9 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import LOOKAHEAD, give_up_pages, reserve, schedule, worth_taking, written_pages
+from nanovllm.schedule import LOOKAHEAD, give_up_pages, reserve, schedule, steady, worth_taking, written_pages
 from nanovllm.state import pool as pools
+from nanovllm.state.kv import pages_for
 from nanovllm.state.pages import init_pages, retain
 from nanovllm.state.pool import Pool, init_pool
 from nanovllm.state.prefix import init_prefix
@@ -148,6 +149,43 @@ def test_pages_ahead_of_need_leave_an_eighth_of_the_pool():
     pool, running, left = settled(start(tight, waiting(0, 2, max_tokens=500)))
     plan = schedule(pool, running, left, tight)
     assert len(plan.running[0].pages) == 2
+
+
+@pytest.mark.parametrize("num_pages", [1200, 420, 140, 90])
+def test_pages_ahead_of_need_are_those_that_one_row_after_the_other_would_get(num_pages):
+    """First what all need now, then what is ahead of need, in order of arrival, while an eighth of the pool is left."""
+    limits = config(num_pages=num_pages, max_num_seqs=12, max_num_batched_tokens=64)
+    pool, running, left = settled(start(limits, *(waiting(i, 2 + i % 3, max_tokens=60 + 20 * i) for i in range(12))))
+    plan = schedule(pool, running, left, limits)
+    allocated, rows = [], list(running)
+    for ahead in (False, True):
+        for at, sequence in enumerate(rows):
+            length = len(sequence.tokens)
+            if ahead:
+                length = min(sequence.request.max_len, length + LOOKAHEAD)
+            if not ahead or pages_for(length, 2) - len(sequence.pages) <= pool.num_available - num_pages // 8:
+                done = reserve(pool, sequence, length, 2)
+                assert done is not None
+                pool, rows[at], _, taken = done
+                allocated.extend(taken)
+    assert plan.grew and plan.only_decodes and list(plan.allocated) == allocated
+    assert [list(s.pages) for s in plan.running] == [list(s.pages) for s in rows]
+    assert plan.pool.pages.refcounts == pool.pages.refcounts
+
+
+def test_steps_without_a_schedule_are_those_for_which_pages_are_there():
+    limits = config(num_pages=1000, max_model_len=500)
+    pool, running, left = settled(start(limits, waiting(0, 2, max_tokens=500), waiting(1, 3, max_tokens=9)))
+    assert steady(pool, tuple(running), left, limits) is None  # a page is missing
+    plan = schedule(pool, running, left, limits)
+    found = steady(plan.pool, plan.running, left, limits)
+    room = 2 * len(plan.running[0].pages) - plan.running[0].num_filled
+    assert found is not None and found.steps == room > 9  # the second has all pages that it can ever fill, and ends before
+    assert steady(plan.pool, plan.running, left.push(waiting(2, 1)), limits) is None  # would be admitted
+    shared = Pool(pages=retain(plan.pool.pages, plan.running[1].pages), prefix=plan.pool.prefix)
+    assert steady(shared, plan.running, left, limits) is None
+    asked = replace(plan.running[0].request, sampling=SamplingParams(logprobs=0))
+    assert steady(plan.pool, (replace(plan.running[0], request=asked), plan.running[1]), left, limits) is None
 
 
 def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():

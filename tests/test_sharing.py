@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.batch import HostBatch
-from nanovllm.sharing import CascadePolicy, Run, num_saved, own_runs, shared_runs
+from nanovllm.sharing import DECODE_BYTES, RUN_TOKENS, CascadePolicy, Run, num_saved, own_runs, shared_runs
 
 
 @st.composite
@@ -57,6 +57,20 @@ def test_nothing_that_could_be_shared_is_read_twice(batch):
     partial = sum(int(n - w) for n, w in zip(counts, whole, strict=True))
     assert sum(run.stop - run.start for run in runs) == len(distinct) + partial
     assert num_saved(runs) == int(counts.sum()) - len(distinct) - partial
+
+
+@given(batches(), st.integers(0, 8))
+def test_a_policy_gives_all_runs_or_none(batch, least):
+    tables, _, counts = batch
+    policy = CascadePolicy(always=False, page_size=RUN_TOKENS, page_bytes=-(-DECODE_BYTES // max(1, least)), group=1)
+    nothing = np.zeros(1, np.int32)
+    host = HostBatch(
+        input_ids=nothing, positions=nothing, slots=nothing, page_tables=tables, seq_lens=counts * RUN_TOKENS, page_counts=counts
+    )
+    runs, got = shared_runs(tables, counts, counts, lambda rows, pages: True), policy.decode(host)
+    assert (got is not None) == (num_saved(runs) >= max(1, least))
+    if got is not None:
+        assert [(run.rows.tolist(), run.start, run.stop) for run in got] == [(run.rows.tolist(), run.start, run.stop) for run in runs]
 
 
 def test_levels():

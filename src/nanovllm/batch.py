@@ -113,8 +113,7 @@ def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int) -> Ho
         return host
 
     def pad(array: np.ndarray, value: int) -> np.ndarray:
-        widths = [(0, extra)] + [(0, 0)] * (array.ndim - 1)
-        return np.pad(array, widths, constant_values=value)
+        return np.concatenate((array, np.full((extra, *array.shape[1:]), value, array.dtype)))
 
     return HostBatch(
         input_ids=pad(host.input_ids, 0),
@@ -130,7 +129,7 @@ def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
     """The pages of each row, padded with the dummy page to the longest."""
     tables = np.full((len(rows), max([1, *(s.pages.length for s in rows)])), dummy_page, np.int32)
     for row, sequence in zip(tables, rows, strict=True):
-        row[: sequence.pages.length] = sequence.pages.array()
+        sequence.pages.copy_to(row)
     return tables
 
 

@@ -142,7 +142,8 @@ class GraphExecutor:
         self._loaded = None
         places = longest_first(rows)
         carried = placed(rows, places)
-        step = self._decode.load(kv, decode_batch(carried, **self._layout), sampling_rows(carried), features)
+        drawing = () if features == GREEDY else sampling_rows(carried)
+        step = self._decode.load(kv, decode_batch(carried, **self._layout), drawing, features)
         self._loaded = step, len(rows)
         self._restart(step, rows, places)
         return step.carry

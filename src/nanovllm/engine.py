@@ -66,8 +66,9 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     """A step without the lease: what `step` and `generate_many` share. Pages that it takes over are noted in `taken`."""
     if not state.running and not state.waiting:
         return state, []
-    if isinstance(state.running, Steady) and state.running.holds(state.pool, state.waiting):
-        return _steady_step(model, state, state.running)
+    if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
+        loaded, decoded = _decode(model, state, running.ids, running, state.kv)
+        return _settle_steady(model, state, running, loaded, decoded)
     plan = schedule(state.pool, tuple(state.running), state.waiting, state.config)
     for sequence in plan.stuck:
         if not sequence.num_generated:
@@ -84,12 +85,15 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     if plan.decode:
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded = _decode(model, state, ids, plan.decode, kv, grew=plan.grew)
+        # Only now: the step does not wait for what is found out here.
+        if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, state.config)) is not None:
+            return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
     return _settle(model, state, plan, kv, prefilled, loaded, decoded)
 
 
-def _steady_step(model: Model, state: EngineState, running: Steady) -> tuple[EngineState, list[StepOutput]]:
-    """A step that needs no schedule: all that there is to settle are the replies that end with it."""
-    loaded, decoded = _decode(model, state, running.ids, running, state.kv)
+def _settle_steady(model: Model, state: EngineState, running: Steady, loaded, decoded: Drawn) -> tuple[EngineState, list[StepOutput]]:
+    """The end of a step of these sequences that needed no schedule, or got only pages by it: all that there is to settle are the replies
+    that end with it."""
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
     outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
     after = running.after(decoded.token_ids.astype(np.int32))
@@ -309,10 +313,7 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         discarded_tokens=unused,
         preemptions=plan.num_preempted,
     )
-    state = replace(
-        state, kv=kv, pool=pool, running=steady(pool, tuple(running), plan.waiting, state.config), waiting=plan.waiting, kept=kept,
-        stats=stats, loaded=loaded,
-    )  # fmt: skip
+    state = replace(state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded)
     return state, outputs
 
 

@@ -81,7 +81,7 @@ def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
     A row that has ended may go on for a step: it writes behind what it holds, into a page of its own or the dummy page. None may run where
     a row only reads in the next step, because the page behind its tokens may still be shared.
     """
-    rooms = [(len(s.pages) * page_size if s.todo else 0, len(s.tokens), s.request.max_len - 1) for s in rows]
+    rooms = [(s.pages.length * page_size if s.todo else 0, s.tokens.length, s.request.max_len - 1) for s in rows]
     most = max((wanted - tokens for _, tokens, wanted in rooms), default=0)
     return max(0, min([most, *(room - tokens for room, tokens, wanted in rooms if room < wanted)]))
 

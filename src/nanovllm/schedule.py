@@ -19,7 +19,7 @@ from .state.pages import require_writable
 from .state.pool import Pool
 from .state.request import Queue, Sequence
 from .state.steady import Steady
-from .state.vector import IntVector
+from .state.vector import IntVector, joined
 
 LOOKAHEAD = 64  # tokens whose pages a decoding sequence gets ahead of need, while an eighth of the pool stays available
 
@@ -44,6 +44,11 @@ class Plan:
     grew: bool
     num_preempted: int
     num_reused: int
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether a token of each running sequence is all that runs, and none was given up or preempted, or found tokens of others."""
+        return len(self.decode) == len(self.running) and not (self.stuck or self.num_preempted or self.num_reused)
 
 
 def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig) -> Plan:
@@ -71,28 +76,28 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
     return draft.finish(chosen, prefill)
 
 
-def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: EngineConfig) -> tuple[Sequence, ...] | Steady:
+def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: EngineConfig) -> Steady | None:
     """The sequences, with the number of steps in which `schedule` would choose one token of each and change nothing, where there are any.
 
     There are none while a request could be admitted, where a page to be written is missing or shared, or where more than a token is to be
-    looked at: a prompt, tokens lost to preemption, stop texts, log-probabilities.
+    looked at: a prompt, tokens lost to preemption, stop texts, log-probabilities. A sequence with all pages that it can ever fill holds
+    none of the others up.
     """
     size, steps = config.page_size, config.max_model_len
     if not running or len(running) > config.max_num_batched_tokens:
-        return running
+        return None
     for s in running:
-        filled, request = s.num_filled, s.request
+        filled, request, room = s.num_filled, s.request, s.pages.length * size
         if s.todo != 1 or filled < request.num_prompt or filled < s.most_filled:
-            return running
+            return None
         if s.stops is not None or request.sampling.logprobs is not None:
-            return running
-        steps = min(steps, s.pages.length * size - filled)
-        if steps <= 0:
-            return running
-    if _Draft(pool, list(running), waiting, config).may_admit():
-        return running
-    written = np.concatenate([written_pages(s, steps, size) for s in running])
-    return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else running
+            return None
+        if room - filled < steps and room < request.max_len - 1:  # the last token is never filled
+            steps = room - filled
+    if steps <= 0 or _Draft(pool, list(running), waiting, config).may_admit():
+        return None
+    written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
+    return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else None
 
 
 Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
@@ -169,13 +174,15 @@ class _Draft:
 
     def place_decode(self, decoding: list[Sequence]) -> set[int]:
         """Room for a token of each that decodes; returns the ids of those that are to."""
-        short = False
-        for sequence in self.in_need(decoding):
+        needy, size = self.in_need(decoding), self.config.page_size
+        nothing_to_copy = all(s.pages.length * size <= s.num_filled for s in needy)
+        short = nothing_to_copy and self.give({_id(s): pages_for(s.num_filled + s.todo, size) - s.pages.length for s in needy})
+        for sequence in () if short else needy:
             if self.find(sequence) is not None:
                 short = self.make_room(sequence, sequence.num_filled + sequence.todo) or short
         if short:
             self.grew = True
-            self.look_ahead(decoding)
+            self.look_ahead()
         return {s.request.request_id for s in decoding}
 
     def in_need(self, decoding: list[Sequence]) -> list[Sequence]:
@@ -190,25 +197,36 @@ class _Draft:
         filled, size = sequence.num_filled, self.config.page_size
         return filled % size != 0 and sequence.todo > 0 and self.pool.pages.refcount(sequence.pages[filled // size]) > 1
 
-    def look_ahead(self, decoding: list[Sequence]) -> None:
-        """More pages than needed now, so that many steps pass before the tables change again.
+    def look_ahead(self) -> None:
+        """More pages than needed now for all that decode, so that many steps pass before the tables change again.
 
         Idle pages of the index are taken too, which would go within these steps anyway where it fills the pool; not while a request that
         gave its pages up waits, for it comes back to what it had filled.
         """
         first = self.waiting.first()
         back = first is not None and first.most_filled > 0
-        held, size = {_id(s): at for at, s in enumerate(self.running)}, self.config.page_size
-        for sequence in decoding:
-            there = self.pool.pages.num_free if back else self.pool.num_available
-            at, spare = held.get(_id(sequence)), there - self.config.num_pages // 8
-            if spare <= 0:
-                return
-            if at is None:
-                continue
+        spare = (self.pool.pages.num_free if back else self.pool.num_available) - self.config.num_pages // 8
+        size, wanted = self.config.page_size, dict[int, int]()
+        for sequence in self.running:
             length = min(sequence.request.max_len, sequence.num_filled + 1 + LOOKAHEAD)
-            if 0 < pages_for(length, size) - self.running[at].pages.length <= spare:
-                self.reserve(at, length)
+            missing = pages_for(length, size) - sequence.pages.length
+            if 0 < missing <= spare and sequence.todo == 1:
+                wanted[_id(sequence)], spare = missing, spare - missing
+        self.give(wanted)
+
+    def give(self, wanted: dict[int, int]) -> bool:
+        """So many pages to each of these requests, behind those that it has; False where the pool has too few, or none are wanted."""
+        taken = pools.allocate(self.pool, sum(wanted.values())) if wanted else None
+        if taken is None:
+            return False
+        self.pool, fresh = taken
+        pages, start = np.array(fresh, np.int32), 0
+        for at, sequence in enumerate(self.running):
+            if count := wanted.get(_id(sequence), 0):
+                held = sequence.pages.extend(pages[start : start + count])
+                self.running[at], start = sequence.with_pages(held, sequence.num_filled), start + count
+        self.allocated.extend(fresh)
+        return True
 
     def place_prefill(self, sequence: Sequence, budget: int) -> int:
         """The tokens of a prompt that run in this step: what budget and pool allow; the oldest sequence always gets at least one."""
@@ -297,7 +315,7 @@ class _Draft:
         self.num_reused += max(0, there - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else there
         sequence = replace(sequence, most_filled=max(sequence.most_filled, there), num_cached=cached)
-        self.running.insert(bisect([_id(s) for s in self.running], _id(sequence)), sequence)
+        self.running.insert(bisect(self.running, _id(sequence), key=_id), sequence)
         return sequence
 
     def find(self, sequence: Sequence) -> int | None:

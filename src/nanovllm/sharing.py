@@ -31,6 +31,14 @@ def shared_runs(
     a run is to be shared; where not, its pages stand at the head of the runs behind it. Every row ends in a run of its own, unless all
     its pages are shared.
     """
+    shared, own = _shared(page_tables, whole, worth)
+    return shared + _tails(own, page_counts)
+
+
+def _shared(
+    page_tables: Int32[np.ndarray, "B P"], whole: Int32[np.ndarray, "B"], worth: Callable[[int, int], bool]
+) -> tuple[list[Run], Int32[np.ndarray, "B"]]:
+    """The runs that are shared, and of each row the first page behind them."""
     shared: list[Run] = []
     own = np.zeros(len(page_tables), np.int32)
     todo = [(np.arange(len(page_tables), dtype=np.int32), 0, 0)]  # rows, their first page without a run, the first not compared yet
@@ -44,8 +52,13 @@ def shared_runs(
                 todo.append((group, stop, stop))
             else:
                 todo.append((group, start, stop))
-    tails = [Run(rows=np.array([b], np.int32), start=int(own[b]), stop=int(n)) for b, n in enumerate(page_counts) if n > own[b]]
-    return shared + tails
+    return shared, own
+
+
+def _tails(own: Int32[np.ndarray, "B"], page_counts: Int32[np.ndarray, "B"]) -> list[Run]:
+    """A run of each row that has pages from page `own[b]` on."""
+    bounds = zip(own.tolist(), page_counts.tolist(), strict=True)
+    return [Run(rows=np.array([b], np.int32), start=start, stop=stop) for b, (start, stop) in enumerate(bounds) if stop > start]
 
 
 def own_runs(page_counts: Int32[np.ndarray, "B"]) -> list[Run]:
@@ -97,9 +110,9 @@ class CascadePolicy:
         return self._runs(host, (host.seq_lens - counts) // self.page_size, PROMPT_BYTES)
 
     def _runs(self, host: HostBatch, whole: Int32[np.ndarray, "B"], least: int) -> list[Run] | None:
-        runs = shared_runs(host.page_tables, whole, host.page_counts, self._worth)
-        spared = num_saved(runs) * self.page_bytes
-        return runs if spared >= (1 if self.always else least) else None
+        shared, own = _shared(host.page_tables, whole, self._worth)
+        spared = num_saved(shared) * self.page_bytes  # what a row reads by itself spares nothing
+        return shared + _tails(own, host.page_counts) if spared >= (1 if self.always else least) else None
 
     def _worth(self, rows: int, pages: int) -> bool:
         return self.always or (rows - 1) * pages * self.page_size >= RUN_TOKENS

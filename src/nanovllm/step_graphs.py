@@ -128,7 +128,8 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(self._device)  # one for all, for what is cached of a stream's memory serves no other
 
     def load(self, kv: KVState, host: HostBatch, drawing: Seq[sample.Row], features: sample.Features) -> CapturedStep:
-        """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes."""
+        """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes, which
+        nobody looks at where `features` are greedy."""
         rows = len(host.input_ids)
         size = self.size(rows)
         host = padded(host, size, **self._layout)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.state.vector import IntVector
+from nanovllm.state.vector import IntVector, joined
 
 
 @given(st.data())
@@ -31,6 +31,15 @@ def test_every_version_stays_what_it_was(data):
     for vector, shadow in versions:
         assert vector.array().tolist() == list(vector) == shadow
         assert len(vector) == len(shadow)
+
+
+def test_parts_of_vectors():
+    vectors = [IntVector.of([1, 2, 3]), IntVector.of(), IntVector.of([4]).extend([5, 6])]
+    got = joined([(vectors[0], 1, 9), (vectors[1], 0, 2), (vectors[2], 0, 2), (vectors[2].truncate(1), 0, 3)])
+    assert got.tolist() == [2, 3, 4, 5, 4] and got.dtype == joined([]).dtype == np.int32
+    target = np.full(4, 9, np.int32)
+    vectors[0].copy_to(target)
+    assert target.tolist() == [1, 2, 3, 9] and len(joined([])) == 0
 
 
 def test_a_view_cannot_be_written():

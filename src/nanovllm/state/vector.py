@@ -11,9 +11,9 @@ _MIN_CAPACITY = 16
 
 def as_array(values: Ints) -> np.ndarray:
     """Ints as int32, without a copy where they are an array of these or a vector."""
-    if isinstance(values, IntVector):
-        return values.array()
-    return values.astype(np.int32, copy=False) if isinstance(values, np.ndarray) else np.fromiter(values, np.int32)
+    if isinstance(values, np.ndarray):
+        return values if values.dtype == np.int32 else values.astype(np.int32)
+    return values.array() if isinstance(values, IntVector) else np.fromiter(values, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +56,10 @@ class IntVector:
         view.flags.writeable = False
         return view
 
+    def copy_to(self, target: np.ndarray) -> None:
+        """Write all ints to the beginning of an array: half of what it costs to make a view first."""
+        target[: self.length] = self.buffer.data[: self.length]
+
     def append(self, value: int) -> "IntVector":
         """The vector with one more int."""
         buffer, length = self.buffer, self.length
@@ -67,14 +71,13 @@ class IntVector:
 
     def extend(self, values: Ints) -> "IntVector":
         """The vector with more ints behind it."""
-        more = as_array(values)
-        end = self.length + len(more)
-        buffer = self.buffer
-        if buffer.used[0] != self.length or end > len(buffer.data):
+        more, buffer, length = as_array(values), self.buffer, self.length
+        end = length + len(more)
+        if buffer.used[0] != length or end > len(buffer.data):
             data = np.empty(max(_MIN_CAPACITY, 2 * end), np.int32)
-            data[: self.length] = buffer.data[: self.length]
-            buffer = _Buffer(data, [self.length])
-        buffer.data[self.length : end] = more
+            data[:length] = buffer.data[:length]
+            buffer = _Buffer(data, [length])
+        buffer.data[length:end] = more
         buffer.used[0] = end
         return IntVector(buffer, end)
 
@@ -91,3 +94,9 @@ class IntVector:
         data = np.array(self.buffer.data)
         data[index] = value
         return IntVector(_Buffer(data, [self.length]), self.length)
+
+
+def joined(parts: Iterable[tuple[IntVector, int, int]]) -> np.ndarray:
+    """The ints `[start:stop)` of vectors, as far as they have them, one behind the other in memory of their own."""
+    arrays = [vector.buffer.data[start : min(stop, vector.length)] for vector, start, stop in parts]
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
