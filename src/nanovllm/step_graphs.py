@@ -32,6 +32,7 @@ from .types import Int64, Tensor
 
 GREEDY = sample.Features()
 RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
+MOVED = ("input_ids", "positions", "slots", "seq_lens")  # what a step moves on by itself
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
 
 
@@ -116,6 +117,8 @@ class StepGraphs:
         self._width = pages_for(limits.max_model_len, limits.page_size)
         self._device, self._attention, self._cascades = model.device, attention, cascades
         self._static, self._active = self._buffers(max(sizes))
+        self._in_use = torch.cat((torch.ones_like(self._active), torch.zeros_like(self._active)))  # what is copied into `_active`
+        self._width_used = 0  # columns of the page tables: beyond them all rows have the dummy page
         self._decode_plans: dict[int, DecodePlan] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
         self._fused, self._cuts = fused, cuts
@@ -136,7 +139,7 @@ class StepGraphs:
             self._follow(host)
         step = self._steps[kind]
         self._note_use(features)
-        self._fill(host, rows)
+        self._fill(step.carry, host, rows)
         if features != GREEDY:
             tensors = sample.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
             sample.copy_into(step.carry.sampling, tensors)
@@ -148,7 +151,7 @@ class StepGraphs:
         host = padded(host, kind.size, **self._layout)
         if self._follow(host) != kind.way:
             return False
-        self._fill(host, rows)
+        self._fill(step.carry, host, rows)
         return True
 
     def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> None:
@@ -180,8 +183,8 @@ class StepGraphs:
                 self._decode_plan(size).update(nothing.page_counts, nothing.page_tables)
             case "fused":
                 pass
-        self._fill(nothing, 0)
         carry = self._carry(kv, kind)
+        self._fill(carry, nothing, 0)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._run(carry, kind)
@@ -257,16 +260,17 @@ class StepGraphs:
         )
         return batch, ints(size)
 
-    def _fill(self, host: HostBatch, rows: int) -> None:
-        """A padded batch, of which the first `rows` are in use, into the static buffers."""
-        fresh, static = to_device(host, self._device), self._static
-        size, width = host.page_tables.shape
-        for name in ("input_ids", "positions", "slots", "seq_lens"):
-            getattr(static, name)[:size].copy_(getattr(fresh, name))
-        static.page_tables[:size, :width].copy_(fresh.page_tables)
-        static.page_tables[:size, width:].fill_(self._layout["dummy_page"])
-        self._active[:rows].fill_(1)
-        self._active[rows:size].fill_(0)
+    def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int) -> None:
+        """A padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
+        fresh, static = to_device(host, self._device), carry.batch
+        (size, width), first = host.page_tables.shape, len(self._active) - rows
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [*(getattr(static, name) for name in MOVED), carry.active],
+            [*(getattr(fresh, name) for name in MOVED), self._in_use[first : first + size]],
+        )
+        static.page_tables[:, :width].copy_(fresh.page_tables)
+        static.page_tables[:, width : self._width_used].fill_(self._layout["dummy_page"])
+        self._width_used = max(self._width_used, width)
 
     def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
         batch, size = self._static, kind.size
@@ -289,9 +293,8 @@ class StepGraphs:
     def _run(self, carry: DecodeCarry, kind: StepKind) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
         after, out = decode_step(self._model.params, carry, self._model.config, forward=self._forward)
-        names = ("input_ids", "positions", "slots", "seq_lens")
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [getattr(carry.batch, name) for name in names], [getattr(after.batch, name) for name in names]
+            [getattr(carry.batch, name) for name in MOVED], [getattr(after.batch, name) for name in MOVED]
         )
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
 
