@@ -137,7 +137,8 @@ def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size:
     """
     if len(matched) * page_size <= sequence.num_filled:
         return False
-    return num_busy(pool, matched) >= sequence.num_filled // page_size
+    held = sequence.num_filled // page_size
+    return not held or num_busy(pool, matched) >= held
 
 
 def num_busy(pool: Pool, indexed: np.ndarray) -> int:
@@ -312,7 +313,7 @@ class _Draft:
         prompts = tuple((held[rid], count) for rid, count in prefill.items() if rid in held)
         require_writable(pool.pages, [s.pages[s.num_filled // size] for s in decode if s.todo])
         for sequence, count in prompts:
-            require_writable(pool.pages, written_pages(sequence, count, size).tolist())
+            require_writable(pool.pages, written_pages(sequence, count, size))
         return Plan(
             pool=pool,
             running=tuple(self.running),
