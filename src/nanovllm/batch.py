@@ -133,11 +133,16 @@ def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
     return tables
 
 
+def aligned(count: int) -> int:
+    """The least number of int32 that fills whole 16 bytes and holds so many: kernels are compiled anew for addresses that are not."""
+    return count + -count % 4
+
+
 def to_device(host: HostBatch, device: torch.device, plan: int = 0) -> Batch:
     """The tensors of a step, moved in one copy; each starts at a multiple of 16 bytes, as compiled kernels assume."""
     fields = ("input_ids", "positions", "slots", "page_tables", "seq_lens", "cu_seqlens", "logit_indices")
     arrays = {name: array for name in fields if (array := getattr(host, name)) is not None}
-    sizes = [array.size + -array.size % 4 for array in arrays.values()]
+    sizes = [aligned(array.size) for array in arrays.values()]
     flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     values, at = flat.numpy(), 0
     for size, array in zip(sizes, arrays.values(), strict=True):

@@ -53,7 +53,7 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
     budget = config.max_num_batched_tokens - len(decoding)
     if budget < 0:  # each of them ran in the last step, within its budget
         raise BrokenInvariantError(f"{len(decoding)} sequences decode and a step runs {config.max_num_batched_tokens} tokens")
-    chosen = draft.place_decode(decoding)
+    chosen = draft.place_decode(decoding) if decoding else set[int]()
     prefill: dict[int, int] = {}
     for sequence in [s for s in draft.running if s.todo > 1]:
         if budget and (count := draft.place_prefill(sequence, budget)):

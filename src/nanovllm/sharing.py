@@ -56,7 +56,7 @@ def _tails(starts: np.ndarray, stops: np.ndarray) -> list[Run]:
     """A run of each row by itself, of those that have pages there."""
     rows = np.arange(len(starts), dtype=np.int32)[:, None]
     each = zip(rows, starts.tolist(), stops.tolist(), strict=True)
-    return [Run(rows=row, start=start, stop=stop) for row, start, stop in each if stop > start]
+    return [Run(row, start, stop) for row, start, stop in each if stop > start]
 
 
 def num_saved(runs: Seq[Run]) -> int:

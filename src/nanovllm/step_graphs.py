@@ -15,7 +15,7 @@ import torch
 
 from . import sample
 from .attention_plans import Attention, Cascades
-from .batch import Batch, HostBatch, padded, to_device
+from .batch import Batch, HostBatch, aligned, padded
 from .compile import Drawn, Forward
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
@@ -116,8 +116,8 @@ class StepGraphs:
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
         self._device, self._attention, self._cascades = model.device, attention, cascades
-        self._static, self._active = self._buffers(max(sizes))
-        self._in_use = torch.cat((torch.ones_like(self._active), torch.zeros_like(self._active)))  # what is copied into `_active`
+        self._ints = torch.zeros((len(MOVED) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
+        self._tables = torch.full((max(sizes), self._width), limits.num_pages, dtype=torch.int32, device=self._device)
         self._width_used = 0  # columns of the page tables: beyond them all rows have the dummy page
         self._decode_plans: dict[int, DecodePlan] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
@@ -245,49 +245,34 @@ class StepGraphs:
             self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut)
         return self._fused_plans[size]
 
-    def _buffers(self, size: int) -> tuple[Batch, Tensor]:
-        dummy = self._layout["dummy_page"]
-
-        def ints(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=self._device)
-
-        batch = Batch(
-            input_ids=ints(size),
-            positions=ints(size),
-            slots=ints(size, value=dummy * self._layout["page_size"]),
-            page_tables=ints(size, self._width, value=dummy),
-            seq_lens=ints(size, value=1),
-        )
-        return batch, ints(size)
+    def _lines(self, size: int) -> Tensor:
+        """The memory of the tensors with an int a row, for batches of `size`: one line each, of whole 16 bytes."""
+        return self._ints[: (len(MOVED) + 1) * aligned(size)].view(-1, aligned(size))
 
     def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int) -> None:
         """A padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
-        fresh, static = to_device(host, self._device), carry.batch
-        (size, width), first = host.page_tables.shape, len(self._active) - rows
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [*(getattr(static, name) for name in MOVED), carry.active],
-            [*(getattr(fresh, name) for name in MOVED), self._in_use[first : first + size]],
-        )
-        static.page_tables[:, :width].copy_(fresh.page_tables)
-        static.page_tables[:, width : self._width_used].fill_(self._layout["dummy_page"])
+        (size, width), lines, tables = host.page_tables.shape, self._lines(len(host.input_ids)), carry.batch.page_tables
+        fresh = torch.empty(lines.numel() + host.page_tables.size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        new_lines, new_tables = fresh[: lines.numel()].view_as(lines), fresh[lines.numel() :].view(size, width)
+        *moved, active = new_lines.numpy()
+        for line, name in zip(moved, MOVED, strict=True):
+            line[:size] = getattr(host, name)
+        active[:rows], active[rows:] = 1, 0
+        new_tables.numpy()[:] = host.page_tables
+        lines.copy_(new_lines, non_blocking=True)
+        tables[:, :width].copy_(new_tables, non_blocking=True)
+        tables[:, width : self._width_used].fill_(self._layout["dummy_page"])
         self._width_used = max(self._width_used, width)
 
     def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
-        batch, size = self._static, kind.size
+        size = kind.size
         plans = {"fused": self._fused_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
-        plan = plans[kind.way](size)
+        *moved, active = self._lines(size)[:, :size]
         return DecodeCarry(
             kv=kv,
-            batch=Batch(
-                input_ids=batch.input_ids[:size],
-                positions=batch.positions[:size],
-                slots=batch.slots[:size],
-                page_tables=batch.page_tables[:size],
-                seq_lens=batch.seq_lens[:size],
-                plan=plan.handle,
-            ),
+            batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[:size], plan=plans[kind.way](size).handle),
             sampling=sample.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
-            active=self._active[:size],
+            active=active,
         )
 
     def _run(self, carry: DecodeCarry, kind: StepKind) -> DecodeOutput:

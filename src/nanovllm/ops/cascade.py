@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ FIELDS = 5  # of an item: the row whose table names the pages, first page, end p
 WIDE = 64  # queries that one program takes of a shared run: rows times query heads of one key/value head
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class Run(NamedTuple):
     """Pages `start ... stop - 1` of the page tables of `rows` (ascending), which are the same in all of them."""
 
     rows: Int32[np.ndarray, "n"]
@@ -205,15 +205,15 @@ def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, pag
     """
     tile = -(-TILE // page_size)  # pages
     blocks = [
-        (run.rows[lo : lo + rows_per_item], run.start, run.stop)
-        for run in runs
-        if len(run.rows) > 1
-        for lo in range(0, len(run.rows), rows_per_item)
+        Run(rows[lo : lo + rows_per_item], start, stop)
+        for rows, start, stop in runs
+        if len(rows) > 1
+        for lo in range(0, len(rows), rows_per_item)
     ]
-    single = [(run.rows, run.start, run.stop) for run in runs if len(run.rows) == 1]
+    single = [run for run in runs if len(run.rows) == 1]
     total = sum([-(-(stop - start) // tile) for _, start, stop in (*blocks, *single)])
     most = max(-(-LEAST_OWN // page_size), -(-total // shares) * tile)
-    blocks += [(rows, start, stop - most) for rows, start, stop in single if stop - start > most]
+    blocks += [Run(rows, start, stop - most) for rows, start, stop in single if stop - start > most]
     begins, starts = np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)
     if not blocks:
         none = np.zeros(0, np.int32)
@@ -233,9 +233,9 @@ def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, pag
     past = counts.cumsum()
     items = np.empty((len(block), FIELDS), np.int32)
     items[:, 0], items[:, 1], items[:, 3], items[:, 4] = row[block], first_page, past - counts, counts
-    np.minimum(first_page + (rights - lefts) * tile, stop[block], out=items[:, 2], casting="same_kind")
-    members = np.concatenate([blocks[at][0] for at in block.tolist()])
-    np.bincount(members, minlength=num_rows).cumsum(out=starts[1:])
+    items[:, 2] = np.minimum(first_page + (rights - lefts) * tile, stop[block])
+    members = np.concatenate([blocks[at].rows for at in block.tolist()])
+    starts[1:] = np.bincount(members, minlength=num_rows).cumsum()
     places = np.empty(len(members), np.int32)
     places[members.argsort(kind="stable")] = np.arange(len(members), dtype=np.int32)
     bounds = cuts.searchsorted(ends).astype(np.int32)
