@@ -82,6 +82,14 @@ def test_levels():
     assert num_saved(runs) == 2 * 2 + 2 and num_saved(own_runs(np.full(4, 5, np.int32))) == 0
 
 
+def test_rows_that_share_need_not_be_neighbours():
+    tables = np.array([[1, 2, 3], [7, 8, 9], [1, 2, 4], [7, 8, 9]], np.int32)
+    runs = shared_runs(tables, np.full(4, 3, np.int32), np.full(4, 3, np.int32), lambda rows, pages: True)
+    assert [(run.rows.tolist(), run.start, run.stop) for run in runs] == [
+        ([0, 2], 0, 2), ([1, 3], 0, 3), ([0], 2, 3), ([2], 2, 3),
+    ]  # fmt: skip
+
+
 def batch(tables, seq_lens, cu_seqlens=None):
     tables, seq_lens = np.array(tables, np.int32), np.array(seq_lens, np.int32)
     nothing = np.zeros(1, np.int32)

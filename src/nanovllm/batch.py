@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -53,24 +54,21 @@ class HostBatch:
 
 def prefill_batch(rows: Seq[tuple[Sequence, int]], *, page_size: int, dummy_page: int, draw: bool = True) -> HostBatch:
     """The next `count` unfilled tokens of each sequence; with `draw`, logits for the last token of those that are whole afterwards."""
-    counts = np.array([count for _, count in rows], np.int32)
-    starts = np.array([s.num_filled for s, _ in rows], np.int32)
-    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=cu_seqlens[1:])
+    counts, ends = [count for _, count in rows], list(accumulate([count for _, count in rows]))
+    offsets, tables = [s.offset for s, _ in rows], page_tables([s for s, _ in rows], dummy_page)
+    places = np.concatenate([np.arange(s.num_filled, s.num_filled + count, dtype=np.int32) for s, count in rows])
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-    places = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
-    offsets = np.array([s.offset for s, _ in rows], np.int32)
-    tables = page_tables([s for s, _ in rows], dummy_page)
-    whole = [i for i, (s, count) in enumerate(rows) if draw and count == s.todo]
+    pages, within = np.divmod(places, page_size)
+    seq_lens = np.array([s.num_filled + count for s, count in rows], np.int32)
     return HostBatch(
         input_ids=np.concatenate([s.tokens.array(s.num_filled, s.num_filled + count) for s, count in rows]),
-        positions=places + np.repeat(offsets, counts),
-        slots=tables[row_of, places // page_size] * page_size + places % page_size,
+        positions=places + np.repeat(np.array(offsets, np.int32), counts) if any(offsets) else places,
+        slots=tables[row_of, pages] * page_size + within,
         page_tables=tables,
-        seq_lens=starts + counts,
-        page_counts=-(-(starts + counts) // page_size),
-        cu_seqlens=cu_seqlens,
-        logit_indices=cu_seqlens[1:][whole] - 1,
+        seq_lens=seq_lens,
+        page_counts=-(-seq_lens // page_size),
+        cu_seqlens=np.array([0, *ends], np.int32),
+        logit_indices=np.array([end - 1 for end, (s, count) in zip(ends, rows, strict=True) if draw and count == s.todo], np.int32),
     )
 
 
@@ -93,16 +91,16 @@ def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int) -> Hos
 def token_rows(host: HostBatch, page_size: int) -> HostBatch:
     """The tokens of prompts as the rows of a decode batch: a token attends to its sequence up to itself, all KV being written before."""
     assert host.cu_seqlens is not None
-    counts = np.diff(host.cu_seqlens)
-    row_of = np.repeat(np.arange(len(counts)), counts)
-    seq_lens = np.arange(len(row_of)) + np.repeat(host.seq_lens - host.cu_seqlens[1:], counts) + 1
+    ends = host.cu_seqlens[1:]
+    row_of = np.repeat(np.arange(len(ends), dtype=np.int32), ends - host.cu_seqlens[:-1])
+    seq_lens = (host.seq_lens - ends + 1)[row_of] + np.arange(len(row_of), dtype=np.int32)
     return HostBatch(
         input_ids=host.input_ids,
         positions=host.positions,
         slots=host.slots,
         page_tables=host.page_tables[row_of],
-        seq_lens=seq_lens.astype(np.int32),
-        page_counts=-(-seq_lens // page_size).astype(np.int32),
+        seq_lens=seq_lens,
+        page_counts=-(-seq_lens // page_size),
     )
 
 
@@ -113,7 +111,9 @@ def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int) -> Ho
         return host
 
     def pad(array: np.ndarray, value: int) -> np.ndarray:
-        return np.concatenate((array, np.full((extra, *array.shape[1:]), value, array.dtype)))
+        wide = np.full((size, *array.shape[1:]), value, np.int32)
+        wide[: len(array)] = array
+        return wide
 
     return HostBatch(
         input_ids=pad(host.input_ids, 0),
@@ -133,17 +133,20 @@ def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
     return tables
 
 
+def aligned(count: int) -> int:
+    """The least number of int32 that fills whole 16 bytes and holds so many: kernels are compiled anew for addresses that are not."""
+    return count + -count % 4
+
+
 def to_device(host: HostBatch, device: torch.device, plan: int = 0) -> Batch:
     """The tensors of a step, moved in one copy; each starts at a multiple of 16 bytes, as compiled kernels assume."""
     fields = ("input_ids", "positions", "slots", "page_tables", "seq_lens", "cu_seqlens", "logit_indices")
     arrays = {name: array for name in fields if (array := getattr(host, name)) is not None}
-    starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays.values()])
-    flat = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for start, array in zip(starts, arrays.values(), strict=False):
-        flat.numpy()[start : start + array.size] = array.ravel()
-    flat = flat.to(device, non_blocking=True)
-    tensors = {
-        name: flat[int(start) : int(start) + array.size].view(array.shape)
-        for start, (name, array) in zip(starts, arrays.items(), strict=False)
-    }
-    return Batch(**tensors, plan=plan)
+    sizes = [aligned(array.size) for array in arrays.values()]
+    flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    values, at = flat.numpy(), 0
+    for size, array in zip(sizes, arrays.values(), strict=True):
+        values[at : at + array.size] = array.ravel()
+        at += size
+    parts = zip(arrays.items(), flat.to(device, non_blocking=True).split(sizes), strict=True)
+    return Batch(**{name: part[: array.size].view(array.shape) for (name, array), part in parts}, plan=plan)

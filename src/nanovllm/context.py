@@ -43,7 +43,7 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
             runs.append(encode(model, part, first=base is None and not any(map(len, runs))))
         else:
             runs.append(token_array(part, model.config.vocab_size, f"part {place} of the context" if len(parts) > 1 else ""))
-    new = np.concatenate(runs) if runs else np.empty(0, np.int32)
+    new = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int32), *runs])
     tokens = base.tokens.extend(new) if base is not None else IntVector.of(new)
     if not len(tokens):
         raise InvalidRequestError("the prompt is empty: it must hold at least one token")
@@ -71,7 +71,7 @@ def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
     if not isinstance(ids, list | tuple | np.ndarray):
         accepted = "a chunk, a text or token ids" if where else "a chunk, a text, token ids or a list of these"
         raise InvalidRequestError(f"{where or 'a prompt'} must be {accepted}, not {type(ids).__name__}")
-    ids = _packed(ids)
+    given, ids = ids, _packed(ids)
     if isinstance(ids, list | tuple):
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
@@ -86,10 +86,10 @@ def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
         raise InvalidRequestError(f"{lead}token id {reprlib.repr(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise InvalidRequestError(f"{lead}token ids must be a flat list of integers, not an array of {found.dtype} with {found.ndim} axes")
-    if len(found) and (found.min() < 0 or found.max() >= vocab_size):
+    if len(found) and ((found.dtype.kind == "i" and found.min() < 0) or found.max() >= vocab_size):
         wrong = found[(found < 0) | (found >= vocab_size)][0]
         raise InvalidRequestError(f"{lead}token id {int(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
-    return found.astype(np.int32)
+    return found.astype(np.int32) if ids is given else found.view(np.int32)  # packed: 32 bits, of our own
 
 
 def _packed(ids: Any) -> Any:
@@ -101,7 +101,7 @@ def _packed(ids: Any) -> Any:
         found = np.array(array("I", ids))
     except (TypeError, OverflowError):
         return ids
-    small = (type(ids[at]) for at in np.flatnonzero(found < 2).tolist())
+    small = (type(ids[at]) for at in (found < 2).nonzero()[0].tolist())
     return found if all(kind is int or issubclass(kind, np.integer) for kind in small) else ids
 
 

@@ -28,7 +28,6 @@ from .compile import (
     fused_forward,
     sample_prompts,
     sampling_rows,
-    to_host,
 )
 from .config import EngineConfig
 from .decode import DecodeCarry
@@ -211,12 +210,14 @@ class GraphExecutor:
     def _extension(self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sample.Features, draw: bool) -> Drawn | None:
         """Few tokens of prompts as the rows of one captured step; a row that is not the last of a whole prompt draws for nobody."""
         host = prefill_batch(rows, draw=draw, **self._layout)
-        whole = iter(sampling_rows([s for s, count in rows if draw and count == s.todo]))
-        drawing = [drawn for s, count in rows for drawn in (*[NOTHING] * (count - 1), next(whole) if draw and count == s.todo else NOTHING)]
+        assert host.logit_indices is not None
+        drawing = [NOTHING] * len(host.input_ids)
+        whole = sampling_rows([s for s, count in rows if draw and count == s.todo])
+        for row, drawn in zip(host.logit_indices.tolist(), whole, strict=True):
+            drawing[row] = drawn
         step = self._extend.load(kv, token_rows(host, self._layout["page_size"]), drawing, features)
         step.graph.replay()
-        assert host.logit_indices is not None
-        return to_host(step.out).at(host.logit_indices) if len(host.logit_indices) else None
+        return step.fetch().wait(len(drawing)).at(host.logit_indices) if whole else None
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, self._attention.plan_prompt(host, together=self._together))

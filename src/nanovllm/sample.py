@@ -253,8 +253,11 @@ def build(
             counts=table(outputs, torch.ones((), dtype=torch.int32)),
         )
 
-    biases = [dict(p.logit_bias or ()) for p in params]
-    bias_ids, bias_values = [np.array([*b], np.int64) for b in biases], [v for b in biases for v in b.values()]
+    def biases() -> Tensor:
+        of_rows = [dict(p.logit_bias or ()) for p in params]
+        values = torch.tensor([v for b in of_rows for v in b.values()], dtype=torch.float32)
+        return table([np.array([*b], np.int64) for b in of_rows], values)
+
     return Sampling(
         seeds=column([seed for _, seed, *_ in rows], torch.int64, 0),
         temperature=column([p.temperature for p in params], torch.float32, 0.0) if on.temperature else None,
@@ -262,7 +265,7 @@ def build(
         top_p=column([p.top_p for p in params], torch.float32, 1.0) if on.top_p else None,
         min_p=column([p.min_p for p in params], torch.float32, 0.0) if on.min_p else None,
         penalties=penalties() if on.penalties else None,
-        logit_bias=table(bias_ids, torch.tensor(bias_values, dtype=torch.float32)) if on.logit_bias else None,
+        logit_bias=biases() if on.logit_bias else None,
         num_logprobs=on.num_logprobs,
         num_candidates=on.num_candidates,
     )

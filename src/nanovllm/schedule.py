@@ -58,7 +58,7 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
     budget = config.max_num_batched_tokens - len(decoding)
     if budget < 0:  # each of them ran in the last step, within its budget
         raise BrokenInvariantError(f"{len(decoding)} sequences decode and a step runs {config.max_num_batched_tokens} tokens")
-    chosen = draft.place_decode(decoding)
+    chosen = draft.place_decode(decoding) if decoding else set[int]()
     prefill: dict[int, int] = {}
     for sequence in [s for s in draft.running if s.todo > 1]:
         if budget and (count := draft.place_prefill(sequence, budget)):
@@ -142,7 +142,8 @@ def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size:
     """
     if len(matched) * page_size <= sequence.num_filled:
         return False
-    return num_busy(pool, matched) >= sequence.num_filled // page_size
+    held = sequence.num_filled // page_size
+    return not held or num_busy(pool, matched) >= held
 
 
 def num_busy(pool: Pool, indexed: np.ndarray) -> int:
@@ -330,7 +331,7 @@ class _Draft:
         prompts = tuple((held[rid], count) for rid, count in prefill.items() if rid in held)
         require_writable(pool.pages, [s.pages[s.num_filled // size] for s in decode if s.todo])
         for sequence, count in prompts:
-            require_writable(pool.pages, written_pages(sequence, count, size).tolist())
+            require_writable(pool.pages, written_pages(sequence, count, size))
         return Plan(
             pool=pool,
             running=tuple(self.running),

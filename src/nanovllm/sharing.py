@@ -55,15 +55,16 @@ def _shared(
     return shared, own
 
 
-def _tails(own: Int32[np.ndarray, "B"], page_counts: Int32[np.ndarray, "B"]) -> list[Run]:
-    """A run of each row that has pages from page `own[b]` on."""
-    bounds = zip(own.tolist(), page_counts.tolist(), strict=True)
-    return [Run(rows=np.array([b], np.int32), start=start, stop=stop) for b, (start, stop) in enumerate(bounds) if stop > start]
-
-
 def own_runs(page_counts: Int32[np.ndarray, "B"]) -> list[Run]:
     """The runs where nothing is shared: each row's pages."""
-    return [Run(rows=np.array([b], np.int32), start=0, stop=int(count)) for b, count in enumerate(page_counts)]
+    return _tails(np.zeros(len(page_counts), np.int32), page_counts)
+
+
+def _tails(starts: np.ndarray, stops: np.ndarray) -> list[Run]:
+    """A run of each row by itself, of those that have pages there."""
+    rows = np.arange(len(starts), dtype=np.int32)[:, None]
+    each = zip(rows, starts.tolist(), stops.tolist(), strict=True)
+    return [Run(row, start, stop) for row, start, stop in each if stop > start]
 
 
 def num_saved(runs: Seq[Run]) -> int:
@@ -73,15 +74,22 @@ def num_saved(runs: Seq[Run]) -> int:
 
 def _equal(page_tables: np.ndarray, rows: np.ndarray, at: int) -> list[np.ndarray]:
     """The groups of two and more rows with the same page at place `at`."""
-    _, place, count = np.unique(page_tables[rows, at] if len(rows) else rows, return_inverse=True, return_counts=True)
+    if len(rows) < 2:
+        return []
+    pages = page_tables[rows, at]
+    if (pages == pages[0]).all():
+        return [rows]
+    _, place, count = np.unique(pages, return_inverse=True, return_counts=True)
     return [rows[place == i] for i in np.flatnonzero(count > 1)]
 
 
 def _common(page_tables: np.ndarray, group: np.ndarray, at: int, limit: int) -> int:
     """The first place from `at` on at which the group's tables differ, at most `limit`."""
-    tables = page_tables[group, at:limit]
-    differ = (tables != tables[0]).any(0)
-    return at + int(differ.argmax()) if differ.any() else limit
+    first, last = group.item(0), group.item(-1)
+    neighbours = last - first + 1 == len(group)  # no copy of their tables is needed then
+    tables = page_tables[first : last + 1, at:limit] if neighbours else page_tables[group, at:limit]
+    differ = tables[1:] != tables[0]
+    return at + int(differ.any(0).argmax()) if differ.any() else limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 
 from . import sample
 from .attention_plans import Attention, Cascades
-from .batch import Batch, HostBatch, padded, to_device
+from .batch import Batch, HostBatch, aligned, padded
 from .compile import Drawn, Forward
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
@@ -33,6 +33,7 @@ from .types import Int64, Tensor
 
 GREEDY = sample.Features()
 RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
+MOVED = ("input_ids", "positions", "slots", "seq_lens")  # what a step moves on by itself
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
 
 
@@ -117,7 +118,9 @@ class StepGraphs:
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
         self._width = pages_for(limits.max_model_len, limits.page_size)
         self._device, self._attention, self._cascades = model.device, attention, cascades
-        self._static, self._active = self._buffers(max(sizes))
+        self._ints = torch.zeros((len(MOVED) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
+        self._tables = torch.full((max(sizes), self._width), limits.num_pages, dtype=torch.int32, device=self._device)
+        self._width_used = 0  # columns of the page tables: beyond them all rows have the dummy page
         self._decode_plans: dict[int, DecodePlan] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
         self._fused, self._cuts, self._warm = fused, cuts, warm
@@ -139,7 +142,7 @@ class StepGraphs:
             self._follow(host)
         step = self._steps[kind]
         self._note_use(features)
-        self._fill(host, rows)
+        self._fill(step.carry, host, rows)
         if features != GREEDY:
             tensors = sample.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
             sample.copy_into(step.carry.sampling, tensors)
@@ -151,7 +154,7 @@ class StepGraphs:
         host = padded(host, kind.size, **self._layout)
         if self._follow(host) != kind.way:
             return False
-        self._fill(host, rows)
+        self._fill(step.carry, host, rows)
         return True
 
     def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> None:
@@ -183,8 +186,8 @@ class StepGraphs:
                 self._decode_plan(size).update(nothing.page_counts, nothing.page_tables)
             case "fused":
                 pass
-        self._fill(nothing, 0)
         carry = self._carry(kv, kind)
+        self._fill(carry, nothing, 0)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._run(carry, self._warm)
@@ -245,56 +248,41 @@ class StepGraphs:
             self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut)
         return self._fused_plans[size]
 
-    def _buffers(self, size: int) -> tuple[Batch, Tensor]:
-        dummy = self._layout["dummy_page"]
+    def _lines(self, size: int) -> Tensor:
+        """The memory of the tensors with an int a row, for batches of `size`: one line each, of whole 16 bytes."""
+        return self._ints[: (len(MOVED) + 1) * aligned(size)].view(-1, aligned(size))
 
-        def ints(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=self._device)
-
-        batch = Batch(
-            input_ids=ints(size),
-            positions=ints(size),
-            slots=ints(size, value=dummy * self._layout["page_size"]),
-            page_tables=ints(size, self._width, value=dummy),
-            seq_lens=ints(size, value=1),
-        )
-        return batch, ints(size)
-
-    def _fill(self, host: HostBatch, rows: int) -> None:
-        """A padded batch, of which the first `rows` are in use, into the static buffers."""
-        fresh, static = to_device(host, self._device), self._static
-        size, width = host.page_tables.shape
-        for name in ("input_ids", "positions", "slots", "seq_lens"):
-            getattr(static, name)[:size].copy_(getattr(fresh, name))
-        static.page_tables[:size, :width].copy_(fresh.page_tables)
-        static.page_tables[:size, width:].fill_(self._layout["dummy_page"])
-        self._active[:rows].fill_(1)
-        self._active[rows:size].fill_(0)
+    def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int) -> None:
+        """A padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
+        (size, width), lines, tables = host.page_tables.shape, self._lines(len(host.input_ids)), carry.batch.page_tables
+        fresh = torch.empty(lines.numel() + host.page_tables.size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        new_lines, new_tables = fresh[: lines.numel()].view_as(lines), fresh[lines.numel() :].view(size, width)
+        *moved, active = new_lines.numpy()
+        for line, name in zip(moved, MOVED, strict=True):
+            line[:size] = getattr(host, name)
+        active[:rows], active[rows:] = 1, 0
+        new_tables.numpy()[:] = host.page_tables
+        lines.copy_(new_lines, non_blocking=True)
+        tables[:, :width].copy_(new_tables, non_blocking=True)
+        tables[:, width : self._width_used].fill_(self._layout["dummy_page"])
+        self._width_used = max(self._width_used, width)
 
     def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
-        batch, size = self._static, kind.size
+        size = kind.size
         plans = {"fused": self._fused_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
-        plan = plans[kind.way](size)
+        *moved, active = self._lines(size)[:, :size]
         return DecodeCarry(
             kv=kv,
-            batch=Batch(
-                input_ids=batch.input_ids[:size],
-                positions=batch.positions[:size],
-                slots=batch.slots[:size],
-                page_tables=batch.page_tables[:size],
-                seq_lens=batch.seq_lens[:size],
-                plan=plan.handle,
-            ),
+            batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[:size], plan=plans[kind.way](size).handle),
             sampling=sample.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
-            active=self._active[:size],
+            active=active,
         )
 
     def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
-        names = ("input_ids", "positions", "slots", "seq_lens")
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [getattr(carry.batch, name) for name in names], [getattr(after.batch, name) for name in names]
+            [getattr(carry.batch, name) for name in MOVED], [getattr(after.batch, name) for name in MOVED]
         )
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
 

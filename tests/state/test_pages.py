@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm.errors import BrokenInvariantError
-from nanovllm.state.pages import allocate, free_pages, init_pages, release, require_writable, retain
+from nanovllm.state.pages import allocate, free_pages, give_back, init_pages, release, require_writable, retain
 
 
 def taken(pages, count):
@@ -17,6 +17,17 @@ def test_pages_come_back_newest_first():
     pages = release(release(pages, [0]), [2])
     assert taken(pages, 2)[1] == (2, 0)
     assert free_pages(pages) == [2, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("run", "once", "left"), [([2, 0], [2, 0], [1, 0]), ([2, 1, 2, 0], [2, 1, 0], [0, 0, 0]), ([1], [1], [0]), ([], [], [])]
+)
+def test_pages_that_are_given_back_are_told_once_and_in_order(run, once, left):
+    pages, _ = taken(init_pages(4), 3)
+    after, given, owners = give_back(retain(pages, [2]), run)
+    assert given.tolist() == once and owners.tolist() == left
+    assert [after.refcount(page) for page in once] == left
+    assert free_pages(after) == [*[page for page, n in zip(once, left, strict=True) if not n][::-1], 3]
 
 
 def test_too_few_is_none_and_nothing_is_taken():

@@ -8,7 +8,8 @@ that is plain attention; in floating point it differs in the last bits.
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ FIELDS = 5  # of an item: the row whose table names the pages, first page, end p
 WIDE = 64  # queries that one program takes of a shared run: rows times query heads of one key/value head
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class Run(NamedTuple):
     """Pages `start ... stop - 1` of the page tables of `rows` (ascending), which are the same in all of them."""
 
     rows: Int32[np.ndarray, "n"]
@@ -104,7 +104,8 @@ class CascadePlan:
         self.rows_per_item = max(1, WIDE // (num_heads // num_kv_heads))
         self.shares = max(1, programs(device) // num_kv_heads)
         self.max_items = 4 * (-(-self.shares // 4) + batch_size + 16)
-        self.ints = torch.zeros(sum(self._sizes()), dtype=torch.int32, device=device)
+        self.sizes = self._sizes()
+        self.ints = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
         self.runs: tuple[Run, ...] = ()
         self.ready = False
         self.handle = register(self)
@@ -116,7 +117,7 @@ class CascadePlan:
 
     def views(self) -> tuple[Tensor, ...]:
         """The fields of `Work` on the device, each with room for the longest."""
-        bounds, items, *rest = self.ints.split(self._sizes())
+        bounds, items, *rest = self.ints.split(self.sizes)
         return bounds, items.view(-1, FIELDS), *rest
 
     def tiles(self, dtype: torch.dtype) -> tuple[Tile, Tile]:
@@ -134,7 +135,7 @@ class CascadePlan:
             return False
         flat = torch.empty(self.ints.numel(), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         host, at = flat.numpy(), 0
-        for part, size in zip((work.bounds, work.items, work.begins, work.starts, work.members, work.places), self._sizes(), strict=True):
+        for part, size in zip((work.bounds, work.items, work.begins, work.starts, work.members, work.places), self.sizes, strict=True):
             host[at : at + part.size] = part.ravel()
             at += size
         self.ints.copy_(flat, non_blocking=True)
@@ -204,15 +205,15 @@ def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, pag
     """
     tile = -(-TILE // page_size)  # pages
     blocks = [
-        (run.rows[lo : lo + rows_per_item], run.start, run.stop)
-        for run in runs
-        if len(run.rows) > 1
-        for lo in range(0, len(run.rows), rows_per_item)
+        Run(rows[lo : lo + rows_per_item], start, stop)
+        for rows, start, stop in runs
+        if len(rows) > 1
+        for lo in range(0, len(rows), rows_per_item)
     ]
     single = [run for run in runs if len(run.rows) == 1]
-    total = sum(-(-(stop - start) // tile) for _, start, stop in blocks) + sum(-(-(run.stop - run.start) // tile) for run in single)
+    total = sum([-(-(stop - start) // tile) for _, start, stop in (*blocks, *single)])
     most = max(-(-LEAST_OWN // page_size), -(-total // shares) * tile)
-    blocks += [(run.rows, run.start, run.stop - most) for run in single if run.stop - run.start > most]
+    blocks += [Run(rows, start, stop - most) for rows, start, stop in single if stop - start > most]
     begins, starts = np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)
     if not blocks:
         none = np.zeros(0, np.int32)
@@ -220,25 +221,24 @@ def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, pag
                     places=none)  # fmt: skip
     for rows, _, stop in blocks:
         begins[rows] = np.maximum(begins[rows], stop)
-    of_blocks = np.array([(rows[0], start, stop, len(rows)) for rows, start, stop in blocks])
-    row, start, stop, count = of_blocks.T
-    rows = np.concatenate([rows for rows, _, _ in blocks])
-    listed = np.cumsum(count) - count  # where a block's rows start in `rows`
+    row, start, stop, count = np.array([(rows.item(0), start, stop, len(rows)) for rows, start, stop in blocks]).T
     # All blocks one after another are a line of tiles, which is cut where shares end and where blocks do.
-    edges = np.concatenate(([0], np.cumsum(-(-(stop - start) // tile))))
-    ends = np.arange(shares + 1) * edges[-1] // shares
-    cuts = np.unique(np.concatenate((edges, ends)))
-    block = np.searchsorted(edges, cuts[:-1], side="right") - 1
-    first_page = start[block] + (cuts[:-1] - edges[block]) * tile
-    end_page = np.minimum(start[block] + (cuts[1:] - edges[block]) * tile, stop[block])
+    edges = list(accumulate([-(-(stop - start) // tile) for _, start, stop in blocks], initial=0))
+    ends = [share * edges[-1] // shares for share in range(shares + 1)]
+    cuts = np.array(sorted({*edges, *ends}))
+    lefts, rights, edge = cuts[:-1], cuts[1:], np.array(edges)
+    block = edge.searchsorted(lefts, "right") - 1
+    first_page = start[block] + (lefts - edge[block]) * tile
     counts = count[block]
-    first = np.cumsum(counts) - counts
-    members = rows[np.repeat(listed[block] - first, counts) + np.arange(counts.sum())].astype(np.int32)
-    np.cumsum(np.bincount(members, minlength=num_rows), out=starts[1:])
+    past = counts.cumsum()
+    items = np.empty((len(block), FIELDS), np.int32)
+    items[:, 0], items[:, 1], items[:, 3], items[:, 4] = row[block], first_page, past - counts, counts
+    items[:, 2] = np.minimum(first_page + (rights - lefts) * tile, stop[block])
+    members = np.concatenate([blocks[at].rows for at in block.tolist()])
+    starts[1:] = np.bincount(members, minlength=num_rows).cumsum()
     places = np.empty(len(members), np.int32)
-    places[np.argsort(members, kind="stable")] = np.arange(len(members), dtype=np.int32)
-    items = np.stack((row[block], first_page, end_page, first, counts), 1).astype(np.int32)
-    bounds = np.searchsorted(cuts, ends).astype(np.int32)
+    places[members.argsort(kind="stable")] = np.arange(len(members), dtype=np.int32)
+    bounds = cuts.searchsorted(ends).astype(np.int32)
     return Work(bounds=bounds, items=items, begins=begins, starts=starts, members=members, places=places)
 
 

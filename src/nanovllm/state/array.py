@@ -42,7 +42,7 @@ class IntArray:
     def put(self, places: np.ndarray, values: np.ndarray | int) -> "IntArray":
         """The array with other values at these places; where one is given twice, the values are the same. Raises `IndexError` for one that
         is not in the array."""
-        memory, at = self._memory(), _unsigned(places)
+        memory, at = self._memory(), _unsigned(places).astype(np.intp)  # what numpy would make of them twice
         before = memory[at]
         if self._written > len(memory):
             memory = memory.copy()

@@ -94,21 +94,31 @@ def retain(pages: PageState, held: Ints) -> PageState:
 
 def release(pages: PageState, held: Ints) -> PageState:
     """Take an owner from each page; a page without owners is free. Raises `BrokenInvariantError` for a page that is already free."""
+    return give_back(pages, held)[0]
+
+
+def give_back(pages: PageState, held: Ints) -> tuple[PageState, np.ndarray, np.ndarray]:
+    """`release`; returns, too, each page once, in the order given, and how many owners it has left."""
     held = as_array(held)
     unique, times = _distinct(held)
     left = pages.owners(unique) - times
     if (left < 0).any():
         raise BrokenInvariantError(f"page {unique[left < 0][0]} is free already: a double free")
     counts, returned = pages.counts.put(unique, left), pages.returned
-    freed = [] if left.all() else list(dict.fromkeys(held[counts.get(held) == 0].tolist()))
+    if unique is not held:
+        unique = np.array(list(dict.fromkeys(held.tolist())), np.int32)
+        left = counts.get(unique)
+    freed = [] if left.all() else unique[left == 0].tolist()
     for page in freed:
         returned = (page, returned)
     used = pages.num_used - len(freed)
-    return PageState(num_pages=pages.num_pages, num_used=used, counts=counts, returned=returned, unused=pages.unused)
+    return PageState(num_pages=pages.num_pages, num_used=used, counts=counts, returned=returned, unused=pages.unused), unique, left
 
 
 def _distinct(held: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
     """Each page once, and how often it was given."""
+    if len(held) < 2:
+        return held, 1
     ordered = np.sort(held)
     return np.unique(held, return_counts=True) if (ordered[1:] == ordered[:-1]).any() else (held, 1)
 
@@ -116,6 +126,8 @@ def _distinct(held: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
 def require_writable(pages: PageState, written: Ints) -> None:
     """Raise `BrokenInvariantError` unless each page has exactly one owner (invariant 3)."""
     written = as_array(written)
+    if not len(written):
+        return
     owners = pages.owners(written)
     if (owners != 1).any():
         page, count = written[owners != 1][0], owners[owners != 1][0]

@@ -66,12 +66,8 @@ def release(pool: Pool, held: Ints) -> Pool:
     backwards = as_array(held)[::-1]
     if not len(backwards):
         return pool
-    before = pool.pages.owners(backwards)
-    pages = page_ops.release(pool.pages, backwards)
-    after = pages.owners(backwards)
-    idle = backwards[(after == 1) & pool.prefix.contains(backwards)]
-    if (before - after > 1).any():
-        idle = np.array(list(dict.fromkeys(idle.tolist())), np.int32)
+    pages, given, left = page_ops.give_back(pool.pages, backwards)
+    idle = given[(left == 1) & pool.prefix.contains(given)]
     return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle))
 
 

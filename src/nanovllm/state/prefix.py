@@ -181,13 +181,14 @@ def set_busy(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
     """Take pages that somebody holds again out of the order of eviction; pages that were not idle are passed over."""
     times = index.idle_since.get(pages)
     idle, num_idle = index.idle, index.num_idle
-    there = times >= 0
-    if not there.any():
+    times = times[times >= 0]
+    if not len(times):
         return index
     since = index.idle_since.put(pages, -1)
-    for time in _distinct(times[there]):
-        left = idle[time][since.get(idle[time]) >= 0]
-        num_idle -= len(idle[time]) - len(left)
+    for time in _distinct(times):
+        held = idle[time]
+        left = held[since.get(held) >= 0]
+        num_idle -= len(held) - len(left)
         idle = idle.set(time, left) if len(left) else idle.delete(time)
     return _replace(index, idle=idle, idle_since=since, num_idle=num_idle)
 
@@ -311,7 +312,7 @@ def _add(counts: IntArray, page: int, more: int) -> IntArray:
 
 def _distinct(values: np.ndarray) -> list[int]:
     """The different ones of some values, in a time that is best where neighbours are mostly the same."""
-    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
+    changes = (values[1:] != values[:-1]).nonzero()[0] + 1
     return list(dict.fromkeys([values.item(0), *values[changes].tolist()]))
 
 
