@@ -29,6 +29,7 @@ from .state.request import Sequence
 from .types import Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
+COMPILED_PROMPTS = ((1, 8), (2, 8))  # rows and tokens: all that compiled layers distinguish
 COMPILES = 16  # of an engine's layer: one row, any other number, prompts; for the first layer and the others; and what varies unforeseen
 
 
@@ -211,23 +212,23 @@ def fused_forward(model: Model, choice: FastChoice | None, cuts: Cuts | None = N
     return partial(forward, plain=plain, choice=choice)
 
 
-def sample_prompts(limits: EngineConfig) -> list[HostBatch]:
-    """Prompts on the dummy page that make `compiled_forward` compile all that any prompts need: of one row, and of more."""
+def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]]) -> list[HostBatch]:
+    """Prompts on the dummy page, each so many rows of so many tokens, as far as there is room for them: what they need is compiled and
+    loaded when they run."""
     dummy, size = limits.num_pages, limits.page_size
-    count = min(8, limits.max_model_len, limits.max_num_batched_tokens // 2)
-    width = max(2, pages_for(count, size))  # a table of one page would be compiled for that alone
+    fitting = [(rows, min(count, limits.max_model_len, limits.max_num_batched_tokens // rows)) for rows, count in shapes]
     return [
         HostBatch(
             input_ids=np.zeros(rows * count, np.int32),
             positions=np.tile(np.arange(count, dtype=np.int32), rows),
             slots=np.full(rows * count, dummy * size, np.int32),
-            page_tables=np.full((rows, width), dummy, np.int32),
+            page_tables=np.full((rows, max(2, pages_for(count, size))), dummy, np.int32),  # one page would be compiled for that alone
             seq_lens=np.full(rows, count, np.int32),
             page_counts=np.full(rows, pages_for(count, size), np.int32),
             cu_seqlens=np.arange(0, (rows + 1) * count, count, dtype=np.int32),
             logit_indices=np.array([count - 1], np.int32),
         )
-        for rows in (1, 2)
+        for rows, count in dict.fromkeys(fitting)
         if count >= 2 and rows <= limits.max_num_seqs
     ]
 

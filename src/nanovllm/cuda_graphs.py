@@ -21,6 +21,7 @@ from . import sample
 from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
 from .compile import (
+    COMPILED_PROMPTS,
     Drawn,
     compiled_forward,
     decode_carry,
@@ -35,7 +36,7 @@ from .errors import InvalidRequestError
 from .model import Model
 from .models import FastChoice, fused
 from .models.cuts import Cuts
-from .models.params import one_of_each
+from .models.params import Params, one_of_each
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .run_ahead import RunAhead, longest_first, placed
@@ -43,11 +44,12 @@ from .sampling_params import SamplingParams, from_generation_config
 from .state.kv import KVState
 from .state.request import Sequence
 from .step_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
-from .types import Int64
+from .types import Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
 NOTHING: sample.Row = (SamplingParams(temperature=0), 0, sample.NO_IDS, sample.NO_IDS)  # a row that nobody looks at
+FUSED_PROMPTS = ((1, 160), (1, 224), (1, 512))  # rows and tokens: as many ways to cut products, beside those of decode steps
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
 
 
@@ -106,7 +108,7 @@ class GraphExecutor:
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
         # Plain layers can attend neither by a fused plan, nor where the new keys and values of prompts lie together.
         self._together = served and (choice is None or choice.all_layers)
-        warm = one_of_each(model.params) if self._together else model.params  # compiled layers are one function for all
+        warm = one_of_each(model.params) if self._together else model.params
         self._decode = StepGraphs(
             model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
         )
@@ -119,7 +121,7 @@ class GraphExecutor:
         self._spare: list[DecodePlan] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
         self._ahead = RunAhead(limits.page_size)
-        self._warm_up(model, kv, limits, progress)
+        self._warm_up(model, kv, limits, warm, progress)
 
     @_on_device
     def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
@@ -235,8 +237,8 @@ class GraphExecutor:
         return self._loaded
 
     @torch.no_grad()
-    def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, progress: bool | None) -> None:
-        prompts = sample_prompts(limits)
+    def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, warm: Params[Tensor], progress: bool | None) -> None:
+        prompts = sample_prompts(limits, FUSED_PROMPTS if self._together else COMPILED_PROMPTS)
         # The largest first: the others find its memory in the pool.
         kinds = [(graphs, size) for graphs in (self._decode, self._extend) for size in reversed(graphs.sizes)]
         # None: tqdm stays quiet where stderr is not a terminal.
@@ -248,8 +250,8 @@ class GraphExecutor:
                     graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way()))
                 bar.update()
             for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for, where layers are
-                bar.set_postfix_str(f"prompts {len(host.seq_lens)}")
-                self._forward(model.params, kv, self._prompt(host), model.config)
+                bar.set_postfix_str(f"prompts {len(host.seq_lens)} x {host.seq_lens[0]}")
+                self._forward(warm, kv, self._prompt(host), model.config)
                 bar.update()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # graphs keep what they need; the rest was for the runs before them

@@ -132,8 +132,8 @@ def many_rows_wrong(model: nv.Model, *indices: int) -> Callable[..., Any]:
     """The fused layer for many rows, with other gains in the middle of the layers named."""
     wrong = [model.params.layers[index] for index in indices]
 
-    def layer(w: Any, *rest: Any) -> Any:
-        return MANY(replace(w, post_norm=w.post_norm * 1.5) if any(w is each for each in wrong) else w, *rest)
+    def layer(w: Any, *rest: Any, **options: Any) -> Any:
+        return MANY(replace(w, post_norm=w.post_norm * 1.5) if any(w is each for each in wrong) else w, *rest, **options)
 
     return layer
 

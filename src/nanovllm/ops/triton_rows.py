@@ -11,7 +11,7 @@ from ..types import Float32, Int32, Int64, Tensor
 TOKENS = 8  # of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _angles(positions, inv_freq, cos, sin, num_tokens, factor, HALF: tl.constexpr, HB: tl.constexpr, T: tl.constexpr):
     t, i = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, HB)
     on = t < num_tokens
@@ -26,7 +26,7 @@ def _angles(positions, inv_freq, cos, sin, num_tokens, factor, HALF: tl.constexp
     tl.store(sin + at + HALF, s, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _places(
     positions, seq_lens, tables, active, positions_out, slots_out, seq_lens_out, num_rows, width, table_stride, dummy, page_size,
     BLOCK: tl.constexpr,

@@ -25,7 +25,7 @@ def _ask(lines):
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])  # the number of rows: one kernel for all
 def _product(
     x, w, bias, y, B, N, K: tl.constexpr, PART: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
@@ -63,7 +63,7 @@ def _product(
         tl.store(to, _rounded(acc, biases, acc, y.dtype.element_ty, BIAS, False), mask=on)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])  # the number of rows: one kernel for all
 def _sum_norm(
     parts, bias, residual, gain, y, h, B, eps, M: tl.constexpr, MP: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
