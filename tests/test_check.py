@@ -16,7 +16,9 @@ from torch.utils import _pytree as pytree
 
 import nanovllm as nv
 from nanovllm import bench, cli, compile, models
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, to_device
+from nanovllm.config import EngineConfig
+from nanovllm.cuda_graphs import FUSED_PROMPTS
 from nanovllm.model_check import command as check_command
 from nanovllm.model_check.agree import agreement, two_likeliest
 from nanovllm.model_check.compare import Errors, compare, error_bound, keeps, relative_error, spread_rows
@@ -27,6 +29,7 @@ from nanovllm.models import cpu, fused, layers
 from nanovllm.models.choice import FastChoice, all_fast, by_layer
 from nanovllm.models.cuts import Cuts, StepCuts
 from nanovllm.models.fast import FastPath, fast_path
+from nanovllm.models.params import two_of_each
 from nanovllm.ops import plans
 from nanovllm.ops.cuts import CutError
 from nanovllm.ops.native import library
@@ -490,6 +493,28 @@ def test_of_a_prompt_only_what_is_wanted_ends_in_the_last_layer(
     torch.testing.assert_close(got_kv.pools[0], want_kv.pools[0])
     rows = 7 if wanted is None else len(wanted)
     assert widths[2 * sum(layers_chosen[:-1]) :] == ([rows, rows] if layers_chosen[-1] and rows else [])
+
+
+def test_prompts_at_the_start_run_every_form_that_later_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of all their tokens, and a last one of those wanted, by as many layers as are warmed up."""
+    model, widths = small(), []
+    monkeypatch.setattr(fused, "linear_add_norm", lambda x, *given, **cut: widths.append(len(x)) or linear_add_norm(x, *given, **cut))
+    warm = two_of_each(model.params)
+    assert [w is of for w, of in zip(warm.layers, model.params.layers, strict=False)] == [True, True] and len(model.params.layers) == 3
+    limits = EngineConfig(num_pages=4, page_size=16, max_model_len=300, max_num_seqs=8, max_num_batched_tokens=256, seed=0)
+    kv = init_kv(model.config, num_pages=4, page_size=16, dtype=model.dtype, device=model.device)
+    for host in compile.sample_prompts(limits, FUSED_PROMPTS):
+        fused.forward(warm, kv, to_device(host, model.device), model.config)
+    assert widths == [160, 160, 1, 1, 224, 224, 1, 1, 256, 256, 1, 1]
+    assert not any(pages[:, :-1].any() for pages in kv.pools)  # nothing but the dummy page is written
+
+
+def test_layers_of_other_forms_are_warmed_up_too() -> None:
+    model = small()
+    first, second, third = model.params.layers
+    other = replace(second, qkv_bias=torch.zeros(len(second.qkv)))
+    assert two_of_each(replace(model.params, layers=(first, other, third, other, other, third))).layers == (first, third, other, other)
+    assert two_of_each(replace(model.params, layers=(first,))).layers == (first,)
 
 
 def seen(layer: Callable[..., Any], ran: list[tuple[str, int]], name: str, place: int) -> Callable[..., Any]:

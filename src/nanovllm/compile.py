@@ -269,14 +269,14 @@ def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) ->
     return to_host(sample.sample(logits, sampling_of(whole, model), positions))
 
 
-def to_host(out: "DecodeOutput | sample.Sampled", rows: int | None = None) -> Drawn:
+def to_host(out: "DecodeOutput | sample.Sampled") -> Drawn:
     """Wait for a step's results."""
 
     def fetch(tensor: Tensor | None) -> np.ndarray | None:
-        return None if tensor is None else tensor[:rows].cpu().numpy()
+        return None if tensor is None else tensor.cpu().numpy()
 
     return Drawn(
-        token_ids=out.token_ids[:rows].cpu().numpy(),
+        token_ids=out.token_ids.cpu().numpy(),
         logprobs=fetch(out.logprobs),
         top_ids=fetch(out.top_ids),
         top_logprobs=fetch(out.top_logprobs),

@@ -36,7 +36,7 @@ from .errors import InvalidRequestError
 from .model import Model
 from .models import FastChoice, fused
 from .models.cuts import Cuts
-from .models.params import Params, one_of_each
+from .models.params import Params, two_of_each
 from .ops.cascade import CascadePlan
 from .ops.flashinfer import DecodePlan
 from .run_ahead import RunAhead, longest_first, placed
@@ -108,7 +108,7 @@ class GraphExecutor:
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
         # Plain layers can attend neither by a fused plan, nor where the new keys and values of prompts lie together.
         self._together = served and (choice is None or choice.all_layers)
-        warm = one_of_each(model.params) if self._together else model.params
+        warm = two_of_each(model.params) if self._together else model.params
         self._decode = StepGraphs(
             model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
         )

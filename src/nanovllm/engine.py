@@ -91,7 +91,7 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
     return _settle(model, state, plan, kv, prefilled, loaded, decoded)
 
 
-def _settle_steady(model: Model, state: EngineState, running: Steady, loaded, decoded: Drawn) -> tuple[EngineState, list[StepOutput]]:
+def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: Any, decoded: Drawn) -> tuple[EngineState, list[StepOutput]]:
     """The end of a step of these sequences that needed no schedule, or got only pages by it: all that there is to settle are the replies
     that end with it."""
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept

@@ -17,7 +17,7 @@ __all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_gener
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
-MIN_TEMPERATURE = 1e-3  # below it the division by the temperature leaves float32's useful range; 0 is greedy
+MIN_TEMPERATURE = 1e-3  # below it what top-p divides by the temperature leaves float32's useful range; 0 is greedy
 MAX_TEMPERATURE = 100.0
 INT32_MAX = 2**31 - 1
 TRANSFORMERS_TOP_K = 50  # its default where a model samples and its generation_config.json is silent

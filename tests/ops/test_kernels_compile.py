@@ -102,6 +102,7 @@ def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compil
 
     x, weight, *_ = linear_problem(rows, 12288 if gated else 4096, 1024, gated, False, False, BF16)
     tile = wide_tile(rows, 12288 if gated else 4096, 1024, gated, PROCESSORS, compiled.memory)
+    assert tile is not None or compiled.memory < 200_000  # on Hopper there is one
     if tile is not None:
         triton_wide.product(x, weight, None, gated, tile, compiled.pdl)
         compiled.check()

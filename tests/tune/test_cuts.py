@@ -162,6 +162,22 @@ def taken(work: Work, cut: Cut, machine: Machine) -> bool:
             return wide is None or (work.outputs % wide.outputs == 0 and work.width % (wide.parts * wide.depth) == 0)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_few_rows_are_tried_on_tensor_cores_and_off_them(shape: str, rows: int) -> None:
+    for work in works(SHAPES[shape], rows, H200):
+        if work.form == "few":
+            usual = default_cut(work, H200)
+            assert all(bool(cut[2]) != bool(usual[2]) for cut in starts(work, H200))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+def test_a_wide_layers_products_take_wide_cuts_for_any_rows(rows: int, gated: bool) -> None:
+    """Gate and up without a norm stand in no other, and of the last tokens of prompts there may be one."""
+    assert few.goes_wide(rows, 1024, gated, H200.memory) == (gated or rows > few.FEW)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 17, 64, 65, 256])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_there_is_something_to_try(shape: str, rows: int) -> None:
@@ -275,6 +291,17 @@ def test_the_cuts_reach_the_ops(rows: int, closely: bool, monkeypatch: pytest.Mo
     with recorded() as calls:
         fused.forward(model.params, kv, batch, model.config)
     assert set(cuts_seen(calls)) == {()}
+
+
+def test_behind_a_prompts_last_attention_the_defaults_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts are those of the step's tokens; there, fewer go on."""
+    model = small()
+    monkeypatch.setattr(fused, "follows_closely", lambda *_: False)
+    batch, kv = step(model, 2)
+    tokens = {"cu_seqlens": torch.tensor([0, 1, 2], dtype=torch.int32), "logit_indices": torch.tensor([1], dtype=torch.int32)}
+    with recorded() as calls:
+        fused.forward(model.params, kv, replace(batch, **tokens), model.config, cuts=CUTS)
+    assert cuts_seen(calls) == [(2, 1), (2, 2), (2, 3), (2, 4), (2, 1), (), (), ()]
 
 
 def test_layers_and_head_by_themselves_take_the_cuts(monkeypatch: pytest.MonkeyPatch) -> None:

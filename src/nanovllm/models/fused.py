@@ -143,7 +143,7 @@ def wide_layer(
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     if wanted is not None:
-        a, x = a[wanted], x[wanted]
+        a, x, cuts = a[wanted], x[wanted], DEFAULT  # those given are for as many rows as there are tokens
         if not len(wanted):
             return x, x
     x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, cut=cuts.o)

@@ -75,13 +75,17 @@ def brief_count(params: Any) -> str:
     return f"{count:,} parameters" if isinstance(count, int) else "symbolic shapes"
 
 
-def one_of_each(params: Params[Tensor]) -> Params[Tensor]:
-    """The weights with the first layer of each form alone: the others run the same kernels."""
+def two_of_each(params: Params[Tensor]) -> Params[Tensor]:
+    """The weights with the first two layers of each form alone: the others run the same kernels, for of a prompt the last layer may run
+    others than the rest."""
+    forms: dict[tuple[Any, ...], list[Layer[Tensor]]] = {}
 
     def form(layer: Layer[Tensor]) -> tuple[Any, ...]:
         return tuple([None if w is None else (w.shape, w.dtype, w.data_ptr() % 16) for w in pytree.tree_leaves(layer)])
 
-    return replace(params, layers=tuple({form(layer): layer for layer in reversed(params.layers)}.values())[::-1])
+    for layer in params.layers:
+        forms.setdefault(form(layer), []).append(layer)
+    return replace(params, layers=tuple(layer for alike in forms.values() for layer in alike[:2]))
 
 
 register_value(Layer)

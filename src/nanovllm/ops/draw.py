@@ -50,7 +50,7 @@ def _reference(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: 
     random = temperature > 0
     if random.any():  # numbers are generated for the rows that need them only
         x = logits[random].float()
-        if least is not None:  # compared undivided, where nothing has been rounded: the largest logit is never left out
+        if least is not None:  # compared before any rounding: the largest logit is never left out
             x = torch.where(x < least[random].unsqueeze(1), -torch.inf, x)
         ids[random] = (x + temperature[random].unsqueeze(1) * gumbel(uniforms(keys[random], x.shape[1]))).argmax(1)
     return ids.int()

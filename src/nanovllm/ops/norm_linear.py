@@ -109,8 +109,9 @@ def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gate
 
 def goes_wide(rows: int, width: int, gated: bool, memory: int) -> bool:
     """Whether a product with neither norm nor residual is cut as one of many rows: on tensor cores always, for where a layer of few rows
-    asks for one its weights are wide, and a kernel that holds them whole leaves no room for the next."""
-    return rows > FEW or not fits(rows, width, gated, memory)
+    asks for one its weights are wide, and a kernel that holds them whole leaves no room for the next; and always gate and up, which
+    only layers of many tokens ask for without a norm."""
+    return gated or rows > FEW or not fits(rows, width, gated, memory)
 
 
 def fits(rows: int, width: int, gated: bool, memory: int) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 from ..ops.cuts import Cut, named
-from ..ops.norm_linear import FEW, SUMMED, Tile, tile_fits, tile_of
+from ..ops.norm_linear import SUMMED, Tile, tile_fits, tile_of
 from ..ops.rope_attend import attention_fits, cut_of
 from ..ops.wide import BY_LIBRARY, WideTile, wide_fits, wide_tile
 from .work import Machine, Work
@@ -45,9 +45,9 @@ def starts(work: Work, machine: Machine, before: Cut = ()) -> tuple[Cut, ...]:
     best for fewer rows. The default is not among them."""
     default, found = default_cut(work, machine), list[Cut]()
     if work.form == "few":
-        found += [(16, 4, depth) for depth in (256, 128, 64) if work.rows <= FEW]
-        whole = 1 << (work.width - 1).bit_length()
-        found += [(max(1, 4096 // whole), warps, 0) for warps in (2, 4, 8) if 1 < work.rows <= SUMMED]
+        whole, summed = 1 << (work.width - 1).bit_length(), default[-1] == 0
+        found += [(16, 4, depth) for depth in (256, 128, 64) if summed]
+        found += [(max(1, 4096 // whole), warps, 0) for warps in (2, 4, 8) if not summed and work.rows <= SUMMED]
     elif work.form != "attend":
         rows = max(16, min(64, 1 << (work.rows - 1).bit_length()))
         tiles = [WideTile(outputs=n, rows=rows, depth=depth, stages=3) for n, depth in ((64, 128), (32, 128), (32, 64), (16, 32))]
