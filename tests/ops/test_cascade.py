@@ -234,7 +234,8 @@ def interpreted_decode(tree, runs, shares=None):
     space.lse = torch.full((space.num_parts, heads), torch.nan)
     plan = CascadePlan(space, rows, heads, KV_HEADS, tree.page_size, CPU)
     plan.shares = shares or plan.shares
-    plan.ints = torch.zeros(sum(plan._sizes()), dtype=torch.int32)
+    plan.sizes = plan._sizes()
+    plan.ints = torch.zeros(sum(plan.sizes), dtype=torch.int32)
     assert plan.update(runs)
     q = tree.queries(rows).float()
     got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan)
