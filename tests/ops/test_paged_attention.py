@@ -12,18 +12,21 @@ from nanovllm.ops import kv_write, paged_decode, paged_prefill, reference
 LAYERS = 2
 
 
-def naive(q, k, v, scale):
+def naive(q, k, v, scale, window=0, softcap=0.0):
     """Dense causal attention, one head and one query at a time, in float64; the queries are the last of the keys."""
     q, k, v = (t.double() for t in (q, k, v))
     n, num_heads, _ = q.shape
     group = num_heads // k.shape[1]
     out = torch.zeros_like(q)
     for i in range(n):
-        seen = k.shape[0] - n + i + 1
+        position = k.shape[0] - n + i
+        keys = [j for j in range(position + 1) if not window or j > position - window]
         for h in range(num_heads):
-            scores = torch.stack([q[i, h].dot(k[j, h // group]) for j in range(seen)]) * scale
+            scores = torch.stack([q[i, h].dot(k[j, h // group]) for j in keys]) * scale
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
             weights = (scores - scores.max()).exp()
-            out[i, h] = (weights / weights.sum()) @ v[:seen, h // group]
+            out[i, h] = (weights / weights.sum()) @ v[keys, h // group]
     return out
 
 
@@ -53,15 +56,15 @@ class Case:
         self.cu = torch.tensor([0, *torch.tensor([n for _, n in rows]).cumsum(0).tolist()], dtype=torch.int32)
         self.scale = head_dim**-0.5
 
-    def expected(self):
-        return [naive(q, k, v, self.scale) for q, k, v in zip(self.q, self.k, self.v, strict=True)]
+    def expected(self, **kw):
+        return [naive(q, k, v, self.scale, **kw) for q, k, v in zip(self.q, self.k, self.v, strict=True)]
 
-    def prefill(self):
-        out = paged_prefill(torch.cat(self.q), self.pages, 1, self.tables, self.seq_lens, self.cu, self.scale, 0)
+    def prefill(self, **kw):
+        out = paged_prefill(torch.cat(self.q), self.pages, 1, self.tables, self.seq_lens, self.cu, self.scale, 0, **kw)
         return list(out.split([n for _, n in self.rows]))
 
-    def decode(self):
-        return list(paged_decode(torch.cat(self.q), self.pages, 1, self.tables, self.seq_lens, self.scale, 0).split(1))
+    def decode(self, **kw):
+        return list(paged_decode(torch.cat(self.q), self.pages, 1, self.tables, self.seq_lens, self.scale, 0, **kw).split(1))
 
 
 row = st.integers(1, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
@@ -169,3 +172,93 @@ def test_decode_without_the_host_works_in_blocks(monkeypatch):
     monkeypatch.setattr(reference, "MAX_GATHERED", 1)
     out = reference.decode_rows(torch.cat(case.q), case.pages[1], case.tables, case.seq_lens, case.scale)
     torch.testing.assert_close(out, torch.cat(case.decode()), rtol=1e-5, atol=1e-5)
+
+
+# A window of a token, of part of a page, of a page, of several, and of more than there is
+limits = st.fixed_dictionaries({"window": st.sampled_from([0, 1, 3, 4, 16, 17, 50]), "softcap": st.sampled_from([0.0, 0.7, 30.0])})
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(row, min_size=1, max_size=4), shapes, limits)
+def test_prefill_sees_a_window_of_capped_scores(rows, kw, limits):
+    case = Case(rows, **kw)
+    for out, want in zip(case.prefill(**limits), case.expected(**limits), strict=True):
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), shapes, limits)
+def test_decode_sees_a_window_of_capped_scores(lengths, kw, limits):
+    case = Case([(length, 1) for length in lengths], **kw)
+    want = case.expected(**limits)
+    for out, exact in zip(case.decode(**limits), want, strict=True):
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    out = reference.decode_rows(torch.cat(case.q), case.pages[1], case.tables, case.seq_lens, case.scale, **limits)
+    torch.testing.assert_close(out.double(), torch.cat(want), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), shapes, limits)
+def test_a_row_with_a_window_gives_the_same_bits_in_any_batch(lengths, kw, limits):
+    case = Case([(length, 1) for length in lengths], **kw)
+    together, mixed = case.decode(**limits), case.prefill(**limits)
+    for b in range(len(lengths)):
+        given = (case.q[b], case.pages, 1, case.tables[b : b + 1].clone(), case.seq_lens[b : b + 1], case.scale, 0)
+        alone = paged_decode(*given, **limits)
+        assert torch.equal(together[b], alone)
+        assert torch.equal(mixed[b], alone)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(row, min_size=2, max_size=4), shapes, limits)
+def test_a_prefilled_row_with_a_window_gives_the_same_bits_in_any_batch(rows, kw, limits):
+    case = Case(rows, **kw)
+    for b, together in enumerate(case.prefill(**limits)):
+        cu = torch.tensor([0, rows[b][1]], dtype=torch.int32)
+        given = (case.q[b], case.pages, 1, case.tables[b : b + 1], case.seq_lens[b : b + 1], cu, case.scale, 0)
+        assert torch.equal(together, paged_prefill(*given, **limits))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 60), st.lists(st.integers(1, 12), max_size=6), shapes, limits)
+def test_a_prompt_in_chunks_equals_the_whole_under_a_window(length, chunks, kw, limits):
+    whole = Case([(length, length)], **kw)
+    (want,) = whole.prefill(**limits)
+    start, got = 0, []
+    for chunk in [*chunks, length]:
+        stop = min(length, start + chunk)
+        if stop > start:
+            lens, cu = torch.tensor([stop], dtype=torch.int32), torch.tensor([0, stop - start], dtype=torch.int32)
+            q = whole.q[0][start:stop]
+            got.append(paged_prefill(q, whole.pages, 1, whole.tables, lens, cu, whole.scale, 0, **limits))
+        start = stop
+    torch.testing.assert_close(torch.cat(got), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 100])
+def test_blocks_of_queries_see_their_windows(monkeypatch, window):
+    case = Case([(90, 70), (31, 31)], group=2, kv_heads=2, head_dim=16, page_size=4)
+    monkeypatch.setattr(reference, "MAX_SCORES", 4 * 90 * 8)
+    limits = {"window": window, "softcap": 5.0}
+    for out, want in zip(case.prefill(**limits), case.expected(**limits), strict=True):
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+def test_a_window_that_holds_the_row_changes_no_bit(softcap):
+    case = Case([(33, 20), (7, 7), (12, 1)], group=2, kv_heads=2, head_dim=16, page_size=4)
+    for wide, plain in zip(case.prefill(window=33, softcap=softcap), case.prefill(softcap=softcap), strict=True):
+        assert torch.equal(wide, plain)
+
+
+def test_pages_out_of_the_window_are_not_read():
+    case = Case([(40, 1), (9, 1)], group=1, kv_heads=1, head_dim=8, page_size=4)
+    case.pages[:, case.tables[0, :8].long()] = torch.nan
+    case.pages[:, case.tables[1, 0].long()] = torch.nan
+    want = torch.cat(case.expected(window=5))
+    for out in (
+        torch.cat(case.decode(window=5)),
+        torch.cat(case.prefill(window=5)),
+        reference.decode_rows(torch.cat(case.q), case.pages[1], case.tables, case.seq_lens, case.scale, 5),
+    ):
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)

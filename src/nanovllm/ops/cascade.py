@@ -17,7 +17,7 @@ import torch
 from ..types import Float, Float32, Int32, Tensor
 from .backends import LARGEST, installed, processors, shared_memory
 from .plans import PlanMismatchError, register
-from .reference import row_kv
+from .reference import capped, row_kv
 
 LOG2E = 1 / math.log(2)
 MAX_PARTS = 16  # partial results a row that workspaces have room for, beside those that cuts into shares make
@@ -150,15 +150,17 @@ class CascadePlan:
         page_tables: Int32[Tensor, "B P"],
         seq_lens: Int32[Tensor, "B"],
         scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> Float[Tensor, "B H D"]:
-        """`paged_decode` of one layer."""
+        """`paged_decode` of one layer. Of a run a row sees what lies in its window."""
         if q.shape[0] != self.batch_size or not self.ready:
             raise PlanMismatchError(f"{q.shape[0]} rows were given to a plan {'' if self.ready else 'never updated '}for {self.batch_size}")
         if q.device.type == "cuda" and installed("triton"):
             from .triton_attention import cascade_decode
 
-            return cascade_decode(q, pages[layer], page_tables, seq_lens, scale, self)
-        return cascade_rows(q, pages[layer], page_tables, seq_lens, scale, self.runs)
+            return cascade_decode(q, pages[layer], page_tables, seq_lens, scale, self, window, softcap)
+        return cascade_rows(q, pages[layer], page_tables, seq_lens, scale, self.runs, window, softcap)
 
 
 class PromptCascade:
@@ -184,11 +186,13 @@ class PromptCascade:
         layer: int,
         page_tables: Int32[Tensor, "B P"],
         scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> Float[Tensor, "T H D"]:
         """`paged_prefill` of one layer."""
         if q.shape[0] != self.row_of.shape[0]:
             raise PlanMismatchError(f"{q.shape[0]} tokens were given to a plan last updated for {self.row_of.shape[0]}")
-        return cascade_rows(q, pages[layer], page_tables[self.row_of], self.visible, scale, self.runs)
+        return cascade_rows(q, pages[layer], page_tables[self.row_of], self.visible, scale, self.runs, window, softcap)
 
 
 def run_tokens(runs: Seq[Run], cu_seqlens: Int32[np.ndarray, "bounds"]) -> list[Int32[np.ndarray, "n"]]:
@@ -249,8 +253,11 @@ def cascade_rows(
     seq_lens: Int32[Tensor, "T"],
     scale: float,
     runs: Seq[Run],
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "T H D"]:
-    """The reference: query t attends to its row's first `seq_lens[t]` tokens, run by run, and the parts are merged."""
+    """The reference: query t attends to its row's first `seq_lens[t]` tokens, of which it sees the last `window` (0: all), run by run, and
+    the parts are merged. A run of which it sees nothing weighs nothing."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     page_size, lens = pages.shape[3], seq_lens.tolist()
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in lens]
@@ -259,8 +266,10 @@ def cascade_rows(
         stop = min(run.stop * page_size, max(lens[row] for row in rows))
         if stop <= run.start * page_size:
             continue  # planned ahead, not reached yet
+        if window and min(lens[row] for row in rows) - window >= stop:
+            continue  # out of every row's sight
         kv = row_kv(pages, page_tables[rows[0], run.start :], stop - run.start * page_size)
-        out, lse = attend_part(q[rows].to(dtype), kv.to(dtype), seq_lens[rows] - run.start * page_size, scale)
+        out, lse = attend_part(q[rows].to(dtype), kv.to(dtype), seq_lens[rows] - run.start * page_size, scale, window, softcap)
         for i, row in enumerate(rows):
             parts[row].append((out[i], lse[i]))
     merged = [merge(torch.stack([out for out, _ in row]), torch.stack([lse for _, lse in row])) for row in parts]
@@ -268,12 +277,21 @@ def cascade_rows(
 
 
 def attend_part(
-    q: Float[Tensor, "n H D"], kv: Float[Tensor, "2 K C D"], visible: Int32[Tensor, "n"], scale: float
+    q: Float[Tensor, "n H D"],
+    kv: Float[Tensor, "2 K C D"],
+    visible: Int32[Tensor, "n"],
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Float[Tensor, "n H D"], Float[Tensor, "n H"]]:
-    """Attention of each query to the first `visible[i]` of C tokens, and its log-sum-exp in base 2 (-inf where it sees none)."""
+    """Attention of each query to those of C tokens that stand before `visible[i]`, at most `window` before it (0: all of them), and its
+    log-sum-exp in base 2 (-inf where it sees none)."""
     k, v = kv.unbind(0)
-    scores = torch.einsum("nkgd,kcd->nkgc", q.unflatten(1, (k.shape[0], -1)), k) * scale
-    hidden = torch.arange(k.shape[1], device=q.device) >= visible[:, None]
+    scores = capped(torch.einsum("nkgd,kcd->nkgc", q.unflatten(1, (k.shape[0], -1)), k) * scale, softcap)
+    at = torch.arange(k.shape[1], device=q.device)
+    hidden = at >= visible[:, None]
+    if window:
+        hidden |= at < visible[:, None] - window
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     weights = scores.softmax(-1).nan_to_num()  # no token seen: 0, which -inf leaves out of the merge
     out = torch.einsum("nkgc,kcd->nkgd", weights, v)

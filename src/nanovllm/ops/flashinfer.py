@@ -207,7 +207,14 @@ class DecodePlan(_Plan):
         self.info = self.commit(staging, "fa2", used, self.qo_indptr_host, indptr, page_counts * self.page_size, rows, True, False)
 
     def run(
-        self, q: Float[Tensor, "B H D"], pages: Float[Tensor, "L N 2 K S D"], layer: int, seq_lens: Int32[Tensor, "B"], scale: float
+        self,
+        q: Float[Tensor, "B H D"],
+        pages: Float[Tensor, "L N 2 K S D"],
+        layer: int,
+        seq_lens: Int32[Tensor, "B"],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> Float[Tensor, "B H D"]:
         """`paged_decode` of one layer. Layer 0 comes first in every step: it takes the step's lengths for all."""
         from .triton_kv import last_page_lens
@@ -310,6 +317,8 @@ class PrefillPlan(_Plan):
         out: Float[Tensor, "T H D"] | None = None,
         lse: Float32[Tensor, "T H"] | None = None,
         new: tuple[Float[Tensor, "T K D"], Float[Tensor, "T K D"]] | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> Float[Tensor, "T H D"]:
         """`paged_prefill` of one layer, for the batch of the last update; into `out` and, in base 2, `lse` where they are given. `new` are
         the keys and values that were written, which a plan `together` reads."""

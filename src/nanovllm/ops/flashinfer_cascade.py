@@ -55,7 +55,15 @@ class FlashInferCascade:
         flat = flat.to(self.own.ints.device, non_blocking=True)
         self.gathered, self.starts, self.places = flat.split((len(gathered), len(starts), len(parts)))
 
-    def run(self, q: Float[Tensor, "T H D"], pages: Float[Tensor, "L N 2 K S D"], layer: int, scale: float) -> Float[Tensor, "T H D"]:
+    def run(
+        self,
+        q: Float[Tensor, "T H D"],
+        pages: Float[Tensor, "L N 2 K S D"],
+        layer: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Float[Tensor, "T H D"]:
         """`paged_prefill` of one layer, for the batch of the last update."""
         num_parts = self.num_tokens + len(self.gathered)
         outs = torch.empty(num_parts, *q.shape[1:], dtype=q.dtype, device=q.device)

@@ -30,7 +30,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "rope_attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, Tensor(a!) pages, SymInt layer, Tensor page_tables, "
-    "Tensor seq_lens, Tensor slots, float scale, float eps, SymInt plan) -> Tensor",
+    "Tensor seq_lens, Tensor slots, float scale, float eps, SymInt plan, SymInt window=0, float softcap=0.0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -100,15 +100,17 @@ def rope_attend(
     scale: float,
     eps: float,
     plan: int,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "B heads"]:
     """Donates `pages`: norm (where there is a gain) and rotate q and k, write k and v into `slots` of one layer, attend; `[B, H D]`.
 
     `qkv` is `[B, (H + 2K) D]`, of which q takes what k and v leave; `cos` and `sin` are those of `rope_angles`. `plan` is the handle of
     a `FusedDecodePlan`: then no row may write what another row of the batch reads. Or it is what `paged_decode` takes: then all is
-    written before it is read.
+    written before it is read. `window` and `softcap` as in `paged_decode`.
     """
     return torch.ops.nanovllm.rope_attend.default(
-        qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan
+        qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window, softcap
     )
 
 
@@ -166,37 +168,37 @@ def _write_cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps) -> None
 
 
 @torch.library.register_fake("nanovllm::rope_attend", lib=_LIBRARY)
-def _fake(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan):
+def _fake(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window=0, softcap=0.0):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pages.shape[3] * pages.shape[5])
 
 
-def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan) -> Tensor:
+def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window=0, softcap=0.0) -> Tensor:
     q, k, v = _heads(qkv, pages)
     q, k = _turned(q, q_norm, cos, sin, eps), _turned(k, k_norm, cos, sin, eps)
     kv_write(pages, layer, k, v, slots)
-    return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan).flatten(1)
+    return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan, window, softcap).flatten(1)
 
 
-def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan) -> Tensor:
+def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window=0, softcap=0.0) -> Tensor:
     found = lookup(plan) if plan else None
     # What the kernel reads before it waits must not come from a copy made here.
     whole = all(t is None or t.is_contiguous() for t in (q_norm, k_norm, cos, sin, seq_lens, slots)) and page_tables.stride(-1) == 1
     if qkv.dtype not in HALVES or not installed("triton") or not whole:
         plan = 0 if isinstance(found, FusedDecodePlan) else plan
-        return _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan)
+        return _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window, softcap)
     from . import triton_rope_attend
 
     if not isinstance(found, FusedDecodePlan):
         pdl = dependent_launch(qkv.device)
         q = triton_rope_attend.write(qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], slots, eps, False, pdl)
-        return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan).flatten(1)
+        return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan, window, softcap).flatten(1)
     shape = (found.num_heads, found.num_kv_heads, found.head_dim)
     given = (qkv.shape[1] // pages.shape[5] - 2 * pages.shape[3], pages.shape[3], pages.shape[5])
     if shape != given or qkv.shape[0] > found.batch_size:
         raise PlanMismatchError(f"plan {plan} is for {found.batch_size} rows of heads {shape}, got {qkv.shape[0]} of {given}")
     return triton_rope_attend.launch(
         qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], page_tables, seq_lens, slots, scale, eps, found,
-        dependent_launch(qkv.device),
+        dependent_launch(qkv.device), window, softcap,
     )  # fmt: skip
 
 

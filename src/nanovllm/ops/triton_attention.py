@@ -187,6 +187,8 @@ def cascade_decode(
     seq_lens: Int32[Tensor, "B"],
     scale: float,
     plan: "CascadePlan",
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "B H D"]:
     """One layer's decode attention along a plan: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
     from .cascade import FIELDS, LOG2E, WIDE

@@ -240,6 +240,8 @@ def launch(
     eps: float,
     plan: "FusedDecodePlan",
     pdl: bool,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "B heads"]:
     """See `ops.rope_attend.rope_attend`; `kv` is one layer of a contiguous pool."""
     (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
