@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ..errors import NanoVLLMError
 from ..types import Float, Int32, Int64, Tensor
 from .backends import dependent_launch, own_kernels, shared_memory
-from .linear import linear
+from .linear import ROWS, linear
 from .norm_linear import Tile
 from .wide import WideTile
 
@@ -18,6 +18,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": part
 PIECE = 256  # inputs of one output that a warp reads in one load, 16 bytes a thread
 LOADS = 32  # of weights that a thread has in flight, where 8 warps or fewer an output are enough
 MOST_LOADS = 64  # the loop over them is unrolled
+ALONE = 1 << 14  # numbers of which torch gives no part to another thread
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -59,7 +60,7 @@ def experts(
     `weights` may have a wider dtype than x. Gate, up, activation and their product are rounded to x's dtype, as plain functions round;
     the weighted sum is made in float32 (float64 stays) and rounded once. A GPU's kernels for few tokens do not round before it.
 
-    On a CPU a row is summed in ascending order of experts, and its bits do not depend on the other rows, as `linear`'s do not.
+    On a CPU a row is summed in ascending order of experts, and its bits do not depend on the other rows where `linear`'s do not.
     On a GPU nothing waits for the device and launches depend on shapes alone, so a captured call serves any routing. Two launches for few
     tokens, four for many; in float32, float64, without Triton or with weights that are not contiguous a loop over all experts, slow.
 
@@ -103,14 +104,16 @@ def _reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights
     total = x.new_zeros(x.shape, dtype=wide)
     for e in hit:
         rows, places = torch.where(chosen == e)
-        y = _expert(x[rows], gate_up[e], down[e], act)
+        gate, up = linear(F.pad(x[rows], (0, 0, 0, -len(rows) % ROWS)), gate_up[e]).chunk(2, -1)
+        y = linear(_by_pieces(ACTS[act], gate) * up, down[e])[: len(rows)]
         total.index_add_(0, rows, y.to(wide) * weights[rows, places, None].to(wide))
     return total.to(x.dtype)
 
 
-def _expert(x: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
-    gate, up = linear(x, gate_up).chunk(2, -1)
-    return linear(ACTS[act](gate) * up, down)
+def _by_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of numbers in pieces that one thread takes alone, and that are whole vectors of its instructions where x has a multiple of 128: the
+    last few of another piece would be rounded in another way."""
+    return torch.cat([function(piece) for piece in x.contiguous().view(-1).split(ALONE)]).view_as(x)
 
 
 def _dense(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
@@ -120,8 +123,9 @@ def _dense(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Te
     for e in range(down.shape[0]):
         mine = chosen == e
         share = torch.where(mine, weights.to(wide), 0).sum(1, keepdim=True)
+        gate, up = linear(x, gate_up[e]).chunk(2, -1)
         # not a product with a share of 0: what an expert makes of a row that is not its own may be infinite
-        total += torch.where(mine.any(1, keepdim=True), _expert(x, gate_up[e], down[e], act).to(wide) * share, 0)
+        total += torch.where(mine.any(1, keepdim=True), linear(ACTS[act](gate) * up, down[e]).to(wide) * share, 0)
     return total.to(x.dtype)
 
 
