@@ -166,7 +166,7 @@ def _grouped_tiles(pairs: float, memory: int) -> GroupedTiles:
     """By the pairs of an expert, on average: blocks that hold most experts' pairs, and where these are many, large tiles."""
     rows = 16 if pairs <= 8 else 32 if pairs <= 24 else 64 if pairs <= 96 else 128
     while True:
-        columns, stages, warps = (64, 4, 4) if rows <= 32 else (128, 4, 4) if rows == 64 else (256, 3, 8)
+        columns, stages, warps = (64, 5, 4) if rows <= 32 else (128, 4, 4) if rows == 64 else (256, 3, 8)
         stages = min(stages, memory // (2 * 64 * (rows + columns)))
         if stages >= 2 or rows == 16:
             break
