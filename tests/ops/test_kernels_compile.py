@@ -10,6 +10,7 @@ import torch
 from nanovllm.ops import cascade, rope_attend
 from nanovllm.ops.backends import LARGEST
 from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, Run
+from nanovllm.ops.experts import FewTiles, tiles_of
 from nanovllm.ops.norm_linear import ROWS, fits, tile_of
 from nanovllm.ops.rope_attend import FusedDecodePlan
 from nanovllm.ops.wide import WideTile, wide_tile
@@ -138,6 +139,26 @@ def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_
     every = np.arange(rows, dtype=np.int32)
     assert plan.update([Run(rows=every, start=0, stop=4), *(Run(rows=every[row : row + 1], start=4, stop=7) for row in range(rows))])
     triton_attention.cascade_decode(q, pages, tables, lens, head_dim**-0.5, plan)
+    compiled.check()
+
+
+@pytest.mark.parametrize(
+    ("k", "num", "width", "inner"), [(8, 128, 2048, 768), (2, 8, 4096, 14336), (6, 64, 2560, 1536), (2, 5, 40, 24), (2, 5, 33, 21)]
+)
+@pytest.mark.parametrize("tokens", [1, 3, 48, 256, 1024, 4096])
+def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, inner: int) -> None:
+    """The first three are Qwen3-30B-A3B's, Mixtral-8x7B's and ERNIE-4.5-21B-A3B's; of weights only the shapes are asked."""
+    from nanovllm.ops import triton_experts
+
+    gate_up, down = (torch.empty(num, *shape, dtype=BF16, device="meta") for shape in ((2 * inner, width), (width, inner)))
+    x, weights = torch.empty(tokens, width, dtype=BF16, device="meta"), torch.empty(tokens, k, dtype=BF16, device="meta")
+    tiles = tiles_of(tokens, k, num, width, inner, compiled.memory)
+    for chosen, act in ((torch.int64, "silu"), *(((torch.int32, "gelu"), (torch.int64, "gelu_tanh")) if tokens < 64 else ())):
+        given = (x, gate_up, down, torch.empty(tokens, k, dtype=chosen, device="meta"), weights, act)
+        triton_experts.launch(*given, tiles, compiled.pdl)
+    assert {kernel.name for kernel in compiled} == (
+        {"_few_gate_up", "_few_down"} if isinstance(tiles, FewTiles) else {"_sort", "_grouped", "_combine"}
+    )
     compiled.check()
 
 

@@ -1,0 +1,146 @@
+"""The kernels of `experts` on a GPU: against float64, at the sizes of published models and odd ones, and captured once for any routing."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.ops import experts, triton_experts
+from nanovllm.ops.backends import dependent_launch, shared_memory
+from nanovllm.ops.experts import ACTS, FewTiles, _dense, _few_tile, _grouped_tiles, tiles_of
+from nanovllm.testing.experts import experts_problem, routed
+
+pytestmark = pytest.mark.gpu
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+QWEN, MIXTRAL, ERNIE = (8, 128, 2048, 768), (2, 8, 4096, 14336), (6, 64, 2560, 1536)  # k, experts, width, neurons of an expert
+
+
+T = TypeVar("T")
+
+
+def exact(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str = "silu") -> Tensor:
+    """In float64, one expert's weights widened at a time."""
+    total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for e in chosen.unique().tolist():
+        rows, places = torch.where(chosen == e)
+        gate, up = (x[rows].double() @ gate_up[e].double().T).chunk(2, -1)
+        total[rows] += weights[rows, places, None].double() * ((ACTS[act](gate) * up) @ down[e].double().T)
+    return total
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest error of a row, of the row's largest value."""
+    return float(((got.double() - want).abs().amax(1) / want.abs().amax(1)).max())
+
+
+def check(problem: tuple[Tensor, ...], act: str, got: Tensor) -> None:
+    """No worse than plain torch, which rounds at the same places, by more than the order of sums."""
+    x, gate_up, down, chosen, weights = problem
+    want = exact(x, gate_up, down, chosen, weights, act)
+    assert error(got, want) < 1.5 * error(_dense(x, gate_up, down, chosen, weights, act), want) + 2e-3
+
+
+def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of a call, which refuses whatever waits for the device, and what its replays write to."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 17, 64, 70, 300, 1024])
+@pytest.mark.parametrize("sizes", [QWEN, MIXTRAL, ERNIE])
+def test_at_the_sizes_of_models(sizes: tuple[int, int, int, int], tokens: int) -> None:
+    problem = experts_problem(tokens, *sizes, BF16, "cuda")
+    check(problem, "silu", experts(*problem))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("routing", ["random", "few", "one"])
+@pytest.mark.parametrize("sizes", [(2, 5, 40, 24), (3, 40, 264, 144), (1, 1, 16, 16), (2, 3, 33, 21), (4, 7, 512, 130)])
+def test_at_odd_sizes(sizes: tuple[int, int, int, int], routing: str, act: str, dtype: torch.dtype) -> None:
+    for tokens in (1, 3, 70, 1500):
+        x, gate_up, down, chosen, weights = problem = experts_problem(tokens, *sizes, dtype, "cuda", routing)
+        check(problem, act, experts(*problem, act))
+        got = experts(x, gate_up, down, chosen.int(), weights.float(), act)
+        check((x, gate_up, down, chosen.int(), weights.float()), act, got)
+
+
+@pytest.mark.parametrize("pairs", [0, 1, 20, 64, 200])
+@pytest.mark.parametrize("tokens", [1, 40, 333])
+def test_every_tile_serves_any_number_of_tokens(tokens: int, pairs: int) -> None:
+    """`pairs`: of an expert, on average, as the tiles expect; 0: every pair by itself."""
+    k, _, width, inner = sizes = (4, 9, 768, 400)
+    problem = experts_problem(tokens, *sizes, BF16, "cuda")
+    first, second = _few_tile(2 * width), _few_tile(k * inner)
+    assert first is not None and second is not None
+    tiles = _grouped_tiles(pairs, shared_memory(CUDA)) if pairs else FewTiles(gate_up=first, down=second)
+    for pdl in {False, dependent_launch(CUDA)}:
+        check(problem, "silu", triton_experts.launch(*problem, "silu", tiles, pdl))
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, QWEN), (4, QWEN), (16, QWEN), (300, QWEN), (2, ERNIE), (48, ERNIE), (3, MIXTRAL)])
+def test_a_captured_call_serves_any_routing(tokens: int, sizes: tuple[int, int, int, int]) -> None:
+    """Several calls in a row, as the layers of a step, each fed with what the one before it made."""
+    k, num, *_ = sizes
+    x, gate_up, down, chosen, weights = experts_problem(tokens, *sizes, BF16, "cuda")
+
+    def layers() -> list[Tensor]:
+        rows = [x]
+        for _ in range(3):
+            rows.append(experts(rows[-1], gate_up, down, chosen, weights))
+        return rows
+
+    graph, rows = captured(layers)
+    for routing in ("random", "one", "few", "random"):
+        ids, shares = routed(tokens, k, num, BF16, "cuda", routing)
+        chosen.copy_(ids)
+        weights.copy_(shares)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        first = [y.clone() for y in rows]
+        for given, got in pairwise(first):
+            check((given, gate_up, down, chosen, weights), "silu", got)
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(first, rows, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_plain_torch_is_captured_too(tokens: int, dtype: torch.dtype) -> None:
+    problem = experts_problem(tokens, 2, 8, 64, 48, dtype, "cuda")
+    graph, got = captured(lambda: experts(*problem))
+    problem[3].copy_(routed(tokens, 2, 8, dtype, "cuda")[0])
+    graph.replay()
+    torch.testing.assert_close(got.double(), exact(*problem), atol=1e-2, rtol=1e-2)  # also where float32 products are TF32
+
+
+def test_no_tokens_are_no_rows() -> None:
+    for dtype in (BF16, torch.float32):
+        assert experts(*experts_problem(0, 2, 8, 64, 48, dtype, "cuda")).shape == (0, 64)
+
+
+def test_weights_that_are_not_contiguous_are_served() -> None:
+    x, gate_up, down, chosen, weights = problem = experts_problem(5, 2, 8, 64, 48, BF16, "cuda")
+    check(problem, "silu", experts(x, gate_up.mT.contiguous().mT, down, chosen, weights))
+
+
+@pytest.mark.parametrize("sizes", [QWEN, MIXTRAL, ERNIE])
+def test_a_row_by_itself_and_among_others_is_near(sizes: tuple[int, int, int, int]) -> None:
+    """Both ways to run, few tokens and many, on the same rows."""
+    x, gate_up, down, chosen, weights = experts_problem(64, *sizes, BF16, "cuda")
+    assert isinstance(tiles_of(1, *sizes, shared_memory(CUDA)), FewTiles)
+    many = experts(x, gate_up, down, chosen, weights)
+    for row in (0, 17, 63):
+        one = slice(row, row + 1)
+        alone = experts(x[one], gate_up, down, chosen[one], weights[one])
+        assert error(alone, many[one].double()) < 2e-2
