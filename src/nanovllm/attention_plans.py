@@ -1,6 +1,7 @@
 """The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all its plans share."""
 
 from copy import copy
+from typing import Any
 
 from .batch import HostBatch
 from .config import EngineConfig
@@ -68,9 +69,19 @@ class Cascades:
 
 
 class Attention:
-    """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine."""
+    """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine.
 
-    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy | None):
+    `windows` are those of the model's layers (0: none), `softcap` is that of all of them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        limits: EngineConfig,
+        policy: CascadePolicy | None,
+        windows: tuple[int, ...] = (0,),
+        softcap: float = 0.0,
+    ):
         c = model.config
         if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
             raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} here")
@@ -80,21 +91,24 @@ class Attention:
             model.device,
         )  # fmt: skip
         self._workspace = AttentionWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.num_kv_heads, c.head_dim, model.device)
+        self._windows, self._softcap = windows, softcap
         try:
-            self._prompt = self._prompt_plan(limits.max_num_seqs)
-            self._cascade = FlashInferCascade(self._prompt, self._prompt_plan(limits.max_num_seqs, causal=False))
+            self._prompt = self._prompt_plan(limits.max_num_seqs, windows)
+            own, windowed = (self._prompt_plan(limits.max_num_seqs), self._prompt) if any(windows) else (self._prompt, None)
+            self._cascade = FlashInferCascade(own, self._prompt_plan(limits.max_num_seqs, causal=False), windowed)
         except (ImportError, OSError, RuntimeError) as error:  # what building or loading kernels ends in without a compiler
             raise AttentionUnavailableError(f"FlashInfer's kernels could not be built or loaded: {error}") from error
 
-    def _prompt_plan(self, max_rows: int, *, causal: bool = True) -> PrefillPlan:
+    def _prompt_plan(self, max_rows: int, windows: tuple[int, ...] = (0,), *, causal: bool = True) -> PrefillPlan:
+        options: dict[str, Any] = {"causal": causal, "windows": windows, "softcap": self._softcap}
         try:
-            return PrefillPlan(self._workspace, max_rows, *self._shape, causal=causal)
+            return PrefillPlan(self._workspace, max_rows, *self._shape, **options)
         except (ImportError, OSError, RuntimeError):
-            return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2", causal=causal)
+            return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2", **options)
 
     def decode_plan(self, size: int) -> DecodePlan:
         """A plan of its own for decode batches of `size` rows."""
-        return DecodePlan(self._workspace, size, *self._shape)
+        return DecodePlan(self._workspace, size, *self._shape, self._windows, self._softcap)
 
     def plan_prompt(self, host: HostBatch, *, together: bool) -> int:
         """The handle for a batch of prompts. `together`: `paged_prefill` is given the new tokens' keys and values, too."""

@@ -241,7 +241,7 @@ def test_replays_follow_lengths_on_the_device_and_new_plans():
     with torch.cuda.graph(graph):
         decode_step(pool, plan, q, lens, outs)
     pool.device_tables.copy_(real_tables)
-    first = list(plan.info)
+    first = list(plan.schedules[0].info)
     start = [1, 250, 3, 100, 511, 16]
     for b, length in enumerate(start):
         pool.grow(b, length - 1) if length > 1 else None
@@ -252,7 +252,7 @@ def test_replays_follow_lengths_on_the_device_and_new_plans():
         if step == 0 or (needed > planned).any():
             planned = np.minimum(needed + 1, pool.counts).astype(np.int32)  # a page ahead of need, so most steps do not plan
             plan.update(planned, pool.tables)
-            assert list(plan.info) == first  # a captured launch stays valid
+            assert list(plan.schedules[0].info) == first  # a captured launch stays valid
         if start[2] + step > 16 or start[5] + step > 32:
             break
         q.copy_(pool.queries(rows))

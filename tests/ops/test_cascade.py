@@ -59,10 +59,10 @@ class Tree:
     def queries(self, count):
         return torch.randn(count, KV_HEADS * self.group, self.head_dim, dtype=torch.float64)
 
-    def expected(self, q, new):
+    def expected(self, q, new, window=0, softcap=0.0):
         bounds = np.concatenate(([0], np.cumsum(new)))
         rows = [
-            attend(q[lo:hi], row_kv(self.pages[0], self.on_device[0][b], int(self.lens[b])), self.scale)
+            attend(q[lo:hi], row_kv(self.pages[0], self.on_device[0][b], int(self.lens[b])), self.scale, window, softcap)
             for b, (lo, hi) in enumerate(pairwise(bounds))
         ]
         return torch.cat(rows)
@@ -87,6 +87,23 @@ def test_decode_and_prompts_equal_plain_attention(rows, page_size, group, seed):
     prompts.update(tree.lens, tree.cu, shared_runs(tree.tables, (tree.lens - tree.new) // page_size, tree.counts, always), CPU)
     out = paged_prefill(q, tree.pages, 0, *tree.on_device, tree.scale, prompts.handle)
     torch.testing.assert_close(out, tree.expected(q, tree.new), rtol=0, atol=1e-12)
+
+
+LIMITS = [(1, 0.0), (3, 0.0), (16, 0.5), (40, 0.0), (1000, 2.0), (0, 0.5)]  # window, softcap
+
+
+@given(st.integers(1, 9), st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 2, 3]), st.integers(0, 5), st.sampled_from(LIMITS))
+def test_of_a_run_a_row_sees_its_window(rows, page_size, group, seed, limits):
+    tree = Tree(rows, page_size, group, seed)
+    q = tree.queries(rows)
+    for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
+        plan = tree.plan(runs)
+        out = paged_decode(q, tree.pages, 0, *tree.on_device[:2], tree.scale, plan.handle, *limits)
+        torch.testing.assert_close(out, tree.expected(q, np.ones(rows, np.int64), *limits), rtol=0, atol=1e-12)
+    q, prompts = tree.queries(int(tree.cu[-1])), PromptCascade()
+    prompts.update(tree.lens, tree.cu, shared_runs(tree.tables, (tree.lens - tree.new) // page_size, tree.counts, always), CPU)
+    out = paged_prefill(q, tree.pages, 0, *tree.on_device, tree.scale, prompts.handle, None, None, *limits)
+    torch.testing.assert_close(out, tree.expected(q, tree.new, *limits), rtol=0, atol=1e-12)
 
 
 def test_pages_planned_ahead_wait_until_lengths_reach_them():
@@ -195,6 +212,13 @@ def test_a_part_without_tokens_weighs_nothing():
     torch.testing.assert_close(merged, out[0])
 
 
+def test_a_part_out_of_the_window_weighs_nothing():
+    q, kv = torch.randn(3, 4, HEAD_DIM), torch.randn(2, KV_HEADS, 5, HEAD_DIM)
+    out, lse = attend_part(q, kv, torch.tensor([7, 8, 30], dtype=torch.int32), 0.3, 3, 0.5)
+    assert torch.isfinite(lse[0]).all() and torch.isneginf(lse[1:]).all() and (out[1:] == 0).all()
+    torch.testing.assert_close(out[0], kv[1, :, 4].repeat_interleave(2, 0))  # the last token alone
+
+
 def test_merging_by_a_list_of_parts():
     outs, lses = torch.randn(6, 2, HEAD_DIM), torch.randn(6, 2)
     starts, places = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([5, 0, 2, 3], dtype=torch.int32)
@@ -224,7 +248,7 @@ def test_plans_refuse_what_they_were_not_made_for():
         paged_decode(q, tree.pages, 0, tables[:2], lens[:2], tree.scale, handle)
 
 
-def interpreted_decode(tree, runs, shares=None):
+def interpreted_decode(tree, runs, shares=None, limits=()):
     """What the kernels make of `runs`, with partial results where memory was not a number before."""
     from nanovllm.ops import triton_attention
 
@@ -238,8 +262,8 @@ def interpreted_decode(tree, runs, shares=None):
     plan.ints = torch.zeros(sum(plan.sizes), dtype=torch.int32)
     assert plan.update(runs)
     q = tree.queries(rows).float()
-    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan)
-    torch.testing.assert_close(got, tree.expected(q.double(), np.ones(rows, np.int64)).float(), rtol=0, atol=1e-5)
+    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan, *limits)
+    torch.testing.assert_close(got, tree.expected(q.double(), np.ones(rows, np.int64), *limits).float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.interpret
@@ -252,6 +276,26 @@ def test_decode_interpreted(rows, page_size, group, head_dim):
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
         for shares in (1, 3, None):
             interpreted_decode(tree, runs, shares)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("limits", [*LIMITS, (64, 0.0), (65, 30.0)])
+@pytest.mark.parametrize(("rows", "page_size", "group", "head_dim"), [(3, 16, 2, 16), (12, 4, 3, 24), (20, 1, 8, 32), (5, 3, 5, 128)])
+def test_decode_in_a_window_of_capped_scores_interpreted(rows, page_size, group, head_dim, limits):
+    tree = Tree(rows, page_size, group, head_dim=head_dim)
+    for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
+        interpreted_decode(tree, runs, 3, limits)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("window", [15, 16, 17, 64, 100])
+def test_long_rows_in_a_window_interpreted(window, monkeypatch):
+    """Parts of a row by itself, of which the window leaves some out."""
+    tree = Tree(5, 16, 3, head_dim=24)
+    tree.lens[:] = [63, 16, 64, 128, 65]
+    for least in (16, 1):
+        monkeypatch.setattr(cascade, "LEAST_OWN", least)
+        interpreted_decode(tree, own_runs(tree.counts), 16, (window, 0.0))
 
 
 @pytest.mark.interpret

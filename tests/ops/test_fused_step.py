@@ -73,22 +73,22 @@ def test_the_kernels_round_where_the_plain_functions_do(case, tile: Tile) -> Non
         assert (got == 0).double().mean() > 0.8
 
 
-def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int, stages: int) -> None:
+def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int, stages: int, limits: tuple[int, float] = (0, 0.0)) -> None:
     """Twice, because the first launch must leave the plan's counters as they were."""
     from nanovllm.ops import triton_rope_attend
 
     qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
     mine, (_, _, _, kv_heads, _, head_dim) = pages.clone(), pages.shape
-    want = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, layer, *rest, 0)
+    want = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, layer, *rest, 0, *limits)
     plan = FusedDecodePlan(len(qkv), want.shape[1] // head_dim, kv_heads, head_dim, torch.device("cpu"))
     plan.tile, plan.splits, plan.stages = tile, splits, stages
     plan.parts, plan.stats = (torch.empty(*like.shape[:2], splits, like.shape[3]) for like in (plan.parts, plan.stats))
     plan.parts.fill_(torch.nan)
     plan.stats.fill_(torch.nan)
     for _ in range(2):
-        got = triton_rope_attend.launch(qkv, q_gain, k_gain, cos, sin, mine[layer], *rest, plan, False)
+        got = triton_rope_attend.launch(qkv, q_gain, k_gain, cos, sin, mine[layer], *rest, plan, False, *limits)
         torch.testing.assert_close(got, want)
-        torch.testing.assert_close(mine, pages)
+        torch.testing.assert_close(mine, pages, equal_nan=True)
         assert not plan.counts.any()
 
 
@@ -104,6 +104,28 @@ def test_attention_interpreted(
 ) -> None:
     """Lengths on either side of a tile, 8, and of the tiles of all programs, 32."""
     interpreted_attention(attention_problem(lens, heads, kv_heads, head_dim, size, norm, torch.float32), 8, splits, stages)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("splits", "stages"), [(4, 0), (1, 0), (1, 3), (2, 2)])
+@pytest.mark.parametrize("limits", [(1, 0.0), (3, 0.0), (7, 0.5), (8, 0.0), (9, 30.0), (33, 0.0), (500, 2.0), (0, 0.5)])
+@pytest.mark.parametrize(
+    ("lens", "heads", "kv_heads", "head_dim", "size"),
+    [([1, 5, 40, 17], 4, 2, 16, 4), ([7, 8, 9, 1], 2, 2, 12, 1), ([31, 32, 33, 64, 65], 8, 1, 16, 4)],
+)
+def test_attention_in_a_window_of_capped_scores_interpreted(
+    lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, limits: tuple[int, float], splits: int, stages: int
+) -> None:
+    """Windows of part of a tile, a tile, several and more than there is; what lies before them is no number, and is not read."""
+    given = attention_problem(lens, heads, kv_heads, head_dim, size, True, torch.float32)
+    pages, tables, window = given[5], given[7], limits[0]
+    for row, length in enumerate(lens):
+        if window and length > window:
+            for at in range(length - window):
+                pages[:, tables[row, at // size], :, :, at % size] = torch.nan
+    want = rope_attend(*given[:5], pages.nan_to_num(), *given[6:], 0, *limits)
+    torch.testing.assert_close(rope_attend(*given[:5], pages.clone(), *given[6:], 0, *limits), want)
+    interpreted_attention((*given[:5], pages, *given[6:]), 8, splits, stages, limits)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 256])

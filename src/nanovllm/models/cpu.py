@@ -24,7 +24,7 @@ POINTERS = (
     "x", "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
     "cos", "sin", "tables", "seq_lens", "slots", "pages", "scratch", "out",
 )  # fmt: skip
-SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16")
+SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16", "window")
 
 
 class LayerArgs(ctypes.Structure):
@@ -33,8 +33,7 @@ class LayerArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in SIZES),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
     )
 
 
@@ -75,9 +74,14 @@ def decode_layer(
     sin: Float32[Tensor, "B 1 D"],
     batch: Batch,
     config: ModelConfig,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "B M"]:
     """One decoder layer with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` are written.
 
+    `scale` is that of attention's scores (None: one over the root of the head's width); `window` and `softcap` as in `paged_decode`.
     Raises `TypeError` for a weight of another dtype, and `IndexError`, with nothing written, for a slot or a page table that points
     outside the pool.
     """
@@ -103,7 +107,7 @@ def decode_layer(
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
         pages[index].data_ptr(), scratch.data_ptr(), out.data_ptr(),
         num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
-        x.dtype == torch.bfloat16, config.rms_norm_eps, head_dim**-0.5,
+        x.dtype == torch.bfloat16, window, config.rms_norm_eps, head_dim**-0.5 if scale is None else scale, softcap,
     )  # fmt: skip
     if _functions().nanovllm_layer(ctypes.byref(args)):
         raise IndexError(

@@ -41,6 +41,17 @@ INLINE float exp_negative(float x) {
     return x < -87.0f ? 0.0f : p * power;
 }
 
+// tanh(x) after Cephes' tanhf: a polynomial near 0, where the quotient would lose its digits.
+INLINE float soft(float x) {
+    float z = x * x, e = exp_negative(-2.0f * fabsf(x));
+    float p = -5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return fabsf(x) < 0.625f ? p * z * x + x : copysignf((1.0f - e) / (1.0f + e), x);
+}
+
 INLINE float silu(float x) {
     float e = exp_negative(-fabsf(x));
     return x * (x < 0 ? e : 1.0f) / (1.0f + e);
@@ -69,27 +80,37 @@ INLINE int64_t place(struct pages p, int64_t page, int64_t kind, int64_t head) {
     return ((page * 2 + kind) * p.num_kv_heads + head) * p.page_size * p.head_dim;
 }
 
+// How a query attends: scores are scaled, capped where `softcap` is not 0; it sees the last `window` keys, or all where that is 0.
+struct limits {
+    float scale, softcap;
+    int64_t window;
+};
+
 // G query heads `q` over one key/value head of row b; the result replaces `q`. `scores` holds G * seq_len floats.
-INLINE void attend(float *q, int64_t G, struct pages p, int64_t b, int64_t head, float scale, float *scores, float *mixed, int bf16) {
+INLINE void attend(float *q, int64_t G, struct pages p, int64_t b, int64_t head, struct limits limits, float *scores, float *mixed, int bf16) {
     int64_t length = p.seq_lens[b], D = p.head_dim, S = p.page_size;
+    int64_t first = limits.window && limits.window < length ? length - limits.window : 0;
     const int32_t *table = p.tables + b * p.width;
-    for (int64_t start = 0; start < length; start += S) {
+    for (int64_t start = first / S * S; start < length; start += S) {
         int64_t at = place(p, table[start / S], 0, head), count = length - start < S ? length - start : S;
-        for (int64_t s = 0; s < count; s++)
-            for (int64_t g = 0; g < G; g++) scores[g * length + start + s] = dot(q + g * D, p.base, at + s * D, D, bf16) * scale;
+        for (int64_t s = first > start ? first - start : 0; s < count; s++)
+            for (int64_t g = 0; g < G; g++) scores[g * length + start + s] = dot(q + g * D, p.base, at + s * D, D, bf16) * limits.scale;
     }
     for (int64_t g = 0; g < G; g++) {
-        float *row = scores + g * length, top = row[0], total = 0;
-        for (int64_t i = 1; i < length; i++) top = row[i] > top ? row[i] : top;
-        for (int64_t i = 0; i < length; i++) row[i] = exp_negative(row[i] - top);
-        for (int64_t i = 0; i < length; i++) total += row[i];
-        for (int64_t i = 0; i < length; i++) row[i] /= total;
+        float *row = scores + g * length, total = 0;
+        if (limits.softcap != 0)
+            for (int64_t i = first; i < length; i++) row[i] = limits.softcap * soft(row[i] / limits.softcap);
+        float top = row[first];
+        for (int64_t i = first + 1; i < length; i++) top = row[i] > top ? row[i] : top;
+        for (int64_t i = first; i < length; i++) row[i] = exp_negative(row[i] - top);
+        for (int64_t i = first; i < length; i++) total += row[i];
+        for (int64_t i = first; i < length; i++) row[i] /= total;
     }
     memset(mixed, 0, G * D * sizeof *mixed);
-    for (int64_t start = 0; start < length; start += S) {
+    for (int64_t start = first / S * S; start < length; start += S) {
         int64_t at = place(p, table[start / S], 1, head), count = length - start < S ? length - start : S;
         for (int64_t g = 0; g < G; g++)
-            for (int64_t s = 0; s < count; s++) {
+            for (int64_t s = first > start ? first - start : 0; s < count; s++) {
                 float weight = scores[g * length + start + s];
                 for (int64_t d = 0; d < D; d++) mixed[g * D + d] += weight * load1(p.base, at + s * D + d, bf16);
             }
@@ -108,14 +129,15 @@ struct layer_args {
     char *pages;
     float *scratch;
     void *out;
-    int64_t B, M, H, K, D, F, width, num_pages, page_size, threads, bf16;
-    float eps, scale;
+    int64_t B, M, H, K, D, F, width, num_pages, page_size, threads, bf16, window;
+    float eps, scale, softcap;
 };
 
 INLINE void layer(const struct layer_args *a, int bf16) {
     const int64_t B = a->B, M = a->M, D = a->D, F = a->F, G = a->H / a->K, X = (a->H + 2 * a->K) * D, HD = a->H * D;
     const int64_t a_thread = G * a->width * a->page_size + (G + 1) * D;
     const struct pages pages = {a->pages, a->tables, a->seq_lens, a->width, a->page_size, a->K, D};
+    const struct limits limits = {a->scale, a->softcap, a->window};
     float *hidden = a->scratch, *heads = hidden + B * M, *mixed = heads + B * X, *wide = mixed + B * HD, *gated = wide + B * 2 * F;
     float *middle = gated + B * F, *own = middle + B * M;
 #pragma omp parallel num_threads(a->threads)
@@ -138,7 +160,7 @@ INLINE void layer(const struct layer_args *a, int bf16) {
             int64_t b = task / a->K, head = task % a->K;
             float *q = heads + b * X + head * G * D, *scratch = own + THREAD * a_thread;
             for (int64_t g = 0; g < G; g++) norm_and_turn(q + g * D, a->q_norm, a->cos + b * D, a->sin + b * D, D, a->eps, bf16, scratch);
-            attend(q, G, pages, b, head, a->scale, scratch + G * D, scratch, bf16);
+            attend(q, G, pages, b, head, limits, scratch + G * D, scratch, bf16);
             memcpy(mixed + b * HD + head * G * D, q, G * D * sizeof *q);
         }
         matmul(mixed, B, HD, a->o, M, (struct target){a->o_bias, a->x, middle, bf16, 0}, bf16);

@@ -8,19 +8,21 @@ import torch
 from ..types import Float, Int32, Tensor
 from .cascade import Run, merge_parts, run_tokens
 from .flashinfer import PrefillPlan
-from .plans import register
+from .plans import PlanMismatchError, register
 
 
 class FlashInferCascade:
     """How the prompts of one step read their pages; the queries of a shared run are gathered, so one launch serves runs of any level.
 
-    `handle` is what `paged_prefill` takes.
+    Layers with a window that some row outgrows read each row's pages by themselves: gathered queries stand at other positions than their
+    run's end. `handle` is what `paged_prefill` takes.
     """
 
-    def __init__(self, own: PrefillPlan, shared: PrefillPlan) -> None:
-        """`own` may serve plain prompts as well, one batch at a time; `shared` is not causal."""
-        self.own, self.shared = own, shared
-        self.num_tokens = 0
+    def __init__(self, own: PrefillPlan, shared: PrefillPlan, windowed: PrefillPlan | None = None) -> None:
+        """`own`, or `windowed`, which is for layers with windows, may serve plain prompts as well, one batch at a time; `shared` is not
+        causal. Neither `own` nor `shared` needs windows."""
+        self.own, self.shared, self.windowed = own, shared, windowed
+        self.num_tokens = self.longest = 0
         self.gathered = self.starts = self.places = torch.empty(0, dtype=torch.int32)
         self.handle = register(self)
 
@@ -39,6 +41,9 @@ class FlashInferCascade:
         columns = begin[:, None] + np.arange(page_tables.shape[1], dtype=np.int32)
         tables = np.take_along_axis(page_tables, np.minimum(columns, page_tables.shape[1] - 1), 1)
         self.own.update(cu_seqlens, seq_lens - begin * size, tables)
+        self.longest = int(seq_lens.max())
+        if self.windowed is not None and any(0 < window < self.longest for window in self.windowed.windows):
+            self.windowed.update(cu_seqlens, seq_lens, page_tables)
         tokens = run_tokens(levels, cu_seqlens)
         cu_shared = np.zeros(len(levels) + 1, np.int32)
         np.cumsum([len(of_run) for of_run in tokens], out=cu_shared[1:])
@@ -65,10 +70,14 @@ class FlashInferCascade:
         softcap: float = 0.0,
     ) -> Float[Tensor, "T H D"]:
         """`paged_prefill` of one layer, for the batch of the last update."""
+        if 0 < window < self.longest:
+            if self.windowed is None:
+                raise PlanMismatchError(f"a layer of window {window} was given to a cascade without windows, of rows up to {self.longest}")
+            return self.windowed.run(q, pages, layer, scale, window=window, softcap=softcap)
         num_parts = self.num_tokens + len(self.gathered)
         outs = torch.empty(num_parts, *q.shape[1:], dtype=q.dtype, device=q.device)
         lses = torch.empty(num_parts, q.shape[1], dtype=torch.float32, device=q.device)
         here = slice(0, self.num_tokens), slice(self.num_tokens, None)
-        self.own.run(q, pages, layer, scale, outs[here[0]], lses[here[0]])
-        self.shared.run(q[self.gathered], pages, layer, scale, outs[here[1]], lses[here[1]])
+        self.own.run(q, pages, layer, scale, outs[here[0]], lses[here[0]], softcap=softcap)
+        self.shared.run(q[self.gathered], pages, layer, scale, outs[here[1]], lses[here[1]], softcap=softcap)
         return merge_parts(outs, lses, self.starts, self.places)

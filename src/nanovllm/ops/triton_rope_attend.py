@@ -14,11 +14,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..types import Float, Float32, Int32, Tensor
+from .triton_attention import score_scales, soft_capped
 
 if TYPE_CHECKING:
     from .rope_attend import FusedDecodePlan
 
-LOG2E = 1.4426950408889634
 HEADS = 8  # of one program that only writes
 MERGED = tl.constexpr(8192)  # numbers of parts that a merge holds at once: more would cost registers that no program has to spare
 
@@ -35,9 +35,20 @@ def _turned(own, far, gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _tile(kv, tables, t, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
-    """Keys and values `[T, DP]` of tokens t, of those before `old`."""
+def _visible(t, seen, old, WINDOWED: tl.constexpr):
+    """Which of tokens t are not before `seen`, with WINDOWED, and before `old`."""
     ok = t < old
+    if WINDOWED:
+        ok = ok & (t >= seen)
+    return ok
+
+
+@triton.jit
+def _tile(
+    kv, tables, t, seen, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Keys and values `[T, DP]` of tokens t, of those from `seen` on and before `old`."""
+    ok = _visible(t, seen, old, WINDOWED)
     pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
     at = kv + pages[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
     both = ok[:, None] & inside[None, :]
@@ -85,9 +96,16 @@ def _finish(
 
 
 @triton.jit
-def _absorb(q, keys, values, ok, highest, total, mixed, scale):
+def _scaled(scores, scale, SOFTCAP: tl.constexpr):
+    """Scores in base 2, capped where there is a cap."""
+    return soft_capped(scores, scale, SOFTCAP) if SOFTCAP else scores * scale
+
+
+@triton.jit
+def _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP: tl.constexpr):
     """One tile of the online softmax (Milakov & Gimelshein, 2018), in base 2."""
-    scores = tl.where(ok[None, :], tl.dot(q, tl.trans(keys), input_precision="ieee") * scale, float("-inf"))
+    scores = _scaled(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, SOFTCAP)
+    scores = tl.where(ok[None, :], scores, float("-inf"))
     now = tl.maximum(highest, tl.max(scores, 1))
     safe = tl.where(now == float("-inf"), 0.0, now)
     faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
@@ -95,14 +113,15 @@ def _absorb(q, keys, values, ok, highest, total, mixed, scale):
     return now, total * faded + tl.sum(weights, 1), mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _rope_attend(
-    qkv, q_gain, k_gain, cos, sin, kv, tables, seq_lens, slots, part, stat, count, out, table_stride, page_stride, scale, eps,
+    qkv, q_gain, k_gain, cos, sin, kv, tables, seq_lens, slots, part, stat, count, out, table_stride, page_stride, scale, eps, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
-    M: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, split, row): tiles of T tokens split, split + SPLITS, ... for the query heads of that key head, padded to M.
 
+    With WINDOWED the tiles are those from the one on in which the last `window` tokens begin; with SOFTCAP scores are `soft_capped`.
     With STAGES the tiles pass through shared memory, so many in flight; without, the first is asked for before the wait, and held in
     registers.
     """
@@ -111,7 +130,11 @@ def _rope_attend(
     k, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     last = tl.load(seq_lens + b, cache_modifier=".cg") - 1
-    tiles = last // T + 1
+    seen, skipped = last, 0
+    if WINDOWED:
+        seen = tl.maximum(last + 1 - window, 0)
+        skipped = seen // T
+    tiles = last // T + 1 - skipped
     active = tl.minimum(tiles, SPLITS)
     if split < tiles:
         tables += b * table_stride
@@ -122,12 +145,12 @@ def _rope_attend(
         page = tl.load(tables + last // S, cache_modifier=".cg")
         here = page * S + last % S == slot  # a row that only reads, or has outgrown its table, writes elsewhere and reads what is there
         old = tl.where(here, last, last + 1)
-        mine = last // T % SPLITS == split
-        t = split * T + n
+        mine = (last // T - skipped) % SPLITS == split
+        t = (skipped + split) * T + n
         if STAGES:
             pages = tl.load(tables + t // S, mask=t < old, other=0, cache_modifier=".cg")
         else:
-            keys, values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)
+            keys, values = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
         c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
         gains_q = (c, c)
         gains_k = (c, c)
@@ -153,24 +176,26 @@ def _rope_attend(
             tl.store(written, tl.reshape(new_row, [DP]), mask=inside)
             tl.store(written + K * S * D, new_value, mask=inside)
             if here:
-                highest = tl.sum(q.to(tl.float32) * new_row.to(tl.float32), 1) * scale
+                highest = _scaled(tl.sum(q.to(tl.float32) * new_row.to(tl.float32), 1), scale, SOFTCAP)
                 total += 1.0
                 mixed += new_value.to(tl.float32)[None, :]
         if STAGES:
             # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
-            for at in tl.range(split * T, old, SPLITS * T, num_stages=STAGES):
+            for at in tl.range((skipped + split) * T, old, SPLITS * T, num_stages=STAGES):
                 t = at + n
                 where = kv + pages.to(tl.int64)[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
-                both = (t < old)[:, None] & inside[None, :]
+                ok = _visible(t, seen, old, WINDOWED)
+                both = ok[:, None] & inside[None, :]
                 pages = tl.load(tables + (t + SPLITS * T) // S, mask=t + SPLITS * T < old, other=0)
                 keys, values = tl.load(where, mask=both, other=0.0), tl.load(where + K * S * D, mask=both, other=0.0)
-                highest, total, mixed = _absorb(q, keys, values, t < old, highest, total, mixed, scale)
+                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP)
         else:
             for _ in range(split, tiles, SPLITS):
-                ok = t < old
+                ok = _visible(t, seen, old, WINDOWED)
                 t += SPLITS * T
-                next_keys, next_values = _tile(kv, tables, t, old, k, h, inside, page_stride, K, S, D)  # before this one is computed with
-                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale)
+                # Asked for before this one is computed with.
+                next_keys, next_values = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
+                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP)
                 keys, values = next_keys, next_values
         _finish(highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H, K, D, SPLITS)
 
@@ -247,14 +272,16 @@ def launch(
     (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     out = torch.empty((rows, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    factor, cap = score_scales(scale, softcap)
     options = {"num_warps": plan.warps} | ({"launch_pdl": True} if pdl else {})
     kernel: Any = _rope_attend
     with torch.cuda.device_of(qkv):
         kernel[(num_kv_heads, plan.splits, rows)](
             qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, page_tables, seq_lens, slots,
-            plan.parts, plan.stats, plan.counts, out, page_tables.stride(0), kv.stride(0), scale * LOG2E, eps, num_heads, num_kv_heads,
-            head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, plan.tile, plan.splits,
-            max(16, triton.next_power_of_2(num_heads // num_kv_heads)), plan.stages, q_norm is not None, pdl, **options,
+            plan.parts, plan.stats, plan.counts, out, page_tables.stride(0), kv.stride(0), factor, eps, window, num_heads,
+            num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, plan.tile, plan.splits,
+            max(16, triton.next_power_of_2(num_heads // num_kv_heads)), plan.stages, q_norm is not None, window > 0, cap, pdl,
+            **options,
         )  # fmt: skip
     return out
 
