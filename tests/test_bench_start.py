@@ -15,7 +15,7 @@ import nanovllm as nv
 from nanovllm import bench, cli, weights
 from nanovllm.bench import command, report, start
 from nanovllm.bench.shapes import random_model
-from nanovllm.config import config_to_hf
+from nanovllm.hf_config import config_to_hf
 from nanovllm.models import REGISTRY
 from nanovllm.testing.models import tiny_config
 from nanovllm.weights import num_params, save_params

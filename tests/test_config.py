@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.config import EngineConfig, ModelConfig, RopeConfig, config_to_hf, read_rope
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.hf_config import config_to_hf, read_rope
 from nanovllm.models import REGISTRY
 from nanovllm.models.layers import inverse_frequencies
 from nanovllm.testing.models import tiny_config
@@ -28,16 +29,19 @@ ROPES = {
 @pytest.mark.parametrize("architecture", REGISTRY)
 @pytest.mark.parametrize("rope", ROPES)
 def test_what_is_written_is_read_back(architecture: str, rope: str) -> None:
+    learned = architecture == "GPT2LMHeadModel" or (architecture == "Phi3ForCausalLM" and rope not in ("default", "linear"))
+    own = {} if learned else {"rope": ROPES[rope]}
+    biased = {"LlamaForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"}
     config = tiny_config(
         architecture,
-        rope=ROPES[rope],
+        **own,
+        **({"attention_bias": True} if architecture in biased else {}),
         tie_word_embeddings=True,
-        attention_bias=True,
         bos_token_id=3,
         eos_token_ids=(7, 8),
         dtype="bfloat16",
     )
-    assert REGISTRY[architecture].config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+    assert REGISTRY[architecture].config_from_hf(json.loads(json.dumps(REGISTRY[architecture].config_to_hf(config)))) == config
 
 
 def test_both_forms_of_rope_are_one() -> None:
@@ -99,11 +103,11 @@ REFUSED = {
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     "rope as text": ({"rope_parameters": "yarn"}, "flat object"),
     "theta": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta"),
-    "activation": ({"hidden_act": "gelu"}, "gelu"),
+    "activation": ({"hidden_act": "relu", "activation_function": "relu"}, "relu"),
     "no vocabulary": ({"vocab_size": None}, "vocab_size"),
     "text for a size": ({"hidden_size": "32"}, "hidden_size"),
     "no heads": ({"num_attention_heads": 0, "num_key_value_heads": None, "head_dim": None}, "num_heads=0"),
-    "no layers": ({"num_hidden_layers": 0}, "num_layers"),
+    "no layers": ({"num_hidden_layers": 0, "layer_types": None, "n_layer": 0}, "num_layers"),
     "head ratio": ({"num_key_value_heads": 3}, "num_kv_heads"),
     "odd head_dim": ({"head_dim": 15}, "head_dim"),
     "dtype": ({"dtype": "int8"}, "int8"),
@@ -112,9 +116,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("architecture", REGISTRY)
+FLAT = [name for name in REGISTRY if name not in ("GPT2LMHeadModel", "Gemma3ForConditionalGeneration")]  # with the usual keys
+OWN_ROPE = {
+    "Phi3ForCausalLM": ("partial rope", "rope as text", "theta", "longrope", "rope by layer type"),
+    "Gemma3ForCausalLM": ("rope by layer type", "rope as text", "rope factor"),
+}
+
+
+@pytest.mark.parametrize("architecture", FLAT)
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_settings_are_named(architecture: str, case: str) -> None:
+    if case in OWN_ROPE.get(architecture, ()):
+        pytest.skip("this architecture reads it by itself")
     change, named = REFUSED[case]
     hf = config_to_hf(tiny_config(architecture))
     if "rope_scaling" in change:
@@ -123,31 +136,50 @@ def test_unsupported_settings_are_named(architecture: str, case: str) -> None:
         REGISTRY[architecture].config_from_hf({**hf, **change})
 
 
-@pytest.mark.parametrize("change", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}])
-def test_qwen3_refuses_sliding_windows(change: dict[str, Any]) -> None:
-    hf = config_to_hf(tiny_config("Qwen3ForCausalLM"))
+def test_qwen3_has_windows_where_they_are_switched_on() -> None:
+    hf = {**config_to_hf(tiny_config("Qwen3ForCausalLM")), "sliding_window": 9}
     read: Callable[[Any], ModelConfig] = REGISTRY["Qwen3ForCausalLM"].config_from_hf
-    assert read({**hf, "use_sliding_window": False, "sliding_window": 4096, "layer_types": ["full_attention"] * 2}) == read(hf)
-    with pytest.raises(CheckpointError, match="sliding"):
-        read({**hf, **change})
+    assert read({**hf, "use_sliding_window": False}).windows == ()
+    upper = {**hf, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1}
+    assert read(upper).windows == (0, 9)
+    assert read({**upper, "max_window_layers": 2}).windows == ()
+    assert read({**upper, "sliding_window": 512}).windows == ()  # no shorter than all that the model can hold
+    assert read({**hf, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}).windows == (9, 0)
+    for layer_types in (["chunked_attention"] * 2, ["full_attention"], "full_attention"):
+        with pytest.raises(CheckpointError, match="layer_types"):
+            read({**hf, "layer_types": layer_types})
+    for window in (0, -1, True, "9"):
+        with pytest.raises(CheckpointError, match="sliding_window"):
+            read({**upper, "sliding_window": window})
 
 
-@pytest.mark.parametrize("architecture", REGISTRY)
+@pytest.mark.parametrize("architecture", FLAT)
 def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     import transformers
 
-    name = architecture.replace("ForCausalLM", "Config")
+    name = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(architecture, architecture.replace("ForCausalLM", "Config"))
     sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    theirs = getattr(transformers, name)(**sizes, **({"num_key_value_heads": 4} if "Qwen3" in name else {}))
+    sizes |= {"num_key_value_heads": 4, "pad_token_id": 0}
+    theirs = getattr(transformers, name)(**sizes)
     ours = REGISTRY[architecture].config_from_hf(sizes)
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == theirs.head_dim
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 4)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    ropes = theirs.rope_parameters if architecture == "Gemma3ForCausalLM" else {"full_attention": theirs.rope_parameters}
+    assert ours.rope.theta == ropes["full_attention"]["rope_theta"]
+    assert ours.local_rope is None or ours.local_rope.theta == ropes["sliding_attention"]["rope_theta"]
+    assert ours.windows == tuple(_windows(theirs))
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.bos_token_id == theirs.bos_token_id
     assert (list(ours.eos_token_ids) or [None])[0] == theirs.eos_token_id
+
+
+def _windows(theirs: Any) -> list[int]:
+    window = getattr(theirs, "sliding_window", None)
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    given = [window if window and kind == "sliding_attention" else 0 for kind in types]
+    return given if any(given) else []
 
 
 @pytest.mark.usefixtures("untyped")

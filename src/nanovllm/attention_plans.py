@@ -69,20 +69,11 @@ class Cascades:
 
 
 class Attention:
-    """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine.
+    """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine."""
 
-    `windows` are those of the model's layers (0: none), `softcap` is that of all of them.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        limits: EngineConfig,
-        policy: CascadePolicy | None,
-        windows: tuple[int, ...] = (0,),
-        softcap: float = 0.0,
-    ):
+    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy | None):
         c = model.config
+        windows = tuple(dict.fromkeys(c.windows)) or (0,)
         if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
             raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} here")
         self.policy = policy
@@ -91,7 +82,7 @@ class Attention:
             model.device,
         )  # fmt: skip
         self._workspace = AttentionWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.num_kv_heads, c.head_dim, model.device)
-        self._windows, self._softcap = windows, softcap
+        self._windows, self._softcap = windows, c.attention_softcap
         try:
             self._prompt = self._prompt_plan(limits.max_num_seqs, windows)
             own, windowed = (self._prompt_plan(limits.max_num_seqs), self._prompt) if any(windows) else (self._prompt, None)

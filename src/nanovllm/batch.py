@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ class Batch:
     the queries of row b are its tokens `seq_lens[b] - q_len[b] ... seq_lens[b] - 1`. A padding row has seq_len 1 on the dummy page.
     `positions` are what the rotary embedding sees; they differ from a token's index behind a gap.
     `logit_indices` names the tokens whose logits are wanted (None: all). `plan` is the static handle of an attention plan (0: none).
+    `window` is that of the layers that the batch is given to, in tokens, a token's own included; 0: they attend to all.
     """
 
     input_ids: Int32[Tensor, "T"]
@@ -30,12 +32,13 @@ class Batch:
     cu_seqlens: Int32[Tensor, "B+1"] | None = None
     logit_indices: Int32[Tensor, "R"] | None = None
     plan: int = 0
+    window: int = 0
 
     def __repr__(self) -> str:
         return brief_fields(self)
 
 
-register_value(Batch, static=("plan",))
+register_value(Batch, static=("plan", "window"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,4 +152,5 @@ def to_device(host: HostBatch, device: torch.device, plan: int = 0) -> Batch:
         values[at : at + array.size] = array.ravel()
         at += size
     parts = zip(arrays.items(), flat.to(device, non_blocking=True).split(sizes), strict=True)
-    return Batch(**{name: part[: array.size].view(array.shape) for (name, array), part in parts}, plan=plan)
+    tensors: dict[str, Any] = {name: part[: array.size].view(array.shape) for (name, array), part in parts}
+    return Batch(**tensors, plan=plan)

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from fcntl import LOCK_EX, flock
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch
 from . import chunk_format, ops
 from .chunk_format import Head
 from .chunks import chunk_of
+from .config import RopeConfig
 from .context import require_live
 from .engine import commit_state, enter, enter_with, guarded
 from .errors import ChunkFileError, InvalidRequestError, OutOfPagesError
@@ -127,7 +129,7 @@ def head_of(state: EngineState, chunk: Chunk) -> Head:
         dtype=pool.dtype,
         shape=(layers, len(chunk), 2, heads, head_dim),
         page_size=page_size,
-        rope=asdict(state.runtime.lease.model.rope),
+        rope=_rope(state.runtime.lease.model.rope),
         provenance=chunk.provenance,
         num_exact=chunk.num_exact,
         tokens=chunk.token_ids,
@@ -149,14 +151,19 @@ def require_model(head: Head, model: Model, path: Path) -> None:
         raise ChunkFileError(f"{path}: the KV of another model: its fingerprint is {head.fingerprint!r}, not {model.fingerprint!r}")
     if head.dtype != model.dtype:
         raise ChunkFileError(f"{path}: its dtype is {head.dtype}, the model {model.name} is loaded in {model.dtype}")
-    if head.rope != asdict(config.rope):
-        raise ChunkFileError(f"{path}: its keys were turned by {dict(head.rope)}, the model's are by {asdict(config.rope)}")
+    if head.rope != (rope := _rope(config.rope)):
+        raise ChunkFileError(f"{path}: its keys were turned by {dict(head.rope)}, the model's are by {rope}")
     shape = (config.num_layers, len(head.tokens), 2, config.num_kv_heads, config.head_dim)
     if head.shape != shape:
         raise ChunkFileError(f"{path}: its kv has shape {list(head.shape)}, the model's has {list(shape)}")
     outside = head.tokens[(head.tokens < 0) | (head.tokens >= config.vocab_size)]
     if len(outside):
         raise ChunkFileError(f"{path}: token id {int(outside[0])} is outside the vocabulary 0 ... {config.vocab_size - 1}")
+
+
+def _rope(rope: RopeConfig) -> dict[str, Any]:
+    """How keys were turned, as JSON gives it back."""
+    return {**asdict(rope), "factors": list(rope.factors)}
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:

@@ -108,7 +108,7 @@ def dropped(
 
 def require_rotary(model: Model, what: str) -> None:
     """Raise for a model whose keys cannot be turned: learned positions, or rotation speeds that depend on the length."""
-    if model.config.rope.kind not in ("default", "linear", "llama3", "yarn"):
+    if model.config.rope.kind not in ("default", "linear", "llama3", "yarn", "longrope"):
         raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, which do not allow {what}")
 
 
@@ -184,8 +184,12 @@ def _move(model: Model, state: EngineState, layout: Layout, fresh: tuple[int, ..
     target = slots_of(np.array(fresh, np.int32), state.config.page_size)  # what moves begins with the first of them
     moves.numpy()[:] = layout.source, target[:count], layout.shift
     source, target, shift = moves.to(model.device, non_blocking=True).unbind(0)
-    for kv in state.kv.pools:
-        ops.move_kv(kv, source, target, shift, model.params.inv_freq)
+    (pool,), windows, local = state.kv.pools, model.config.windows, model.params.local_inv_freq
+    if local is None:
+        ops.move_kv(pool, source, target, shift, model.params.inv_freq)
+        return
+    for layer, window in enumerate(windows):  # those with a window turn by their own speeds
+        ops.move_kv(pool[layer : layer + 1], source, target, shift, local if window else model.params.inv_freq)
 
 
 def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Chunk], recompute: int | float) -> np.ndarray:

@@ -100,7 +100,7 @@ class GraphExecutor:
         """
         self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
-        served = fused.serves(model.params) and (choice is None or any(choice.layers))
+        served = fused.serves(model.params, model.config) and (choice is None or any(choice.layers))
         self._forward = fused_forward(model, choice, cuts) if served else compiled_forward(model)
         policy = None if cascade is False else cascade_policy(model, limits, always=bool(cascade))
         self._attention = Attention(model, limits, policy)
@@ -108,7 +108,7 @@ class GraphExecutor:
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
         # Plain layers can attend neither by a fused plan, nor where the new keys and values of prompts lie together.
         self._together = served and (choice is None or choice.all_layers)
-        warm = two_of_each(model.params) if self._together else model.params
+        warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
             model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
         )

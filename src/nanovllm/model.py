@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from .config import HF, ModelConfig, read_ids
+from .config import ModelConfig
 from .errors import CheckpointError, InvalidRequestError
+from .hf_config import HF, read_ids
 from .keywords import explain_unknown_keywords
 from .models import REGISTRY, ModelSpec, Params
 from .models.params import brief_count

@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from .config import ModelConfig
+from .config import ModelConfig, RopeConfig
 from .errors import CheckpointError
-from .models import REGISTRY, ParamInfo, Params
+from .models import REGISTRY, ModelSpec, ParamInfo, Params
 from .models.layers import inverse_frequencies
+from .models.params import as_kept, as_stored
 from .types import Tensor
 
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -106,6 +107,19 @@ def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
     }
 
 
+def wanted(headers: Mapping[str, TensorHeader], spec: ModelSpec) -> Mapping[str, TensorHeader]:
+    """The tensors of a checkpoint by the names of the model's table, without those that it never asks for. Raises `CheckpointError` where
+    two tensors have the same one."""
+    named: dict[str, TensorHeader] = {}
+    for stored, header in headers.items():
+        name = spec.checkpoint_name(stored)
+        if name in named:
+            raise CheckpointError(f"{header.file}: holds {stored}, which is a second {name}")
+        if name is not None:
+            named[name] = header
+    return MappingProxyType(named)
+
+
 def check_headers(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> None:
     """Raises `CheckpointError` for the first tensor that is missing, unknown, misshapen or not of a floating-point dtype.
 
@@ -132,8 +146,8 @@ def load_params(
 
     `progress` shows a bar on stderr; None: where stderr is a terminal. Raises `CheckpointError`.
     """
-    table = REGISTRY[config.architecture].param_table(config)
-    headers = read_headers(folder)
+    spec = REGISTRY[config.architecture]
+    table, headers = spec.param_table(config), wanted(read_headers(folder), spec)
     check_headers(headers, table, config)
     with ExitStack() as stack:
         files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
@@ -144,16 +158,16 @@ def load_params(
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
         def read(info: ParamInfo) -> Tensor:
-            param, row = torch.empty(info.shape, dtype=info.dtype or dtype, device=device), 0
+            flat, at = torch.empty(math.prod(info.shape), dtype=dtype_for(info, dtype), device=device), 0
             for name in info.sources:
-                header = headers[name]
-                _read_into(param[row : row + header.shape[0]].view(-1), header, files[header.file], stage)
-                row += header.shape[0]
+                header, size = headers[name], math.prod(headers[name].shape)
+                _read_into(flat[at : at + size], header, files[header.file], stage)
+                at += size
                 bar.update(header.stop - header.start)
-            return param
+            return as_kept(info, flat)
 
         try:
-            params = build_params(table, config, read, device)
+            params = build_params(table, read, device)
         except OSError as error:
             raise CheckpointError(f"{folder}: could not be read: {error}") from error
     return params, fingerprint(config, headers)
@@ -190,8 +204,8 @@ def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype
 
     for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(params), strict=True):
         if info is not None and info.sources:
-            pieces = param.split([shape[0] for shape in info.source_shapes])
-            part |= {name: piece.to("cpu", dtype, copy=True) for name, piece in zip(info.sources, pieces, strict=True)}
+            pieces = zip(info.sources, as_stored(info, param), strict=True)
+            part |= {name: piece.to("cpu", dtype, copy=True) for name, piece in pieces}
         if sum(tensor.nbytes for tensor in part.values()) >= SHARD:
             write()
     write()
@@ -215,12 +229,12 @@ def random_params(
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
     def draw(info: ParamInfo) -> Tensor:
-        param, mean = torch.empty(info.shape, dtype=info.dtype or dtype, device=device), 1.0 if info.kind == "gain" else 0.0
+        param, mean = torch.empty(info.shape, dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
         for part in param.view(-1).split(DRAWN):
             part.copy_(torch.empty(part.shape, device=drawn_on).normal_(mean, std, generator=generator))
         return param
 
-    return build_params(REGISTRY[config.architecture].param_table(config), config, draw, device)
+    return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
 
 
 def drawn_by(device: torch.device) -> str:
@@ -228,8 +242,13 @@ def drawn_by(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
+def dtype_for(info: ParamInfo, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of one parameter of a model in `dtype`."""
+    return dtype if info.dtype is None else torch.promote_types(info.dtype, dtype)
+
+
 def build_params(
-    table: Params[ParamInfo], config: ModelConfig, make: Callable[[ParamInfo], Tensor], device: torch.device
+    table: Params[ParamInfo], make: Callable[[ParamInfo], Tensor], device: torch.device
 ) -> Params[Tensor]:
     """Fill the table in its own order by `make`; the rotary frequencies are computed here."""
 
@@ -237,8 +256,8 @@ def build_params(
         match info:
             case None:
                 return None
-            case ParamInfo(kind="rope"):
-                return inverse_frequencies(config.rope, config.head_dim).to(device)
+            case ParamInfo(rope=RopeConfig() as rope):
+                return inverse_frequencies(rope, 2 * info.shape[0]).to(device)
             case _:
                 return make(info)
 

@@ -51,7 +51,7 @@ def step(
 
 def both(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState, Tensor, KVState]:
     """Logits and KV of the C form and of the architecture's own forward."""
-    assert cpu.serves(params, kv, batch)
+    assert cpu.serves(params, kv, batch, config)
     mine, theirs = (pytree.tree_map(torch.clone, kv) for _ in range(2))
     logits, mine = forward(params, mine, batch, config)
     exact, theirs = REGISTRY[config.architecture].forward(params, theirs, batch, config)
@@ -155,12 +155,12 @@ def test_what_it_does_not_serve_goes_the_ordinary_way() -> None:
     config = shaped()
     for dtype in (torch.float16, torch.float64):
         params, kv, batch = step(config, [4], 4, dtype)
-        assert not cpu.serves(params, kv, batch)
+        assert not cpu.serves(params, kv, batch, config)
         assert forward(params, kv, batch, config)[0].dtype == dtype
     params, kv, batch = step(config, [4], 4, torch.float32)
     prompt = replace(batch, cu_seqlens=torch.tensor([0, 1], dtype=torch.int32))
-    assert cpu.serves(params, kv, batch)
-    assert not cpu.serves(params, kv, prompt)
+    assert cpu.serves(params, kv, batch, config)
+    assert not cpu.serves(params, kv, prompt, config)
 
 
 @pytest.mark.parametrize("odd", ["int64", "float64 frequencies", "strided weight"])
@@ -229,7 +229,7 @@ def test_whoever_looks_on_gets_the_ordinary_ops() -> None:
     torch.testing.assert_close(gradient, gain.grad)
     assert gradient.abs().sum() > 0
     strided = KVState(pools=(torch.randn(kv.pools[0].shape[0], 2 * kv.pools[0].shape[1], *kv.pools[0].shape[2:])[:, ::2],))
-    assert not cpu.serves(params, strided, batch)
+    assert not cpu.serves(params, strided, batch, config)
 
 
 def test_all_keys_are_written_before_any_row_attends() -> None:

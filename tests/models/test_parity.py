@@ -32,6 +32,78 @@ CASES = {
             "rope": {"rope_type": "linear", "factor": 2.5},
         },
     ),
+    "qwen2-window": (
+        "qwen2",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mistral-window": ("mistral", {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 7}),
+    "mixtral": ("mixtral", {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5, "sliding_window": 11}),
+    "phi3-partial": (
+        "phi3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": None,
+            "pad_token_id": 0,
+            "hidden_size": 64,
+            "rope": {"partial_rotary_factor": 0.75},
+        },
+    ),
+    "gemma": ("gemma", {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 7.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "ernie4_5": ("ernie4_5", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 18, "use_bias": True}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "gpt2": ("gpt2", {"n_embd": 40, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 72}),
     "llama-head_dim": ("llama", {"head_dim": 22, "num_attention_heads": 4, "num_key_value_heads": 2}),
 }
 
@@ -59,11 +131,27 @@ def build(case: str, folder: Path) -> Pair:
     config_class, model_class = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+        "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+        "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
+        "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }[kind]
     sizes = {"vocab_size": 300, "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "max_position_embeddings": 256}
-    rope = {"rope_type": "default", "rope_theta": 5000.0} | changes.pop("rope", {})
-    config = config_class(**{**sizes, "rope_parameters": rope, "attn_implementation": "eager", **changes})
+    if kind == "gpt2":
+        sizes = {"vocab_size": 300}
+    rope = changes.pop("rope", {})
+    if kind not in ("gemma3", "gpt2"):
+        rope = {"rope_type": "default", "rope_theta": 5000.0} | rope
+    config = config_class(**{**sizes, **({"rope_parameters": rope} if rope else {}), "attn_implementation": "eager", **changes})
     torch.manual_seed(len(case))
+    config._experts_implementation = "eager"  # the others have no float64
     theirs = model_class(config).eval()
     for name, weight in theirs.named_parameters():
         if name.endswith("k_norm.weight"):

@@ -17,7 +17,7 @@ from random import Random
 
 from safetensors import SafetensorError
 
-from ..config import ModelConfig, config_to_hf
+from ..config import ModelConfig
 from ..errors import NanoVLLMError
 from ..model import Model, resolve_folder
 from ..types import dtype_of
@@ -106,7 +106,7 @@ def _folder(model: Model, name: str) -> Iterator[Path]:
         folder = Path(made)
         try:
             save_params(model.params, model.config, folder, dtype_of(model.config.dtype))
-            (folder / "config.json").write_text(json.dumps(config_to_hf(model.config)), encoding="utf-8")
+            (folder / "config.json").write_text(json.dumps(model.spec.config_to_hf(model.config)), encoding="utf-8")
         except (OSError, SafetensorError) as error:
             raise StartError(f"the weights could not be written to {folder}: {error}") from error
         yield folder

@@ -7,7 +7,7 @@ import torch
 
 from ..batch import Batch
 from ..model import Model
-from ..models import layers
+from ..models import decoder
 from ..models.choice import FastChoice, by_layer
 from ..models.fast import FastPath
 from ..state.kv import init_kv, pages_for
@@ -68,11 +68,11 @@ def decoded(model: Model, fast: FastPath, choice: FastChoice, ids: Tensor, page_
     kv = init_kv(model.config, num_pages=pages_for(len(ids), page_size), page_size=page_size, dtype=model.dtype, device=model.device)
     plan = fast.plan(1)
     layer = by_layer(fast.layer, model.spec.layer, choice.layers, None if plan is None else plan.handle)
-    head, text, found = fast.head if choice.head else layers.head, text_batch(ids, page_size), []
+    head, text, found = fast.head if choice.head else model.spec.head, text_batch(ids, page_size), []
     for place in range(len(ids)):
         here = ids.new_tensor([place])
         step = Batch(input_ids=ids[place : place + 1].clone(), positions=here, slots=here, page_tables=text.page_tables, seq_lens=here + 1)
-        logits, kv = model.spec.forward(model.params, kv, step, model.config, layer=layer, head=head)
+        logits, kv = decoder.forward(model.params, kv, step, model.config, layer=layer, head=head)
         found.append(logits[0].argmax())
     return torch.stack(found)
 

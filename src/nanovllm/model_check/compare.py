@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from ..batch import Batch
 from ..config import ModelConfig
 from ..model import Model
-from ..models import layers
+from ..models import decoder, layers
 from ..models.choice import HeadFunction, LayerFunction
 from ..models.fast import FastPath
 from ..state.kv import pages_for
@@ -121,30 +120,29 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
     text = text_batch(ids, page_size)
     shape = (1, pages_for(len(token_ids), page_size), 2, config.num_kv_heads, page_size, config.head_dim)
-    cos, sin = layers.rope_angles(text.positions, params.inv_freq, config.rope)
     batches = [spread_rows(model, len(token_ids), count, page_size) for count in rows]
     held = [None if fast is None else fast.plan(len(each.tokens)) for each in batches]
     plans = [0 if plan is None else plan.handle for plan in held]
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]
-    x_TM, found = F.embedding(ids, params.embed).double(), []
-    for w in params.layers:
+    x_TM, found = layers.embed(params, text, config).double(), []
+    for w, (cos, sin, view) in zip(params.layers, layers.by_layer(params, text, config), strict=True):
         wide = pytree.tree_map(lambda t: None if t is None else t.double(), w)
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
-        y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, text, config)
+        y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, view, config)
         for each, plan in zip(batches, plans, strict=True):
             at = each.tokens
             x_RM, own = x_TM[at].to(model.dtype), pages[:, each.source].to(model.dtype)
             own[0, each.page, :, :, each.offset] = 0
             angles = (cos[at], sin[at])
-            want, want_kv = _run(model.spec.layer, wide, x_RM.double(), own.double(), each, angles, config)
+            want, want_kv = _run(model.spec.layer, wide, x_RM.double(), own.double(), each, angles, config, view.window)
             copies = [own.clone() for _ in forms]  # before any of the kernels, which read old keys before they wait for each other
             want_by = want - x_RM.double()
             for layer, copied in zip(forms, copies, strict=True):
-                got, got_kv = _run(layer, w, x_RM, copied, each, angles, config, 0 if layer is model.spec.layer else plan)
+                got, got_kv = _run(layer, w, x_RM, copied, each, angles, config, view.window, 0 if layer is model.spec.layer else plan)
                 found += [relative_error(got, want, want_by), relative_error(got_kv, want_kv, want_kv)]
         x_TM = y_TM
         del wide  # before the next one: two layers in float64 would be the largest need
-    heads = [layers.head] if fast is None else [layers.head, fast.head]
+    heads = [model.spec.head] if fast is None else [model.spec.head, fast.head]
     head_errors = _head_errors(model, heads, [x_TM[each.tokens].to(model.dtype) for each in batches])
     by_layer = torch.stack(found).view(len(params.layers), len(batches), len(forms), 2).amax(1)  # NaN where any is
     plain, *quick = [tuple(Errors(output=output, kv=kv) for output, kv in form) for form in by_layer.transpose(0, 1).tolist()]
@@ -172,22 +170,23 @@ def text_batch(ids: Int32[Tensor, "T"], page_size: int) -> Batch:
 def wide_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor, "R some"]]:
     """The head in float64, `BLOCK` words of the vocabulary at a time."""
     params, x = model.params, x.double()
+    gains = [gain.double() for gain in (params.final_norm, params.final_norm_bias) if gain is not None]
     for weight in (params.embed if params.head is None else params.head).split(BLOCK):
-        yield layers.head(x, params.final_norm.double(), weight.double(), model.config.rms_norm_eps)
+        logits = model.spec.head(x, gains[0], weight.double(), model.config.rms_norm_eps, *gains[1:])
+        yield layers.soft_cap(logits, model.config.logit_softcap)
 
 
 def _head_errors(model: Model, heads: Seq[HeadFunction], batches: Seq[Tensor]) -> Tensor:
     """The worst relative error of each head over all batches of hidden states, `[heads]`."""
-    params = model.params
-    weight = params.embed if params.head is None else params.head
-    got = [torch.cat([head(x, params.final_norm, weight, model.config.rms_norm_eps) for x in batches]) for head in heads]
+    got = [torch.cat([decoder.logits(head, x, model.params, model.config) for x in batches]) for head in heads]
     blocks = zip(wide_logits(model, torch.cat(list(batches))), *(logits.split(BLOCK, dim=-1) for logits in got), strict=True)
     return torch.stack([torch.stack([relative_error(mine, want, want) for mine in given]) for want, *given in blocks]).amax(0)
 
 
 def _run(
-    layer: LayerFunction, w: Any, x: Tensor, pages: Tensor, rows: Rows, angles: tuple[Tensor, Tensor], config: ModelConfig, plan: int = 0
-) -> tuple[Tensor, Tensor]:
+    layer: LayerFunction, w: Any, x: Tensor, pages: Tensor, rows: Rows, angles: tuple[Tensor, Tensor], config: ModelConfig, window: int,
+    plan: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What a layer returns `[R, M]`, and the keys and values that it writes `[R, 2, K, D]`."""
-    out = layer(w, x, pages, 0, *angles, replace(rows.batch, plan=plan), config)
+    out = layer(w, x, pages, 0, *angles, replace(rows.batch, plan=plan, window=window), config)
     return out, pages[0, rows.page, :, :, rows.offset]

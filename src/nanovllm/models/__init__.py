@@ -5,10 +5,28 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..batch import Batch
-from ..config import HF, ModelConfig
+from ..config import ModelConfig
+from ..hf_config import HF, config_to_hf
 from ..state.kv import KVState
 from ..types import Float, Tensor
-from . import cpu, fused, layers, llama, qwen3
+from . import (
+    cpu,
+    decoder,
+    ernie4_5,
+    fused,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    layers,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)  # fmt: skip
 from .choice import FastChoice, by_layer
 from .params import Layer, ParamInfo, Params
 
@@ -17,24 +35,50 @@ __all__ = ["REGISTRY", "FastChoice", "Layer", "ModelSpec", "ParamInfo", "Params"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The four functions of one architecture; `layer` stands alone so that it can be compiled once for all layers."""
+    """What is an architecture's own. `layer` stands alone so that it can be compiled once for all layers; `head` is the plain one.
+
+    `checkpoint_name` gives a checkpoint's tensor the name by which the table asks for it, None where it is not wanted. `config_to_hf` is
+    `config_from_hf` backwards.
+    """
 
     config_from_hf: Callable[[HF], ModelConfig]
     param_table: Callable[[ModelConfig], Params[ParamInfo]]
-    layer: Callable[..., Tensor]
-    forward: Callable[..., tuple[Tensor, KVState]]
+    layer: Callable[..., Tensor] = layers.layer
+    head: Callable[..., Tensor] = layers.head
+    checkpoint_name: Callable[[str], str | None] = str
+    config_to_hf: Callable[[ModelConfig], HF] = config_to_hf
+
+    def forward(
+        self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig, *, layer: Callable[..., Tensor] | None = None
+    ) -> tuple[Float[Tensor, "R V"], KVState]:
+        """Donates `kv`. `decoder.forward` with the architecture's plain layers, or with `layer`."""
+        return decoder.forward(params, kv, batch, config, layer=self.layer if layer is None else layer, head=self.head)
 
 
 REGISTRY: Mapping[str, ModelSpec] = MappingProxyType(
     {
-        "Qwen3ForCausalLM": ModelSpec(
-            config_from_hf=qwen3.config_from_hf, param_table=qwen3.param_table, layer=qwen3.layer, forward=qwen3.forward
+        "Qwen2ForCausalLM": ModelSpec(config_from_hf=qwen2.config_from_hf, param_table=qwen2.param_table),
+        "Qwen3ForCausalLM": ModelSpec(config_from_hf=qwen3.config_from_hf, param_table=qwen3.param_table),
+        "Qwen3MoeForCausalLM": ModelSpec(config_from_hf=qwen3_moe.config_from_hf, param_table=qwen3_moe.param_table),
+        "LlamaForCausalLM": ModelSpec(config_from_hf=llama.config_from_hf, param_table=llama.param_table),
+        "MistralForCausalLM": ModelSpec(config_from_hf=mistral.config_from_hf, param_table=mistral.param_table),
+        "MixtralForCausalLM": ModelSpec(config_from_hf=mixtral.config_from_hf, param_table=mixtral.param_table),
+        "Phi3ForCausalLM": ModelSpec(config_from_hf=phi3.config_from_hf, param_table=phi3.param_table),
+        "GemmaForCausalLM": ModelSpec(config_from_hf=gemma.config_from_hf, param_table=gemma.param_table),
+        "Gemma2ForCausalLM": ModelSpec(config_from_hf=gemma2.config_from_hf, param_table=gemma2.param_table),
+        "Gemma3ForCausalLM": ModelSpec(config_from_hf=gemma3.config_from_hf, param_table=gemma3.param_table),
+        "Gemma3ForConditionalGeneration": ModelSpec(
+            config_from_hf=gemma3.config_from_hf_with_vision, param_table=gemma3.param_table,
+            checkpoint_name=gemma3.checkpoint_name, config_to_hf=gemma3.config_to_hf_with_vision,
         ),
-        "LlamaForCausalLM": ModelSpec(
-            config_from_hf=llama.config_from_hf, param_table=llama.param_table, layer=llama.layer, forward=llama.forward
+        "Ernie4_5ForCausalLM": ModelSpec(config_from_hf=ernie4_5.config_from_hf, param_table=ernie4_5.param_table),
+        "Ernie4_5_MoeForCausalLM": ModelSpec(config_from_hf=ernie4_5.config_from_hf_moe, param_table=ernie4_5.param_table),
+        "GPT2LMHeadModel": ModelSpec(
+            config_from_hf=gpt2.config_from_hf, param_table=gpt2.param_table, layer=gpt2.layer, head=gpt2.head,
+            checkpoint_name=gpt2.checkpoint_name, config_to_hf=gpt2.config_to_hf,
         ),
     }
-)
+)  # fmt: skip
 
 
 def forward(
@@ -53,9 +97,9 @@ def forward(
     an architecture's own `forward` never does.
     """
     spec = REGISTRY[config.architecture]
-    if layer is None and cpu.serves(params, kv, batch):
+    if layer is None and cpu.serves(params, kv, batch, config):
         if fast is None:
-            return spec.forward(params, kv, batch, config, layer=cpu.decode_layer, head=cpu.head)
+            return decoder.forward(params, kv, batch, config, layer=cpu.decode_layer, head=cpu.head)
         chosen = by_layer(cpu.decode_layer, spec.layer, fast.layers)
-        return spec.forward(params, kv, batch, config, layer=chosen, head=cpu.head if fast.head else layers.head)
-    return spec.forward(params, kv, batch, config, layer=spec.layer if layer is None else layer)
+        return decoder.forward(params, kv, batch, config, layer=chosen, head=cpu.head if fast.head else spec.head)
+    return spec.forward(params, kv, batch, config, layer=layer)

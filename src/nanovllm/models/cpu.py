@@ -15,6 +15,7 @@ from ..config import ModelConfig
 from ..ops.native import library
 from ..state.kv import KVState
 from ..types import Float, Float32, Tensor
+from .forms import beyond
 from .params import Layer, Params
 
 SOURCE = Path(__file__).parent.parent / "ops" / "cpu_kernels.c"
@@ -37,7 +38,7 @@ class LayerArgs(ctypes.Structure):
     )
 
 
-def serves(params: Params[Tensor], kv: KVState, batch: Batch) -> bool:
+def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> bool:
     """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, in plain eager code, with a C compiler."""
     embed, pages = params.embed, kv.pools[0]
     return (
@@ -48,6 +49,7 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch) -> bool:
         and pages.dtype == embed.dtype
         and pages.is_contiguous()
         and type(batch.input_ids) is type(pages) is Tensor
+        and not beyond(params, config)
         and not _traced()
         and not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in pytree.tree_leaves(params)))
         and library(SOURCE, SYMBOLS) is not None
@@ -74,18 +76,14 @@ def decode_layer(
     sin: Float32[Tensor, "B 1 D"],
     batch: Batch,
     config: ModelConfig,
-    *,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
 ) -> Float[Tensor, "B M"]:
     """One decoder layer with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` are written.
 
-    `scale` is that of attention's scores (None: one over the root of the head's width); `window` and `softcap` as in `paged_decode`.
     Raises `TypeError` for a weight of another dtype, and `IndexError`, with nothing written, for a slot or a page table that points
     outside the pool.
     """
     (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
+    assert w.down is not None
     heads_dim, intermediate = config.num_heads * head_dim, w.down.shape[1]
     width, threads = batch.page_tables.shape[1], torch.get_num_threads()
     group = config.num_heads // num_kv_heads
@@ -107,7 +105,7 @@ def decode_layer(
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
         pages[index].data_ptr(), scratch.data_ptr(), out.data_ptr(),
         num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
-        x.dtype == torch.bfloat16, window, config.rms_norm_eps, head_dim**-0.5 if scale is None else scale, softcap,
+        x.dtype == torch.bfloat16, batch.window, config.rms_norm_eps, config.scale, config.attention_softcap,
     )  # fmt: skip
     if _functions().nanovllm_layer(ctypes.byref(args)):
         raise IndexError(

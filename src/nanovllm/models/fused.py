@@ -18,16 +18,17 @@ from ..ops.rope_attend import rope_attend, rope_write
 from ..ops.wide import linear_add_norm
 from ..state.kv import KVState
 from ..types import Float, Float32, Int32, Tensor
-from . import layers
+from . import decoder, layers
 from .choice import FastChoice, LayerFunction, by_layer
 from .cuts import DEFAULT, Cuts, StepCuts, with_cuts
-from .layers import rope_angles
+from .forms import beyond
 from .params import Layer, Params
 
 
-def serves(params: Params[Tensor]) -> bool:
+def serves(params: Params[Tensor], config: ModelConfig) -> bool:
     """Whether the kernels can run this model."""
-    return all(w.gate_up_bias is None for w in params.layers) and own_kernels(params.embed.device, params.embed.dtype)
+    known = not beyond(params, config) and all(w.gate_up_bias is None for w in params.layers)
+    return known and own_kernels(params.embed.device, params.embed.dtype)
 
 
 def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
@@ -36,6 +37,7 @@ def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
 
 
 def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
+    assert w.gate_up is not None and w.down is not None
     shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
     return all(few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated) for matrix, gated in shapes)
 
@@ -57,30 +59,32 @@ def forward(
     """
     (pages,) = kv.pools
     # The kernels read the angles before they wait; the lookup behind them, an ordinary launch, sees to it that they are there.
-    cos, sin = rope_angles(batch.positions, params.inv_freq, config.rope)
-    x = F.embedding(batch.input_ids, params.embed)
-    weight, eps = params.embed if params.head is None else params.head, config.rms_norm_eps
+    given = layers.by_layer(params, batch, config)
+    x = layers.embed(params, batch, config)
+    eps = config.rms_norm_eps
     fast = (True,) * config.num_layers if choice is None or plain is None else choice.layers
     last = layers.head if choice is not None and not choice.head else None
     here = DEFAULT if cuts is None else cuts.at(x.shape[0])
     if follows_closely(params, x.shape[0]):
         closely = with_cuts(decode_layer, here)
         layer = closely if plain is None else by_layer(closely, plain, fast)
-        for index, w in enumerate(params.layers):
-            x = layer(w, x, pages, index, cos, sin, batch, config)
-        return (last or with_cuts(head, cuts))(_wanted(x, batch), params.final_norm, weight, eps), kv
+        for index, (w, (cos, sin, view)) in enumerate(zip(params.layers, given, strict=False)):
+            x = layer(w, x, pages, index, cos, sin, view, config)
+        return decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config), kv
     h = _norm(x, params.layers[0].input_norm, eps)
     widely = with_cuts(wide_layer, here)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
-    for index, (w, (_, gain)) in enumerate(zip(params.layers, pairwise(gains), strict=True)):
+    for index, (w, (_, gain), (cos, sin, view)) in enumerate(zip(params.layers, pairwise(gains), given, strict=False)):
         ends = index == len(params.layers) - 1
         if fast[index] or plain is None:
-            x, h = widely(w, x, h, gain, pages, index, cos, sin, batch, config, wanted=batch.logit_indices if ends else None)
+            x, h = widely(w, x, h, gain, pages, index, cos, sin, view, config, wanted=batch.logit_indices if ends else None)
         else:
-            x = plain(w, x, pages, index, cos, sin, batch, config)
+            x = plain(w, x, pages, index, cos, sin, view, config)
             x = _wanted(x, batch) if ends else x
             h = _norm(x, gain, eps)
-    return linear(h, weight) if last is None else last(x, params.final_norm, weight, eps), kv
+    if last is not None:
+        return decoder.logits(last, x, params, config), kv
+    return layers.soft_cap(linear(h, params.embed if params.head is None else params.head), config.logit_softcap), kv
 
 
 def layer(
@@ -117,6 +121,7 @@ def decode_layer(
 ) -> Float[Tensor, "T M"]:
     """One decoder layer of few tokens, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
     eps = config.rms_norm_eps
+    assert w.gate_up is not None and w.down is not None
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     x = norm_linear(a, w.o, bias=w.o_bias, residual=x, cut=cuts.o)
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, cut=cuts.gate_up)
@@ -141,6 +146,7 @@ def wide_layer(
     """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's. `wanted`: the tokens for which
     what stands behind attention is run; None: all."""
     eps = config.rms_norm_eps
+    assert w.gate_up is not None and w.down is not None
     a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     if wanted is not None:
         a, x, cuts = a[wanted], x[wanted], DEFAULT  # those given are for as many rows as there are tokens
@@ -172,9 +178,9 @@ def _norm(x: Float[Tensor, "T M"], gain: Float[Tensor, "M"], eps: float) -> Floa
 def _attend(
     w: Layer[Tensor], qkv: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
 ) -> Float[Tensor, "T heads"]:
-    scale, eps = config.head_dim**-0.5, config.rms_norm_eps
-    tables, seq_lens, slots = batch.page_tables, batch.seq_lens, batch.slots
+    scale, eps = config.scale, config.rms_norm_eps
+    tables, seq_lens, slots, limits = batch.page_tables, batch.seq_lens, batch.slots, (batch.window, config.attention_softcap)
     if batch.cu_seqlens is not None:
         q, k, v = rope_write(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, slots, eps)
-        return paged_prefill(q, pages, index, tables, seq_lens, batch.cu_seqlens, scale, batch.plan, k, v).flatten(1)
-    return rope_attend(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, tables, seq_lens, slots, scale, eps, batch.plan)
+        return paged_prefill(q, pages, index, tables, seq_lens, batch.cu_seqlens, scale, batch.plan, k, v, *limits).flatten(1)
+    return rope_attend(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, tables, seq_lens, slots, scale, eps, batch.plan, *limits)

@@ -1,31 +1,43 @@
-"""What the architectures share: rotary angles, attention through the pages, the gated MLP, the head.
+"""What the architectures share: rotary angles, the layer that most of them have and its parts, the head.
 
-Legend of shape suffixes: T tokens · M hidden_size · H query heads · K key/value heads · D head_dim · X any heads · F intermediate_size.
+Legend of shape suffixes: T tokens · R rows of logits · M hidden_size · H query heads · K key/value heads · D head_dim · X any heads ·
+F intermediate_size · E experts · k experts a token.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from ..batch import Batch
-from ..config import RopeConfig
-from ..ops import kv_write, paged_decode, paged_prefill
+from ..config import ModelConfig, MoEConfig, RopeConfig
+from ..ops import experts, kv_write, paged_decode, paged_prefill
 from ..ops.linear import linear
-from ..ops.plain import rms_norm
+from ..ops.plain import apply_rope, rms_norm
 from ..ops.rows import rotary_angles
-from ..types import Float32, Tensor
+from ..types import Float, Float32, Tensor
+from .params import Experts, Layer, Params
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "half"]:
     """The rotation speed of each pair of channels, `[D/2]` float32, in radians a token.
 
-    Source: Su et al., 2021; `llama3` from the Llama 3.1 reference code; `yarn` from Peng et al., 2023, "NTK-by-parts".
+    Pairs that do not turn, the last ones where only a part of a head turns, have speed 0.
+    Source: Su et al., 2021; `llama3` from the Llama 3.1 reference code; `yarn` from Peng et al., 2023, "NTK-by-parts"; `longrope` from
+    Ding et al., 2024.
     """
+    turning = int(head_dim * rope.partial)
+    if turning < head_dim:
+        return F.pad(inverse_frequencies(replace(rope, partial=1.0), turning), (0, (head_dim - turning) // 2))
     speed = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     match rope.kind:
         case "default":
             return speed
+        case "learned":
+            return torch.zeros_like(speed)
+        case "longrope":
+            return speed / torch.tensor(rope.factors, dtype=torch.float32)
         case "linear":
             return speed / rope.factor
         case "llama3":
@@ -47,7 +59,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "hal
             interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
             return speed / rope.factor * interpolated + speed * (1 - interpolated)
         case kind:
-            raise ValueError(f"rope kind {kind!r} is not one of default, linear, llama3, yarn")
+            raise ValueError(f"rope kind {kind!r} is not one of default, linear, llama3, yarn, longrope, learned")
 
 
 def _yarn_channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
@@ -65,21 +77,96 @@ def rope_angles(
     return rotary_angles(positions_T, inv_freq, rope.attention_factor)
 
 
-def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch) -> Tensor:
+def embed(params: Params[Tensor], batch: Batch, config: ModelConfig) -> Float[Tensor, "T M"]:
+    """The tokens' rows of the embedding table, times the config's scale as the model's dtype holds it, and of learned positions."""
+    x_TM = F.embedding(batch.input_ids, params.embed)
+    if config.embed_scale != 1.0:
+        x_TM = x_TM * torch.full((), config.embed_scale, dtype=x_TM.dtype, device=x_TM.device)
+    return x_TM if params.positions is None else x_TM + F.embedding(batch.positions, params.positions)
+
+
+def by_layer(params: Params[Tensor], batch: Batch, config: ModelConfig) -> list[tuple[Tensor, Tensor, Batch]]:
+    """What each layer is given of a step: cos and sin of its angles (`rope_angles`), and the batch with its window."""
+    far = rope_angles(batch.positions, params.inv_freq, config.rope)
+    if not config.windows:
+        return [(*far, batch)] * config.num_layers
+    near = far
+    if params.local_inv_freq is not None and config.local_rope is not None:
+        near = rope_angles(batch.positions, params.local_inv_freq, config.local_rope)
+    views = {window: replace(batch, window=window) for window in set(config.windows)}
+    return [(*(near if window else far), views[window]) for window in config.windows]
+
+
+def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+    """The decoder layer that most architectures share, compilable on its own: norm, attention, norm, feed-forward layer, each half added to
+    what came in. `pages` is donated: k and v of layer `index` are written into it.
+
+    What a layer has no weights for is left out: norms of query and key heads, norms of what is added, biases, experts.
+    """
+    eps = config.rms_norm_eps
+    h_TM = rms_norm(x_TM, w.input_norm, eps)
+    heads_TXD = linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim))
+    q_THD, k_TKD, v_TKD = heads_TXD.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+    q_THD = apply_rope(q_THD if w.q_norm is None else rms_norm(q_THD, w.q_norm, eps), cos, sin)
+    k_TKD = apply_rope(k_TKD if w.k_norm is None else rms_norm(k_TKD, w.k_norm, eps), cos, sin)
+    a_THD = attention(q_THD, k_TKD, v_TKD, pages, index, batch, config)
+    a_TM = linear(a_THD.flatten(1), w.o, w.o_bias)
+    x_TM = x_TM + (a_TM if w.o_norm is None else rms_norm(a_TM, w.o_norm, eps))
+    f_TM = feed_forward(rms_norm(x_TM, w.post_norm, eps), w, config)
+    return x_TM + (f_TM if w.down_norm is None else rms_norm(f_TM, w.down_norm, eps))
+
+
+def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch, config: ModelConfig) -> Tensor:
     """Write k and v of layer `index` into their slots (`pages` is donated), then attend over the page tables; `[T, H, D]`."""
     kv_write(pages, index, k_TKD, v_TKD, batch.slots)
-    scale = q_THD.shape[-1] ** -0.5
+    tables, lens, how = batch.page_tables, batch.seq_lens, {"window": batch.window, "softcap": config.attention_softcap}
     if batch.cu_seqlens is None:
-        return paged_decode(q_THD, pages, index, batch.page_tables, batch.seq_lens, scale, batch.plan)
-    return paged_prefill(q_THD, pages, index, batch.page_tables, batch.seq_lens, batch.cu_seqlens, scale, batch.plan)
+        return paged_decode(q_THD, pages, index, tables, lens, config.scale, batch.plan, **how)
+    return paged_prefill(q_THD, pages, index, tables, lens, batch.cu_seqlens, config.scale, batch.plan, **how)
 
 
-def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
-    """The gated feed-forward layer `down(silu(gate x) * up x)` (Shazeer, 2020), `[T, M]`."""
+def feed_forward(x_TM: Tensor, w: Layer[Tensor], config: ModelConfig) -> Tensor:
+    """A layer's gated feed-forward part, its experts, or the sum of both, `[T, M]`."""
+    routed_TM = None if w.experts is None or config.moe is None else mixture(x_TM, w.experts, config.moe, config.hidden_act)
+    if w.gate_up is None or w.down is None:
+        assert routed_TM is not None
+        return routed_TM
+    dense_TM = mlp(x_TM, w.gate_up, w.gate_up_bias, w.down, w.down_bias, config.hidden_act)
+    return dense_TM if routed_TM is None else routed_TM + dense_TM
+
+
+def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, act: str = "silu") -> Tensor:
+    """The gated feed-forward layer `down(act(gate x) * up x)` (Shazeer, 2020), `[T, M]`."""
     gate_TF, up_TF = linear(x_TM, gate_up, gate_up_bias).chunk(2, dim=-1)
-    return linear(F.silu(gate_TF) * up_TF, down, down_bias)
+    return linear(activation(gate_TF, act) * up_TF, down, down_bias)
+
+
+def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str) -> Tensor:
+    """The weighted sum of what each token's experts make of it (Shazeer et al., 2017), `[T, M]`: weights are a softmax over all experts, in
+    float32 or wider, of the chosen ones."""
+    wide = torch.promote_types(x_TM.dtype, torch.float32)
+    logits_TE = linear(x_TM.to(wide), w.router.to(wide)) if moe.wide_router else linear(x_TM, w.router).to(wide)
+    shares_TE = logits_TE.softmax(-1)
+    chosen_Tk = (shares_TE if w.bias is None else shares_TE + w.bias).topk(moe.top_k, dim=-1).indices
+    weights_Tk = shares_TE.gather(-1, chosen_Tk)
+    if moe.normalise:
+        weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True).clamp(min=moe.least_sum)
+    return experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk.to(x_TM.dtype), act)
+
+
+def activation(x: Tensor, act: str) -> Tensor:
+    """`silu`, `gelu` or its approximation by tanh, `gelu_tanh`."""
+    return F.silu(x) if act == "silu" else F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
 
 
 def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The final norm and the logits, `[R, V]`."""
     return linear(rms_norm(x_RM, gain, eps), weight)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(logits / cap)`, in float32 or wider and rounded once; 0.0: the logits as they are."""
+    if not cap:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ((wide / cap).tanh() * cap).to(logits.dtype)

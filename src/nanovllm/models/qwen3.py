@@ -1,123 +1,41 @@
-"""Qwen3 (Yang et al., 2025): grouped-query attention with an RMS norm on every query and key head, rotary positions, a gated MLP.
+"""Qwen3 (Yang et al., 2025): grouped-query attention with an RMS norm on every query and key head, rotary positions, a gated MLP."""
 
-Legend of shape suffixes: T tokens · R rows of logits · V vocabulary · M hidden_size · H query heads · K key/value heads · D head_dim.
-"""
+from typing import Any
 
-from collections.abc import Callable
+from ..config import ModelConfig
+from ..hf_config import HF, read_bool, read_sizes
+from . import tables
+from .layers import layer
+from .params import Layer, ParamInfo, Params
+from .qwen2 import qwen_windows
 
-import torch.nn.functional as F
-
-from ..batch import Batch
-from ..config import HF, ModelConfig, read_bool, read_dtype, read_float, read_ids, read_int, read_rope
-from ..errors import CheckpointError
-from ..ops.linear import linear
-from ..ops.plain import apply_rope, rms_norm
-from ..state.kv import KVState
-from ..types import Float, Tensor
-from .layers import attention, head, mlp, rope_angles
-from .params import Layer, ParamInfo, Params, loaded, rope_info
+__all__ = ["config_from_hf", "layer", "param_table", "qwen3_attention"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:
     """The config of a `Qwen3ForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
-    hidden_act = hf.get("hidden_act") or "silu"
-    if hidden_act != "silu":
-        raise CheckpointError(f"config.json: hidden_act={hidden_act!r} is not supported; only silu is")
-    if read_bool(hf, "use_sliding_window", False) or set(hf.get("layer_types") or ()) - {"full_attention"}:
-        raise CheckpointError("config.json: use_sliding_window=true is not supported; only full attention is")
-    num_heads = read_int(hf, "num_attention_heads")
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=read_int(hf, "vocab_size"),
-        hidden_size=read_int(hf, "hidden_size"),
-        intermediate_size=read_int(hf, "intermediate_size"),
-        num_layers=read_int(hf, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=read_int(hf, "num_key_value_heads", num_heads),
-        head_dim=read_int(hf, "head_dim", 128),
-        rms_norm_eps=read_float(hf, "rms_norm_eps", 1e-6),
-        rope=read_rope(hf),
-        tie_word_embeddings=read_bool(hf, "tie_word_embeddings", False),
-        attention_bias=read_bool(hf, "attention_bias", False),
-        max_position_embeddings=read_int(hf, "max_position_embeddings", 32768),
-        dtype=read_dtype(hf),
-        bos_token_id=next(iter(read_ids(hf, "bos_token_id")), None),
-        eos_token_ids=read_ids(hf, "eos_token_id"),
-    )
+    bias = read_bool(hf, "attention_bias", False)
+    return read_sizes(hf, "Qwen3ForCausalLM", head_dim=128, max_positions=32768, attention_bias=bias, windows=qwen_windows(hf))
 
 
-def param_table(config: ModelConfig) -> Params[ParamInfo]:
+def qwen3_attention(c: ModelConfig, prefix: str) -> dict[str, Any]:
+    """The attention of a Qwen3 layer, with or without experts behind it."""
+    return {
+        **tables.attention(c, prefix, qkv_bias=c.attention_bias, o_bias=c.attention_bias),
+        "q_norm": tables.gain(f"{prefix}.q_norm", c.head_dim),
+        "k_norm": tables.gain(f"{prefix}.k_norm", c.head_dim),
+    }
+
+
+def param_table(c: ModelConfig) -> Params[ParamInfo]:
     """Every parameter's shape and its tensors in the checkpoint."""
-    c, q, kv = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-    def layer_table(prefix: str) -> Layer[ParamInfo]:
-        attn, ffn = f"{prefix}.self_attn", f"{prefix}.mlp"
+    def layer_table(prefix: str, _: int) -> Layer[ParamInfo]:
         return Layer(
-            input_norm=loaded("gain", (f"{prefix}.input_layernorm.weight", (c.hidden_size,))),
-            qkv=loaded(
-                "matrix",
-                (f"{attn}.q_proj.weight", (q, c.hidden_size)),
-                (f"{attn}.k_proj.weight", (kv, c.hidden_size)),
-                (f"{attn}.v_proj.weight", (kv, c.hidden_size)),
-            ),
-            qkv_bias=loaded("bias", (f"{attn}.q_proj.bias", (q,)), (f"{attn}.k_proj.bias", (kv,)), (f"{attn}.v_proj.bias", (kv,)))
-            if c.attention_bias
-            else None,
-            q_norm=loaded("gain", (f"{attn}.q_norm.weight", (c.head_dim,))),
-            k_norm=loaded("gain", (f"{attn}.k_norm.weight", (c.head_dim,))),
-            o=loaded("matrix", (f"{attn}.o_proj.weight", (c.hidden_size, q))),
-            o_bias=loaded("bias", (f"{attn}.o_proj.bias", (c.hidden_size,))) if c.attention_bias else None,
-            post_norm=loaded("gain", (f"{prefix}.post_attention_layernorm.weight", (c.hidden_size,))),
-            gate_up=loaded(
-                "matrix",
-                (f"{ffn}.gate_proj.weight", (c.intermediate_size, c.hidden_size)),
-                (f"{ffn}.up_proj.weight", (c.intermediate_size, c.hidden_size)),
-            ),
-            gate_up_bias=None,
-            down=loaded("matrix", (f"{ffn}.down_proj.weight", (c.hidden_size, c.intermediate_size))),
-            down_bias=None,
+            input_norm=tables.gain(f"{prefix}.input_layernorm", c.hidden_size),
+            **qwen3_attention(c, f"{prefix}.self_attn"),
+            post_norm=tables.gain(f"{prefix}.post_attention_layernorm", c.hidden_size),
+            **tables.gated_mlp(c, f"{prefix}.mlp", c.intermediate_size),
         )
 
-    return Params(
-        embed=loaded("table", ("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))),
-        layers=tuple(layer_table(f"model.layers.{i}") for i in range(c.num_layers)),
-        final_norm=loaded("gain", ("model.norm.weight", (c.hidden_size,))),
-        head=None if c.tie_word_embeddings else loaded("matrix", ("lm_head.weight", (c.vocab_size, c.hidden_size))),
-        inv_freq=rope_info(c.head_dim),
-    )
-
-
-def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
-    """One decoder layer, compilable on its own. `pages` is donated: k and v of layer `index` are written into it."""
-    h_TM = rms_norm(x_TM, w.input_norm, config.rms_norm_eps)
-    heads_TXD = linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim))
-    q_THD, k_TKD, v_TKD = heads_TXD.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-    assert w.q_norm is not None and w.k_norm is not None
-    q_THD = apply_rope(rms_norm(q_THD, w.q_norm, config.rms_norm_eps), cos, sin)
-    k_TKD = apply_rope(rms_norm(k_TKD, w.k_norm, config.rms_norm_eps), cos, sin)
-    a_THD = attention(q_THD, k_TKD, v_TKD, pages, index, batch)
-    x_TM = x_TM + linear(a_THD.flatten(1), w.o, w.o_bias)
-    h_TM = rms_norm(x_TM, w.post_norm, config.rms_norm_eps)
-    return x_TM + mlp(h_TM, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
-
-
-def forward(
-    params: Params[Tensor],
-    kv: KVState,
-    batch: Batch,
-    config: ModelConfig,
-    *,
-    layer: Callable[..., Tensor] = layer,
-    head: Callable[..., Tensor] = head,
-) -> tuple[Float[Tensor, "R V"], KVState]:
-    """Donates `kv`. Run one step's tokens: logits `[R, V]` in the model's dtype, and the KV state that holds the tokens' keys and values.
-
-    `layer` and `head` may be other forms of this file's `layer` and of `layers.head`: compiled ones, or kernels.
-    """
-    (pages,) = kv.pools
-    cos, sin = rope_angles(batch.positions, params.inv_freq, config.rope)
-    x_TM = F.embedding(batch.input_ids, params.embed)
-    for index, w in enumerate(params.layers):
-        x_TM = layer(w, x_TM, pages, index, cos, sin, batch, config)
-    x_RM = x_TM if batch.logit_indices is None else x_TM[batch.logit_indices]
-    return head(x_RM, params.final_norm, params.embed if params.head is None else params.head, config.rms_norm_eps), kv
+    return tables.decoder(c, layer_table)

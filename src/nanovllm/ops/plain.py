@@ -10,13 +10,16 @@ from ..types import Float, Float32, Tensor
 
 
 def rms_norm(x: Float[Tensor, "*rows M"], gain: Float[Tensor, "..."], eps: float) -> Float[Tensor, "*rows M"]:
-    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), its statistics in float32 or wider; `gain` broadcasts over `x`."""
+    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), its statistics in float32 or wider; `gain` broadcasts over `x`.
+
+    The norm is rounded to x's dtype and then multiplied by a gain of that dtype; a wider gain is multiplied before the norm is rounded.
+    """
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, x.shape[-1:], None, eps) * gain
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    # The cast stands before the gain: the reference implementations round here, and large gains amplify a difference.
-    return gain * wide.to(x.dtype)
+    # The casts stand where the reference implementations round: large gains amplify a difference.
+    return gain * wide.to(x.dtype) if gain.dtype == x.dtype else (gain * wide).to(x.dtype)
 
 
 def apply_rope(x_TXD: Float[Tensor, "T X D"], cos: Float32[Tensor, "T 1 D"], sin: Float32[Tensor, "T 1 D"]) -> Float[Tensor, "T X D"]:

@@ -19,7 +19,10 @@ _LIBRARY.define(
 def rotary_angles(
     positions: Int32[Tensor, "T"] | Int64[Tensor, "T"], inv_freq: Float32[Tensor, "half"], factor: float
 ) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
-    """cos, and sin with its first half negated, of `positions[t] * inv_freq`, each twice along the last axis, times `factor`."""
+    """cos, and sin with its first half negated, of `positions[t] * inv_freq`, each twice along the last axis, times `factor`.
+
+    A pair of speed 0 does not turn, and is not multiplied either.
+    """
     return torch.ops.nanovllm.rotary_angles.default(positions, inv_freq, factor)
 
 
@@ -51,7 +54,8 @@ def _fake_places(positions, seq_lens, page_tables, active, num_pages, page_size)
 
 def _angles(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     angles = positions.to(torch.float32)[:, None, None] * inv_freq
-    cos, sin = angles.cos() * factor, angles.sin() * factor
+    factors = 1.0 if factor == 1.0 else torch.full_like(inv_freq, factor).masked_fill(inv_freq == 0, 1.0)
+    cos, sin = angles.cos() * factors, angles.sin() * factors
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

@@ -17,8 +17,9 @@ def _angles(positions, inv_freq, cos, sin, num_tokens, factor, HALF: tl.constexp
     on = t < num_tokens
     mask = on[:, None] & (i < HALF)[None, :]
     position = tl.load(positions + t, mask=on, other=0).to(tl.float32)
-    angle = position[:, None] * tl.load(inv_freq + i, mask=i < HALF, other=0.0)[None, :]
-    c, s = tl.cos(angle) * factor, tl.sin(angle) * factor
+    speed = tl.load(inv_freq + i, mask=i < HALF, other=0.0)[None, :]
+    angle, scale = position[:, None] * speed, tl.where(speed == 0, 1.0, factor)
+    c, s = tl.cos(angle) * scale, tl.sin(angle) * scale
     at = t[:, None] * (2 * HALF) + i[None, :]
     tl.store(cos + at, c, mask=mask)
     tl.store(cos + at + HALF, c, mask=mask)

@@ -1,8 +1,11 @@
 """Small models for tests: a config, random weights, a byte-level tokenizer, and the Hugging Face folder that holds them."""
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -11,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch.utils import _pytree as pytree
 
-from ..config import ModelConfig, RopeConfig, config_to_hf
+from ..config import ModelConfig, MoEConfig, RopeConfig
 from ..model import Model, resolve_device
 from ..models import REGISTRY, ParamInfo
 from ..tokenizer import Tokenizer, make_tokenizer
@@ -31,9 +34,30 @@ CHAT_TEMPLATE = """\
     {%- endif %}
 {%- endif %}"""
 
+EXPERTS = MoEConfig(num_experts=6, top_k=2, intermediate_size=24, layers=(0, 1))
+GEMMA = {"hidden_act": "gelu_tanh", "embed_scale": math.sqrt(32)}
+SCALED = {"attention_scale": 0.2, "windows": (8, 0)}
+GEMMA3 = {**GEMMA, **SCALED, "local_rope": RopeConfig(theta=500.0)}
+# What an architecture has in a config of two layers, beyond the sizes.
+OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Qwen2ForCausalLM": {"attention_bias": True},
+        "Qwen3MoeForCausalLM": {"moe": replace(EXPERTS, layers=(1,), normalise=False)},
+        "MistralForCausalLM": {"windows": (8, 8)},
+        "MixtralForCausalLM": {"moe": replace(EXPERTS, intermediate_size=48)},
+        "GemmaForCausalLM": GEMMA,
+        "Gemma2ForCausalLM": {**GEMMA, **SCALED, "attention_softcap": 5.0, "logit_softcap": 8.0},
+        "Gemma3ForCausalLM": GEMMA3,
+        "Gemma3ForConditionalGeneration": GEMMA3,
+        "Ernie4_5_MoeForCausalLM": {"moe": replace(EXPERTS, layers=(1,), least_sum=1e-12, wide_router=True, shared_size=48)},
+        "GPT2LMHeadModel": {"rope": RopeConfig(kind="learned"), "num_kv_heads": 4, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    }
+)
+
 
 def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> ModelConfig:
-    """A config of two layers that runs in milliseconds; `changes` are fields of `ModelConfig`. Any vocabulary down to 1 will do."""
+    """A config of two layers that runs in milliseconds, with what the architecture always has; `changes` are fields of `ModelConfig`. Any
+    vocabulary down to 1 will do."""
     config = ModelConfig(
         architecture=architecture,
         vocab_size=264,
@@ -48,7 +72,7 @@ def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Model
         tie_word_embeddings=False,
         max_position_embeddings=512,
     )
-    return replace(config, **changes)
+    return replace(config, **{**OWN.get(architecture, {}), **changes})
 
 
 def random_model(
@@ -83,7 +107,8 @@ def random_model(
 def save_hf_folder(path: Path, config: ModelConfig, seed: int = 0, dtype: torch.dtype | str = "float32", *, num_shards: int = 1) -> Path:
     """Write a Hugging Face folder with random weights and the byte-level tokenizer; with several shards, an index too. Returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config_to_hf(replace(config, dtype=str(dtype_of(dtype)).removeprefix("torch.")))))
+    saved = replace(config, dtype=str(dtype_of(dtype)).removeprefix("torch."))
+    (path / "config.json").write_text(json.dumps(REGISTRY[config.architecture].config_to_hf(saved)))
     save_tokenizer(path)
     tensors = random_tensors(config, seed, dtype_of(dtype))
     if num_shards == 1:
@@ -104,7 +129,7 @@ def random_tensors(config: ModelConfig, seed: int, dtype: torch.dtype, std: floa
     for info in pytree.tree_leaves(REGISTRY[config.architecture].param_table(config)):
         if isinstance(info, ParamInfo):
             for name, shape in zip(info.sources, info.source_shapes, strict=True):
-                mean = 1.0 if info.kind == "gain" else 0.0
+                mean = 1.0 - info.offset if info.kind == "gain" else 0.0
                 tensors[name] = torch.empty(shape).normal_(mean, std, generator=generator).to(dtype)
     return tensors
 

@@ -1,0 +1,66 @@
+"""ERNIE 4.5 (Baidu, 2025), dense and with experts.
+
+Its rotary embedding turns neighbouring channels 2i and 2i + 1 together, where the others turn i and i + D/2. Queries and keys meet only
+in products, so their channels may stand in any order that both share: the even ones are kept before the odd ones, and everything that
+turns or moves keys serves this architecture too.
+"""
+
+from typing import Any
+
+from ..config import ModelConfig, MoEConfig
+from ..hf_config import HF, read_bool, read_float, read_int, read_sizes
+from . import tables
+from .layers import layer
+from .params import Layer, ParamInfo, Params
+
+__all__ = ["config_from_hf", "config_from_hf_moe", "layer", "param_table"]
+
+
+def config_from_hf(hf: HF) -> ModelConfig:
+    """The config of an `Ernie4_5ForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
+    return _config(hf, "Ernie4_5ForCausalLM", head_dim=128)
+
+
+def config_from_hf_moe(hf: HF) -> ModelConfig:
+    """The same of an `Ernie4_5_MoeForCausalLM` checkpoint: routing in float32, a learned correction of the choice, shared experts."""
+    num_layers, size = read_int(hf, "num_hidden_layers"), read_int(hf, "moe_intermediate_size", 1536)
+    first, last = read_int(hf, "moe_layer_start_index", 1), read_int(hf, "moe_layer_end_index", -1)
+    every = max(1, read_int(hf, "moe_layer_interval", 1))
+    moe = MoEConfig(
+        num_experts=read_int(hf, "moe_num_experts", 64),
+        top_k=read_int(hf, "moe_k", 6),
+        intermediate_size=size,
+        layers=tuple(i for i in range(num_layers) if (i + 1) % every == 0 and first <= i <= (num_layers - 1 if last == -1 else last)),
+        least_sum=read_float(hf, "moe_norm_min", 1e-12),
+        wide_router=True,
+        shared_size=size * read_int(hf, "moe_num_shared_experts", 2),
+    )
+    return _config(hf, "Ernie4_5_MoeForCausalLM", moe=moe)
+
+
+def _config(hf: HF, architecture: str, **fields) -> ModelConfig:
+    bias = read_bool(hf, "use_bias", False)
+    more: dict[str, Any] = {"attention_bias": bias, "mlp_bias": bias, **fields}
+    return read_sizes(hf, architecture, eps=1e-5, theta=500000.0, tied=True, max_positions=131072, bos=1, eos=2, **more)
+
+
+def param_table(c: ModelConfig) -> Params[ParamInfo]:
+    """Every parameter's shape and its tensors in the checkpoint."""
+    even_first = (*range(0, c.head_dim, 2), *range(1, c.head_dim, 2))
+    pairs: dict[str, Any] = {"channels": even_first, "turned": (c.num_heads + c.num_kv_heads) * c.head_dim}
+
+    def layer_table(prefix: str, index: int) -> Layer[ParamInfo]:
+        routed, mlp = c.moe is not None and index in c.moe.layers, f"{prefix}.mlp"
+        size = c.moe.shared_size if c.moe is not None and routed else c.intermediate_size
+        dense = tables.gated_mlp(c, f"{mlp}.shared_experts" if routed else mlp, size, bias=c.mlp_bias) if size else tables.no_mlp()
+        return Layer(
+            input_norm=tables.gain(f"{prefix}.input_layernorm", c.hidden_size),
+            **tables.attention(c, f"{prefix}.self_attn", qkv_bias=c.attention_bias, o_bias=c.attention_bias, **pairs),
+            q_norm=None,
+            k_norm=None,
+            post_norm=tables.gain(f"{prefix}.post_attention_layernorm", c.hidden_size),
+            **dense,
+            experts=tables.mixture(c, mlp, bias=f"{mlp}.moe_statics.e_score_correction_bias") if routed else None,
+        )
+
+    return tables.decoder(c, layer_table)

@@ -1,0 +1,24 @@
+"""Which layers the fast forms know (`fused.py`, `cpu.py`): what an architecture has beyond them runs in plain torch, compiled on a GPU."""
+
+from typing import Any
+
+from ..config import ModelConfig
+from .params import Params
+
+
+def beyond(params: Params[Any], config: ModelConfig) -> str:
+    """What a model has that no fast form knows; empty where there is nothing. `params` may be the table."""
+    like, layer = params.embed.dtype, params.layers[0]
+    if params.positions is not None or layer.input_norm_bias is not None:
+        return "layer norms with biases"
+    if layer.input_norm.dtype != like:
+        return "norms that are rounded behind their gain"
+    if any(w.experts is not None for w in params.layers):
+        return "experts"
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act}"
+    if config.attention_softcap:
+        return "a soft cap on attention's scores"
+    if config.windows:
+        return "sliding windows"
+    return ""

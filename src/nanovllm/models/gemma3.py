@@ -1,0 +1,80 @@
+"""Gemma 3's text model (Gemma Team, 2025): Gemma 2's layers with norms of query and key heads in the place of soft caps; five layers with a
+window, which turn by a rotary embedding of their own, for each one without."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import ModelConfig
+from ..errors import CheckpointError
+from ..hf_config import FULL, HF, SLIDING, config_to_hf, read_int, read_rope, read_windows
+from . import tables
+from .gemma import GAINS, gemma_sizes
+from .gemma2 import sandwich, scores
+from .layers import layer
+from .params import Layer, ParamInfo, Params
+
+__all__ = ["checkpoint_name", "config_from_hf", "config_from_hf_with_vision", "layer", "param_table"]
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}  # absent where they are the 4B model's
+
+
+def config_from_hf(hf: HF) -> ModelConfig:
+    """The config of a `Gemma3ForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
+    every = read_int(hf, "sliding_window_pattern", 6)
+    windows = read_windows(hf, {i: SLIDING if (i + 1) % every else FULL for i in range(read_int(hf, "num_hidden_layers"))}, 4096)
+    ropes = {"rope": _rope(hf, FULL, "rope_theta", 1e6), "local_rope": _rope(hf, SLIDING, "rope_local_base_freq", 1e4)}
+    return gemma_sizes(hf, "Gemma3ForCausalLM", max_positions=131072, windows=windows, **ropes, **scores(hf, 0.0, 0.0))
+
+
+def config_from_hf_with_vision(hf: HF) -> ModelConfig:
+    """The same of a `Gemma3ForConditionalGeneration` checkpoint, of which the text model alone runs."""
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config={text!r} must be an object")
+    outer = {name: hf[name] for name in ("eos_token_id", "bos_token_id", "dtype", "torch_dtype") if hf.get(name) is not None}
+    return replace(config_from_hf({**SIZES, **text, **outer}), architecture="Gemma3ForConditionalGeneration")
+
+
+def config_to_hf_with_vision(config: ModelConfig) -> HF:
+    """The `config.json` that `config_from_hf_with_vision` reads back as `config`."""
+    text = config_to_hf(config)
+    return {"architectures": text["architectures"], "model_type": "gemma3", "eos_token_id": text["eos_token_id"], "text_config": text}
+
+
+def checkpoint_name(name: str) -> str | None:
+    """What the table calls a tensor of a checkpoint with vision; None for those of other parts."""
+    for prefix in ("model.language_model.", "language_model.model."):
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    if name.startswith(("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.")):
+        return None
+    return name.removeprefix("language_model.")
+
+
+def _rope(hf: HF, kind: str, theta_key: str, theta: float) -> Any:
+    """The rotary embedding of one kind of layer: `rope_parameters` by kind, or the flat keys of older configs."""
+    given = hf.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or (given and not set(given) <= {FULL, SLIDING}):
+        raise CheckpointError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
+    scaling = hf.get("rope_scaling") if kind == FULL else None
+    plain = {"rope_theta", "rope_scaling", "rope_parameters"}
+    flat = {name: value for name, value in hf.items() if name not in plain}
+    of_kind = given.get(kind) or {}
+    if of_kind.get("rope_theta") is None and hf.get(theta_key) is not None:
+        of_kind = {**of_kind, "rope_theta": hf[theta_key]}
+    return read_rope({**flat, "rope_parameters": of_kind, "rope_scaling": scaling}, theta)
+
+
+def param_table(c: ModelConfig) -> Params[ParamInfo]:
+    """Every parameter's shape and its tensors in the checkpoint."""
+
+    def layer_table(prefix: str, _: int) -> Layer[ParamInfo]:
+        return Layer(
+            **sandwich(c, prefix),
+            **tables.attention(c, f"{prefix}.self_attn", qkv_bias=c.attention_bias, o_bias=c.attention_bias),
+            q_norm=tables.gain(f"{prefix}.self_attn.q_norm", c.head_dim, **GAINS),
+            k_norm=tables.gain(f"{prefix}.self_attn.k_norm", c.head_dim, **GAINS),
+            **tables.gated_mlp(c, f"{prefix}.mlp", c.intermediate_size),
+        )
+
+    return tables.decoder(c, layer_table, **GAINS)

@@ -1,0 +1,88 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini (Abdin et al., 2024): a Llama whose projections are stored fused. Part of a head may turn; LongRoPE
+(Ding et al., 2024) turns long requests otherwise than short ones.
+
+The channels that turn in pairs i and i + R/2, of the first R, are kept as i and i + D/2 like everybody's; the others fill the rest, with
+speed 0.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from ..config import ModelConfig, RopeConfig
+from ..errors import CheckpointError
+from ..hf_config import HF, SLIDING, read_float, read_int, read_rope, read_sizes, read_windows
+from . import tables
+from .layers import layer
+from .params import Layer, ParamInfo, Params, loaded
+
+__all__ = ["config_from_hf", "layer", "param_table"]
+
+
+def config_from_hf(hf: HF) -> ModelConfig:
+    """The config of a `Phi3ForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
+    rope, long = _ropes(hf)
+    windows = read_windows(hf, SLIDING)
+    return read_sizes(hf, "Phi3ForCausalLM", eps=1e-5, max_positions=4096, bos=1, eos=32000, rope=rope, long_rope=long, windows=windows)
+
+
+def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
+    """How requests of up to `original_max_position_embeddings` tokens turn, and longer ones where these turn otherwise."""
+    given: dict[str, Any] = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    partial = read_float(given, "partial_rotary_factor", read_float(hf, "partial_rotary_factor", 1.0))
+    theta = read_float(given, "rope_theta", read_float(hf, "rope_theta", 10000.0))
+    if not 0 < partial <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} must be in (0, 1]")
+    if kind not in ("su", "yarn", "longrope"):
+        flat = {"rope_type": kind, "rope_theta": theta, "factor": given.get("factor")}
+        return replace(read_rope({"rope_parameters": flat}), partial=partial), None
+    most = read_int(hf, "max_position_embeddings", 4096)
+    original = read_int(given, "original_max_position_embeddings", read_int(hf, "original_max_position_embeddings", 4096))
+    factor = read_float(given, "factor", most / max(1, original))
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    same: dict[str, Any] = {
+        "theta": theta,
+        "kind": "longrope",
+        "partial": partial,
+        "original_max_position_embeddings": original,
+        "attention_factor": read_float(given, "attention_factor", usual),
+    }
+    num_heads, hidden = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
+    pairs = int(read_int(hf, "head_dim", hidden // max(1, num_heads)) * partial) // 2
+    short, long = (_factors(given, name, pairs) for name in ("short_factor", "long_factor"))
+    return RopeConfig(**same, factors=short), RopeConfig(**same, factors=long)
+
+
+def _factors(given: HF, name: str, pairs: int) -> tuple[float, ...]:
+    value = given.get(name)
+    if not isinstance(value, list) or len(value) != pairs or not all(isinstance(x, int | float) and x > 0 for x in value):
+        raise CheckpointError(f"config.json: {name}={value!r} must be {pairs} positive numbers, one for each pair of channels that turns")
+    return tuple(float(x) for x in value)
+
+
+def param_table(c: ModelConfig) -> Params[ParamInfo]:
+    """Every parameter's shape and its tensors in the checkpoint."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    half, most = int(c.head_dim * c.rope.partial) // 2, c.head_dim // 2
+    rest = (2 * half + most - half, c.head_dim)
+    order = (*range(half), *range(2 * half, rest[0]), *range(half, 2 * half), *range(*rest))
+    kept: dict[str, Any] = {"channels": order, "turned": q + kv} if half < most else {}
+
+    def layer_table(prefix: str, _: int) -> Layer[ParamInfo]:
+        return Layer(
+            input_norm=tables.gain(f"{prefix}.input_layernorm", c.hidden_size),
+            qkv=loaded("matrix", (f"{prefix}.self_attn.qkv_proj.weight", (q + 2 * kv, c.hidden_size)), **kept),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            o=loaded("matrix", (f"{prefix}.self_attn.o_proj.weight", (c.hidden_size, q))),
+            o_bias=None,
+            post_norm=tables.gain(f"{prefix}.post_attention_layernorm", c.hidden_size),
+            gate_up=loaded("matrix", (f"{prefix}.mlp.gate_up_proj.weight", (2 * c.intermediate_size, c.hidden_size))),
+            gate_up_bias=None,
+            down=loaded("matrix", (f"{prefix}.mlp.down_proj.weight", (c.hidden_size, c.intermediate_size))),
+            down_bias=None,
+        )
+
+    return tables.decoder(c, layer_table)
