@@ -143,7 +143,7 @@ def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor
 
 def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str) -> Tensor:
     """The weighted sum of what each token's experts make of it (Shazeer et al., 2017), `[T, M]`: weights are a softmax over all experts, in
-    float32 or wider, of the chosen ones."""
+    float32 or wider, of the chosen ones, and are not rounded."""
     wide = torch.promote_types(x_TM.dtype, torch.float32)
     logits_TE = linear(x_TM.to(wide), w.router.to(wide)) if moe.wide_router else linear(x_TM, w.router).to(wide)
     shares_TE = logits_TE.softmax(-1)
@@ -151,7 +151,7 @@ def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str) -> Tenso
     weights_Tk = shares_TE.gather(-1, chosen_Tk)
     if moe.normalise:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True).clamp(min=moe.least_sum)
-    return experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk.to(x_TM.dtype), act)
+    return experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk, act)
 
 
 def activation(x: Tensor, act: str) -> Tensor:
