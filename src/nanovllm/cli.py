@@ -159,7 +159,7 @@ def run_generate(options: argparse.Namespace) -> int:
     if not options.chat and (options.system or options.no_think):
         raise InvalidRequestError("--system and --no-think are for questions to a chat model: add --chat")
     texts = _lines(options.prompts) if options.prompts is not None else [_prompt(options)]
-    model = load_model(options.model, options.device, options.dtype)
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len)
     llm = LLM(model, **_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
     _settle(options)
     params = sampling(options, llm.model)
@@ -192,7 +192,7 @@ def run_chat(options: argparse.Namespace) -> int:
     """`nanovllm chat`."""
     # Two sequences' pages: the conversation's chunk, and a reply over a shorter head of it. A CPU runs prompts in small
     # chunks, because Ctrl-C waits for the end of a step.
-    model = load_model(options.model, options.device, options.dtype)
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len)
     params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)

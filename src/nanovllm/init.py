@@ -12,7 +12,7 @@ import torch
 from . import models
 from .attention_plans import AttentionUnavailableError, Cascades, cascade_policy
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
-from .config import EngineConfig
+from .config import EngineConfig, loaded_for_short
 from .engine import model_key, require_model
 from .errors import InvalidRequestError, OutOfPagesError, TuningFileError
 from .keywords import explain_unknown_keywords
@@ -86,7 +86,8 @@ def init_state(
         seed=seed,
     )
     if max_model_len > config.max_position_embeddings:
-        raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
+        more = "; load_model(..., max_model_len=...) loads it for longer requests" if loaded_for_short(config) else ""
+        raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = _cuts(model, limits, compile, tuning)
     choice, cuts = _choice(model, limits, compile, check, cuts, tuning)  # before the pool takes the memory that it needs for a moment
     if num_pages is None:

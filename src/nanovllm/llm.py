@@ -75,7 +75,7 @@ class LLM:
         """
         if isinstance(model, Model) and not (device is None and dtype is None):
             raise InvalidRequestError("a loaded model has its device and dtype; give those to load_model")
-        self.model = model if isinstance(model, Model) else load_model(model, device, dtype)
+        self.model = model if isinstance(model, Model) else load_model(model, device, dtype, max_model_len=max_model_len)
         self.state: EngineState = init_state(
             self.model,
             num_pages=num_pages,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .config import ModelConfig
+from .config import ModelConfig, for_length
 from .errors import CheckpointError, InvalidRequestError
 from .hf_config import HF, read_ids
 from .keywords import explain_unknown_keywords
@@ -58,19 +58,25 @@ def load_model(
     progress: bool | None = None,
     trust_remote_code: bool = False,
     tokenizer: bool = True,
+    max_model_len: int | None = None,
 ) -> Model:
     """Load a Hugging Face folder, a repository out of the local Hugging Face cache, or `"tiny"`, the packaged model; no network is used.
 
     Defaults: CUDA where there is one; the checkpoint's dtype on CUDA, float32 on a CPU. `progress` as in `weights.load_params`.
     `tokenizer` False loads none, and the folder needs none: the model takes and gives token ids.
+    `max_model_len`: the most tokens of a request. Only models that turn long requests otherwise than short ones (LongRoPE) depend on it:
+    beyond the context that they were first trained on they are another model, with KV of its own; None keeps to that context.
     Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
     A checkpoint that brings code is refused without `trust_remote_code`; with it, only a built-in architecture loads, and no code is run.
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
+    if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int) or max_model_len < 1):
+        raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1, or None")
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo)
-    spec, config = read_config(folder, trust_remote_code=trust_remote_code)
+    spec, read = read_config(folder, trust_remote_code=trust_remote_code)
+    config = for_length(read, max_model_len)
     generation_config = read_json(folder / "generation_config.json", required=False)
     encoder = load_tokenizer(folder) if tokenizer else None
     if encoder is not None and encoder.max_token_id >= config.vocab_size:

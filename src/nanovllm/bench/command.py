@@ -12,7 +12,7 @@ import torch
 
 from .. import collector
 from ..arguments import TUNING, positive, positives, require_folder, tuning
-from ..config import ModelConfig
+from ..config import ModelConfig, for_length
 from ..errors import InvalidRequestError
 from ..model import Model, load_model, read_config, resolve_device, resolve_folder
 from ..terminal import note
@@ -145,7 +145,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
 
 
 def _config(name: str) -> ModelConfig:
-    return SHAPES[name] if name in SHAPES else read_config(resolve_folder(name)[0])[1]
+    return SHAPES[name] if name in SHAPES else for_length(read_config(resolve_folder(name)[0])[1], None)
 
 
 def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
