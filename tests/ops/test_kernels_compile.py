@@ -145,7 +145,7 @@ def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_
 @pytest.mark.parametrize(
     ("k", "num", "width", "inner"), [(8, 128, 2048, 768), (2, 8, 4096, 14336), (6, 64, 2560, 1536), (2, 5, 40, 24), (2, 5, 33, 21)]
 )
-@pytest.mark.parametrize("tokens", [1, 3, 48, 256, 1024, 4096])
+@pytest.mark.parametrize("tokens", [1, 48, 1024, 4096])
 def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, inner: int) -> None:
     """The first three are Qwen3-30B-A3B's, Mixtral-8x7B's and ERNIE-4.5-21B-A3B's; of weights only the shapes are asked."""
     from nanovllm.ops import triton_experts

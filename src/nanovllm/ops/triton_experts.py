@@ -97,9 +97,7 @@ def _few_down(
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])  # as many as the tokens ask: one kernel for all
-def _sort(
-    chosen, order, table, P, blocks, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _sort(chosen, order, table, P, blocks, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program e: where the pairs of expert e stand in `order`, ascending, and its blocks in `table`: expert, first and stop in `order`.
 
     Each program counts the pairs of all experts, which spares a launch; the last one writes the blocks that are none, from 0 to 0.
