@@ -162,6 +162,16 @@ def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, 
     compiled.check()
 
 
+@pytest.mark.parametrize(("num", "k"), [(128, 8), (8, 2), (64, 6)])
+def test_route(compiled: Compiled, num: int, k: int) -> None:
+    from nanovllm.ops import triton_experts
+
+    for dtype in (BF16, torch.float32):
+        for bias in (None, torch.zeros(num)):
+            triton_experts.route(torch.zeros(3, num, dtype=dtype), bias, k, bias is None, 0.0, compiled.pdl)
+    compiled.check()
+
+
 def test_memory_rows_and_sampling(compiled: Compiled) -> None:
     from nanovllm.ops import triton_kv, triton_rows, triton_sampling
 
