@@ -181,17 +181,6 @@ def test_a_fingerprint_tells_who_drew_the_values(monkeypatch: pytest.MonkeyPatch
     assert len(found) == 3
 
 
-def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
-    folder = save_hf_folder(tmp_path, tiny_config(eos_token_ids=(258,)))
-    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 258], "temperature": 0.6, "top_k": 20, "do_sample": true}')
-    model = load_model(folder, device="cpu")
-    assert model.config.eos_token_ids == (258, 256)
-    assert model.generation_config["top_k"] == 20
-    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(CheckpointError, match="eos_token_id"):
-        load_model(folder, device="cpu")
-
-
 def test_device_and_dtype_by_name(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path, tiny_config(), dtype="bfloat16")
     model = load_model(folder, device="cpu")

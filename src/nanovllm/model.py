@@ -15,7 +15,8 @@ from .errors import CheckpointError, InvalidRequestError
 from .keywords import explain_unknown_keywords
 from .models import REGISTRY, ModelSpec, Params
 from .models.params import brief_count
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import Tokenizer
+from .tokenizer_files import load_tokenizer
 from .types import Tensor, dtype_of, register_value
 from .weights import load_params
 
@@ -74,7 +75,7 @@ def load_model(
     require_whole(folder)
     spec, config = read_config(folder, trust_remote_code=trust_remote_code)
     generation_config, ends = read_generation_config(folder)
-    encoder = load_tokenizer(folder) if tokenizer else None
+    encoder = load_tokenizer(folder, config.vocab_size) if tokenizer else None
     if encoder is not None and encoder.max_token_id >= config.vocab_size:
         raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
     chosen = resolve_dtype(dtype, config, target)
