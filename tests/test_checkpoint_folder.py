@@ -132,6 +132,8 @@ def test_a_model_is_named_by_a_path_and_a_revision_by_text(tmp_path: Path) -> No
 PARTIAL: dict[str, tuple[Callable[[Path], object], str]] = {
     "config": (lambda snapshot: (snapshot / "config.json").unlink(), "config.json"),
     "shard": (lambda snapshot: (snapshot / "model-00002-of-00003.safetensors").unlink(), "model-00002-of-00003.safetensors"),
+    "all weights": (lambda snapshot: [path.unlink() for path in snapshot.glob("model*")], "model.safetensors"),
+    "all shards": (lambda snapshot: [path.unlink() for path in snapshot.glob("model-*")], "model-00001-of-00003.safetensors"),
     "end of a shard's link": (
         lambda snapshot: (snapshot / "model-00003-of-00003.safetensors").resolve().unlink(),
         "model-00003-of-00003.safetensors",
@@ -153,6 +155,13 @@ def test_a_partial_download_is_told_with_the_file(fault: str, cache: Path) -> No
     spoil, named = PARTIAL[fault]
     spoil(snapshot)
     with pytest.raises(CheckpointError, match=f"{A}: lacks {named}; the repository was not downloaded whole"):
+        load_model("org/name", device="cpu")
+
+
+def test_a_repository_of_pickles_is_told_so(cache: Path) -> None:
+    snapshot = as_downloaded(cache / "models--org--name")
+    (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="only pickle files"):
         load_model("org/name", device="cpu")
 
 

@@ -335,7 +335,7 @@ def sentencepiece_model(folder: Path, kind: str) -> None:
         ("bpe", "llama", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}),
         ("bpe", "mistral", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_prefix_space": False}),
         ("bpe", "gemma", {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}),
-        ("bpe", "ernie4_5", {"tokenizer_class": "Ernie4_5_Tokenizer", "chat_template": TEMPLATE}),
+        ("bpe", "ernie4_5", {"tokenizer_class": "Ernie4_5_Tokenizer", "auto_map": {"AutoTokenizer": ["remote.Theirs", None]}}),
         ("unigram", "t5", {"tokenizer_class": "PreTrainedTokenizerFast"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

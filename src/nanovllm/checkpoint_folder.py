@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, InvalidRequestError
-from .headers import weight_files
+from .headers import INDEX, PICKLED, SINGLE, weight_files
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 COMMIT = re.compile(r"[0-9a-f]{4,40}")  # a commit's hash, or its beginning
@@ -111,7 +111,9 @@ def require_whole(folder: Path) -> None:
     links = sorted(path.name for path in folder.iterdir() if path.is_symlink() and not path.exists())
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     missing += [name for name in links if any(fnmatch(name, kind) for kind in WANTED)]
-    missing += [] if missing else [name for name in weight_files(folder) if not (folder / name).is_file()]
+    if not missing:
+        has_weights = any(path.name == INDEX or path.suffix in (".safetensors", *PICKLED) for path in folder.iterdir())
+        missing = [name for name in (weight_files(folder) if has_weights else [SINGLE]) if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder}: lacks {missing[0]}; the repository was not downloaded whole (download=True, or --download, fetches the rest)"

@@ -15,6 +15,7 @@ from .errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth")
 NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")  # a shard's name: its number, from 1, and how many there are
 LONGEST_HEADER = 100_000_000  # bytes, as the format has it
 
@@ -42,7 +43,7 @@ def weight_files(folder: Path) -> tuple[str, ...]:
         return (SINGLE,)
     shards = {path.name: match for path in folder.iterdir() if (match := NUMBERED.fullmatch(path.name))}
     if not shards:
-        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
         why = f"only pickle files ({', '.join(pickled)}), which can run code when read" if pickled else "no weights"
         raise CheckpointError(f"{folder}: {why}; expected {SINGLE} or {INDEX}")
     forms = {(len(match[1]), match[2]) for match in shards.values()}
