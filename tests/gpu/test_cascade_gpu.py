@@ -132,7 +132,7 @@ def test_replays_follow_lengths_and_other_sharing():
             lens += 1
 
 
-LIMITS = [(1, 0.0), (40, 5.0), (64, 0.0), (500, 0.0), (700, 5.0), (5000, 0.0), (0, 5.0)]  # window, softcap
+IN_SIGHT = [(1, 0.0), (40, 5.0), (64, 0.0), (500, 0.0), (700, 5.0), (5000, 0.0), (0, 5.0)]  # window, softcap
 
 
 @pytest.mark.parametrize("rows", [1, 3, 33, 70])
@@ -140,7 +140,7 @@ LIMITS = [(1, 0.0), (40, 5.0), (64, 0.0), (500, 0.0), (700, 5.0), (5000, 0.0), (
 def test_of_what_is_shared_a_row_sees_its_window(shape, rows):
     tree = Tree(rows, shape)
     q, plan = tree.queries(rows) * 3, tree.plan()
-    for limits in LIMITS:
+    for limits in IN_SIGHT:
         want = tree.expected(q, tree.device_lens, *limits)
         for runs in (tree.runs(), own_runs(tree.counts)):
             assert plan.update(runs)
@@ -282,6 +282,38 @@ def test_prompts_equal_plain_prompts(shape, new):
     spelled = PromptCascade()
     spelled.update(lens, cu, runs, CUDA)
     tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, spelled.handle), want)
+
+
+@pytest.mark.parametrize("new", [1, 20, 300])
+@pytest.mark.parametrize(("shape", "softcap"), [(SHAPES[0], 0.0), ((torch.bfloat16, 256, 16, 2, 4), 5.0)])
+def test_prompts_in_windows_equal_plain_prompts(shape, softcap, new):
+    """One window that rows outgrow, and one that holds them: then pages are shared all the same."""
+    rows, windows = 6, (0, 64, 4000)
+    tree = Tree(rows, shape, room=300)
+    counts = np.array([new, 1, new, 3, new, 2], np.int32)
+    lens = (tree.lens + counts).astype(np.int32)
+    cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    q = tree.queries(int(cu[-1]))
+    heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
+    space = AttentionWorkspace(64, *heads, CUDA)
+    common = (space, 8, 2000, *heads, tree.page_size, tree.dtype, CUDA)
+    own, shared = (PrefillPlan(*common, causal=causal, softcap=softcap) for causal in (True, False))
+    cascade = FlashInferCascade(own, shared, PrefillPlan(*common, windows=windows, softcap=softcap))
+    runs = shared_runs(tree.tables, (lens - counts) // tree.page_size, tree.counts, always)
+    cascade.update(lens, cu, tree.tables, runs)
+    on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, lens, cu)]
+    spelled = PromptCascade()
+    spelled.update(lens, cu, runs, CUDA)
+    for window in windows:
+        want = reference.prefill_rows(q.float(), tree.pages[1].float(), *on_device, tree.scale, window, softcap)
+        for plan in (cascade, spelled):
+            tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, plan.handle, None, None, window, softcap), want)
+    with pytest.raises(PlanMismatchError, match="window 32"):
+        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, cascade.handle, None, None, 32, softcap)
+    without = FlashInferCascade(own, shared)
+    without.update(lens, cu, tree.tables, runs)
+    with pytest.raises(PlanMismatchError, match="window 64"):
+        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, without.handle, None, None, 64, softcap)
 
 
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -463,35 +495,3 @@ def finished(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, li
 def test_extension_sizes() -> None:
     assert extension_sizes(8192) == [1, 8, 16, 32, 64, EXTENSION]
     assert extension_sizes(64) == [1, 8, 16, 32, 64] and extension_sizes(20) == [1, 8, 16, 20] and extension_sizes(1) == [1]
-
-
-@pytest.mark.parametrize("new", [1, 20, 300])
-@pytest.mark.parametrize(("shape", "softcap"), [(SHAPES[0], 0.0), ((torch.bfloat16, 256, 16, 2, 4), 5.0)])
-def test_prompts_in_windows_equal_plain_prompts(shape, softcap, new):
-    """One window that rows outgrow, and one that holds them: then pages are shared all the same."""
-    rows, windows = 6, (0, 64, 4000)
-    tree = Tree(rows, shape, room=300)
-    counts = np.array([new, 1, new, 3, new, 2], np.int32)
-    lens = (tree.lens + counts).astype(np.int32)
-    cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = tree.queries(int(cu[-1]))
-    heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
-    space = AttentionWorkspace(64, *heads, CUDA)
-    common = (space, 8, 2000, *heads, tree.page_size, tree.dtype, CUDA)
-    own, shared = (PrefillPlan(*common, causal=causal, softcap=softcap) for causal in (True, False))
-    cascade = FlashInferCascade(own, shared, PrefillPlan(*common, windows=windows, softcap=softcap))
-    runs = shared_runs(tree.tables, (lens - counts) // tree.page_size, tree.counts, always)
-    cascade.update(lens, cu, tree.tables, runs)
-    on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, lens, cu)]
-    spelled = PromptCascade()
-    spelled.update(lens, cu, runs, CUDA)
-    for window in windows:
-        want = reference.prefill_rows(q.float(), tree.pages[1].float(), *on_device, tree.scale, window, softcap)
-        for plan in (cascade, spelled):
-            tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, plan.handle, None, None, window, softcap), want)
-    with pytest.raises(PlanMismatchError, match="window 32"):
-        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, cascade.handle, None, None, 32, softcap)
-    without = FlashInferCascade(own, shared)
-    without.update(lens, cu, tree.tables, runs)
-    with pytest.raises(PlanMismatchError, match="window 64"):
-        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, without.handle, None, None, 64, softcap)

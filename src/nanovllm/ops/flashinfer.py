@@ -319,7 +319,7 @@ class PrefillPlan(_Plan):
 
     def update(
         self,
-        cu_seqlens: Int32[np.ndarray, "B+1"],
+        cu_seqlens: Int32[np.ndarray, "bounds"],
         seq_lens: Int32[np.ndarray, "B"],
         page_tables: Int32[np.ndarray, "B P"],
         *,
