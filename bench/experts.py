@@ -92,5 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

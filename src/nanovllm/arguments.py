@@ -38,6 +38,19 @@ def positives(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
+def add_source(parser: Any) -> None:
+    """The options, of a parser or a group, that say which files of a repository a model is loaded from."""
+    parser.add_argument("--revision", metavar="R", help="a branch, tag or commit of the repository (default: main)")
+    parser.add_argument(
+        "--download", action="store_true", help="first fetch from the Hugging Face Hub what the cache lacks of the repository"
+    )
+
+
+def source(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_source` was given, for `load_model`."""
+    return {"revision": options.revision, "download": options.download}
+
+
 def tuning(text: str) -> Path | bool:
     """An argument for `tuning` of `init_state`: off, or a file."""
     return Path(text) if text != "off" else False

@@ -226,7 +226,7 @@ def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]]) -> list[H
             seq_lens=np.full(rows, count, np.int32),
             page_counts=np.full(rows, pages_for(count, size), np.int32),
             cu_seqlens=np.arange(0, (rows + 1) * count, count, dtype=np.int32),
-            logit_indices=np.array([count - 1], np.int32),
+            logit_indices=np.arange(count, rows * count + 1, count, dtype=np.int32) - 1,
         )
         for rows, count in dict.fromkeys(fitting)
         if count >= 2 and rows <= limits.max_num_seqs

@@ -49,7 +49,8 @@ from .types import Int64, Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 NOTHING: sample.Row = (SamplingParams(temperature=0), 0, sample.NO_IDS, sample.NO_IDS)  # a row that nobody looks at
-FUSED_PROMPTS = ((1, 160), (1, 224), (1, 512))  # rows and tokens: as many ways to cut products, beside those of decode steps
+# Rows and tokens: as many ways to cut products, beside those of decode steps, and each for multiples of 16, for which kernels are smaller.
+FUSED_PROMPTS = ((1, 160), (1, 161), (1, 224), (1, 225), (1, 512), (2, 256), (16, 32))
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.ops import experts, triton_experts
+from nanovllm.ops import experts, route, triton_experts
 from nanovllm.ops.backends import dependent_launch, shared_memory
 from nanovllm.ops.experts import ACTS, FewTiles, _dense, _few_tile, _grouped_tiles, tiles_of
 from nanovllm.testing.experts import experts_problem, routed
@@ -144,3 +144,26 @@ def test_a_row_by_itself_and_among_others_is_near(sizes: tuple[int, int, int, in
         one = slice(row, row + 1)
         alone = experts(x[one], gate_up, down, chosen[one], weights[one])
         assert error(alone, many[one].double()) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("sizes", [QWEN, MIXTRAL, ERNIE])
+def test_route_as_plain_torch(sizes: tuple[int, ...], biased: bool, dtype: torch.dtype) -> None:
+    k, num = sizes[:2]
+    torch.manual_seed(num)
+    logits = torch.randn(1000, num, device=CUDA).mul(2).to(dtype)
+    bias = torch.randn(num, device=CUDA) * 0.01 if biased else None
+    chosen, weights = route(logits, bias, k, True, 1e-12)
+    want, wanted = route(logits.cpu(), None if bias is None else bias.cpu(), k, True, 1e-12)
+    assert chosen.dtype == torch.int32
+    torch.testing.assert_close(weights.cpu(), wanted, rtol=1e-5, atol=1e-6)
+    differ = chosen.cpu() != want  # equal shares, which bfloat16 has, may stand in any order
+    assert differ.float().mean() < (0.2 if dtype == BF16 else 0.001)
+
+
+def test_what_is_no_number_is_routed_to_some_expert() -> None:
+    logits = torch.full((2, 60), float("nan"), device=CUDA)
+    logits[1, :3] = torch.tensor([float("inf"), float("-inf"), 1.0])
+    chosen, _ = route(logits, None, 6, True)
+    assert ((chosen >= 0) & (chosen < 60)).all()

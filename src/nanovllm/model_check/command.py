@@ -3,8 +3,9 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from ..arguments import TUNING, positive, require_folder, tuning
+from ..arguments import TUNING, add_source, positive, require_folder, source, tuning
 from ..errors import InvalidRequestError
 from ..model import Model, load_model
 from ..tune.use import cuts_for
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "tiny, the packaged model (default), a folder, a repository in the Hugging Face cache, or shapes that `bench --help` names"
     parser.add_argument("name", nargs="?", metavar="MODEL", help=where)
     parser.add_argument("--model", metavar="NAME", help="the same by an option, as for the other commands")
+    add_source(parser)
     parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the text (default %(default)s)")
@@ -37,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
     if options.name is not None and options.model is not None:
         raise InvalidRequestError(f"two models were named, {options.name!r} and {options.model!r}: give one")
     require_folder(options.output)
-    model = loaded(options.name or options.model or "tiny", options.device, options.dtype)
+    model = loaded(options.name or options.model or "tiny", options.device, options.dtype, **source(options))
     report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
     found = json.dumps(report.as_json(), indent=1)
     print(found if options.json else table(report))
@@ -46,8 +48,12 @@ def main(options: argparse.Namespace) -> int:
     return 1 if report.fallen else 0
 
 
-def loaded(name: str, device: str | None, dtype: str | None) -> Model:
-    """The model of this name, or random weights of shapes that `bench` knows."""
+def loaded(name: str, device: str | None, dtype: str | None, **where: Any) -> Model:
+    """The model of this name, or random weights of shapes that `bench` knows. `where` is what `arguments.source` gives."""
     from ..bench import SHAPES, random_weights
 
-    return random_weights(name, device=device, dtype=dtype) if name in SHAPES else load_model(name, device, dtype)
+    if name not in SHAPES:
+        return load_model(name, device, dtype, **where)
+    if where.get("revision") is not None:
+        raise InvalidRequestError(f"--revision {where['revision']}: {name} is random weights, and only repositories have revisions")
+    return random_weights(name, device=device, dtype=dtype)

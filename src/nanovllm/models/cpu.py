@@ -6,6 +6,7 @@ They stand where a model's `layer` and `layers.head` stand and agree with them w
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -49,11 +50,16 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
         and pages.dtype == embed.dtype
         and pages.is_contiguous()
         and type(batch.input_ids) is type(pages) is Tensor
-        and not beyond(params, config)
+        and not unknown(params, config)
         and not _traced()
         and not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in pytree.tree_leaves(params)))
         and library(SOURCE, SYMBOLS) is not None
     )
+
+
+def unknown(params: Params[Any], config: ModelConfig) -> str:
+    """What a model has that these functions do not know; empty where there is nothing."""
+    return beyond(params, config) or ("experts" if config.moe is not None else "")
 
 
 def _traced() -> bool:

@@ -10,7 +10,6 @@ from ..types import Tensor
 from . import cpu, fused
 from .choice import HeadFunction, LayerFunction
 from .cuts import Cuts, with_cuts
-from .forms import beyond
 from .params import Params
 
 
@@ -41,6 +40,6 @@ def fast_path(params: Params[Tensor], config: ModelConfig, cuts: Cuts | None = N
             return FusedDecodePlan(rows, config.num_heads, config.num_kv_heads, config.head_dim, device, cut)
 
         return FastPath(name="fused", layer=with_cuts(fused.layer, cuts), head=with_cuts(fused.head, cuts), plan=plan)
-    if device.type == "cpu" and dtype in cpu.DTYPES and not beyond(params, config) and library(cpu.SOURCE, cpu.SYMBOLS) is not None:
+    if device.type == "cpu" and dtype in cpu.DTYPES and not cpu.unknown(params, config) and library(cpu.SOURCE, cpu.SYMBOLS) is not None:
         return FastPath(name="C", layer=cpu.decode_layer, head=cpu.head, plan=lambda _: None)
     return None

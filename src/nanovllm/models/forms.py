@@ -7,14 +7,15 @@ from .params import Params
 
 
 def beyond(params: Params[Any], config: ModelConfig) -> str:
-    """What a model has that no fast form knows; empty where there is nothing. `params` may be the table."""
+    """What a model has that no fast form knows; empty where there is nothing. `params` may be the table.
+
+    Experts are beyond the C of a CPU alone (`cpu.py`).
+    """
     like, layer = params.embed.dtype, params.layers[0]
     if params.positions is not None or layer.input_norm_bias is not None:
         return "layer norms with biases"
     if layer.input_norm.dtype != like:
         return "norms that are rounded behind their gain"
-    if any(w.experts is not None for w in params.layers):
-        return "experts"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act}"
     if config.attention_softcap:

@@ -37,9 +37,9 @@ def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
 
 
 def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
-    assert w.gate_up is not None and w.down is not None
     shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
-    return all(few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated) for matrix, gated in shapes)
+    there = [(matrix.shape[1], gated) for matrix, gated in shapes if matrix is not None]
+    return all(few.serves(like.device, like.dtype, num_tokens, width, gated) for width, gated in there)
 
 
 def forward(
@@ -121,11 +121,14 @@ def decode_layer(
 ) -> Float[Tensor, "T M"]:
     """One decoder layer of few tokens, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
     eps = config.rms_norm_eps
-    assert w.gate_up is not None and w.down is not None
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     x = norm_linear(a, w.o, bias=w.o_bias, residual=x, cut=cuts.o)
+    y = 0.0 if w.experts is None else _routed(w, _norm(x, w.post_norm, eps), config)
+    if w.gate_up is None or w.down is None:
+        return x + y
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, cut=cuts.gate_up)
-    return norm_linear(h, w.down, bias=w.down_bias, residual=x, cut=cuts.down)
+    x = norm_linear(h, w.down, bias=w.down_bias, residual=x, cut=cuts.down)
+    return x if w.experts is None else x + y
 
 
 def wide_layer(
@@ -146,13 +149,16 @@ def wide_layer(
     """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's. `wanted`: the tokens for which
     what stands behind attention is run; None: all."""
     eps = config.rms_norm_eps
-    assert w.gate_up is not None and w.down is not None
     a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     if wanted is not None:
         a, x, cuts = a[wanted], x[wanted], DEFAULT  # those given are for as many rows as there are tokens
         if not len(wanted):
             return x, x
     x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, cut=cuts.o)
+    if w.experts is not None:
+        x = x + _routed(w, h, config)
+    if w.gate_up is None or w.down is None:
+        return x, _norm(x, gain, eps)
     return linear_add_norm(norm_linear(h, w.gate_up, gated=True, cut=cuts.gate_up), w.down, w.down_bias, x, gain, eps, cut=cuts.down)
 
 
@@ -173,6 +179,12 @@ def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
 def _norm(x: Float[Tensor, "T M"], gain: Float[Tensor, "M"], eps: float) -> Float[Tensor, "T M"]:
     """`plain.rms_norm` in fewer launches: it rounds between, too."""
     return F.rms_norm(x, x.shape[-1:], None, eps) * gain
+
+
+def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> Float[Tensor, "T M"]:
+    """What a layer's experts make of what stands behind its second norm."""
+    assert w.experts is not None and config.moe is not None
+    return layers.mixture(h, w.experts, config.moe, config.hidden_act)
 
 
 def _attend(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..batch import Batch
 from ..config import ModelConfig, MoEConfig, RopeConfig
-from ..ops import experts, kv_write, paged_decode, paged_prefill
+from ..ops import experts, kv_write, paged_decode, paged_prefill, route
 from ..ops.linear import linear
 from ..ops.plain import apply_rope, rms_norm
 from ..ops.rows import rotary_angles
@@ -142,15 +142,9 @@ def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor
 
 
 def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str) -> Tensor:
-    """The weighted sum of what each token's experts make of it (Shazeer et al., 2017), `[T, M]`: weights are a softmax over all experts, in
-    float32 or wider, of the chosen ones, and are not rounded."""
-    wide = torch.promote_types(x_TM.dtype, torch.float32)
-    logits_TE = linear(x_TM.to(wide), w.router.to(wide)) if moe.wide_router else linear(x_TM, w.router).to(wide)
-    shares_TE = logits_TE.softmax(-1)
-    chosen_Tk = (shares_TE if w.bias is None else shares_TE + w.bias).topk(moe.top_k, dim=-1).indices
-    weights_Tk = shares_TE.gather(-1, chosen_Tk)
-    if moe.normalise:
-        weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True).clamp(min=moe.least_sum)
+    """The weighted sum of what each token's experts make of it (Shazeer et al., 2017), `[T, M]`."""
+    logits_TE = linear(x_TM.to(w.router.dtype), w.router)
+    chosen_Tk, weights_Tk = route(logits_TE, w.bias, moe.top_k, moe.normalise, moe.least_sum)
     return experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk, act)
 
 

@@ -6,5 +6,6 @@ from .kv_write import kv_write
 from .move_kv import move_kv
 from .paged_decode import paged_decode
 from .paged_prefill import paged_prefill
+from .route import route
 
-__all__ = ["copy_pages", "experts", "kv_write", "move_kv", "paged_decode", "paged_prefill"]
+__all__ = ["copy_pages", "experts", "kv_write", "move_kv", "paged_decode", "paged_prefill", "route"]

@@ -131,7 +131,7 @@ def _dense(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Te
 
 def _cuda(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
     if x.shape[0] == 0:
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     if not (gate_up.is_contiguous() and down.is_contiguous() and own_kernels(x.device, x.dtype)):
         return _dense(x, gate_up, down, chosen, weights, act)
     from . import triton_experts

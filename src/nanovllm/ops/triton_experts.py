@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..types import Float, Int32, Int64, Tensor
+from ..types import Float, Float32, Int32, Int64, Tensor
 
 if TYPE_CHECKING:
     from .experts import FewTiles, GroupedTiles
@@ -37,6 +37,33 @@ def _activated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
     else:
         on = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     return on.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _route(
+    logits, bias, chosen, weights, least, E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr,
+    NORMALISE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program t: the TOP experts of a token and their weights."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    t, e, j = tl.program_id(0).to(tl.int64), tl.arange(0, EP), tl.arange(0, KP)
+    x = tl.load(logits + t * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    shares = tl.exp(x - tl.max(x, 0))
+    shares = shares / tl.sum(shares, 0)
+    score = shares + tl.load(bias + e, mask=e < E, other=0.0) if BIAS else shares
+    score = tl.where(e < E, score, float("-inf"))
+    ids, held = tl.zeros([KP], tl.int32), tl.zeros([KP], tl.float32)
+    for k in tl.static_range(TOP):
+        best = tl.minimum(tl.argmax(score, 0), E - 1)  # where nothing compares, it must be an expert all the same
+        ids = tl.where(j == k, best, ids)
+        held = tl.where(j == k, tl.sum(tl.where(e == best, shares, 0.0), 0), held)
+        score = tl.where(e == best, float("-inf"), score)
+    if NORMALISE:
+        held = held / tl.maximum(tl.sum(held, 0), least)
+    tl.store(chosen + t * TOP + j, ids, mask=j < TOP)
+    tl.store(weights + t * TOP + j, held, mask=j < TOP)
 
 
 @triton.jit
@@ -97,9 +124,7 @@ def _few_down(
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])  # as many as the tokens ask: one kernel for all
-def _sort(
-    chosen, order, table, P, blocks, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _sort(chosen, order, table, P, blocks, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program e: where the pairs of expert e stand in `order`, ascending, and its blocks in `table`: expert, first and stop in `order`.
 
     Each program counts the pairs of all experts, which spares a launch; the last one writes the blocks that are none, from 0 to 0.
@@ -189,6 +214,23 @@ def _combine(parts, weights, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.co
         part = tl.load(parts + (token * TOP + j) * M + m, mask=m < M, other=0.0).to(tl.float32)
         total += part * tl.load(weights + token * TOP + j).to(tl.float32)
     tl.store(y + token * M + m, total.to(y.dtype.element_ty), mask=m < M)
+
+
+def route(
+    logits: Float[Tensor, "T E"], bias: Float32[Tensor, "E"] | None, top_k: int, normalise: bool, least_sum: float, pdl: bool
+) -> tuple[Int32[Tensor, "T k"], Float32[Tensor, "T k"]]:
+    """See `ops.route.route`. Contiguous."""
+    tokens, num = logits.shape
+    chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    kernel: Any = _route
+    if tokens:
+        with torch.cuda.device_of(logits):
+            kernel[(tokens,)](
+                logits, logits if bias is None else bias, chosen, weights, least_sum, num, triton.next_power_of_2(num), top_k,
+                triton.next_power_of_2(top_k), bias is not None, normalise, pdl, **_options(1, pdl),
+            )  # fmt: skip
+    return chosen, weights
 
 
 def launch(

@@ -74,7 +74,7 @@ def _few(
         tl.store(y + b * N + n, _rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit
 def _many(
     x, gain, w, bias, residual, y, B, N, eps, BP: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KC: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,

@@ -25,7 +25,7 @@ def _ask(lines):
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["B"])  # the number of rows: one kernel for all
+@triton.jit
 def _product(
     x, w, bias, y, B, N, K: tl.constexpr, PART: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
@@ -120,7 +120,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, outputs: 
     rows, width = x.shape
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
     part = width // tile.parts
-    lines = 0 if gated else min(MOST_ASKED, part & -part) // LINE  # a power of two; of gate and up the kernels ahead leave no time for it
+    # A power of two; for gate and up the kernels ahead leave no time, and several programs over the same weights would all ask.
+    lines = 0 if gated or rows > tile.rows else min(MOST_ASKED, part & -part) // LINE
     kernel: Any = _product
     with torch.cuda.device_of(x):
         kernel[(outputs // tile.outputs, triton.cdiv(rows, tile.rows), tile.parts)](

@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; the device here is {device}")
     require_folder(options.output)
     model, _ = find_model(options)
-    if not fused.serves(model.params, model.config):
+    if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; {model.name} in {model.dtype} on {device} is not served")
     key, machine = key_of(model), machine_of(model)
     path = options.output or _place(key)  # before minutes of measuring

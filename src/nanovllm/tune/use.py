@@ -39,7 +39,7 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
     """
     if tuning is False:
         return None
-    if not fused.serves(model.params, model.config):
+    if model.config.moe is not None or not fused.serves(model.params, model.config):
         if tuning is None:
             return None
         why = f"is for the kernels of a CUDA GPU, which do not run this model in {model.dtype} here"
