@@ -1,4 +1,4 @@
-"""Chunk operations on a model: those that are exact beside a fresh prefill, those that move keys beside keys computed where they now stand."""
+"""Chunk operations: those that are exact beside a fresh prefill, those that move keys beside keys computed where they now stand."""
 
 import tempfile
 from collections.abc import Sequence

@@ -9,8 +9,7 @@ import torch
 from ... import models
 from ...batch import Batch
 from ...model import Model
-from ...models import fast
-from ...models.forms import beyond
+from ...models import cpu, fast
 from ...state.kv import KVState
 from ...types import Float, Tensor
 from ..driver import layout, run_chunks, step_batch
@@ -92,7 +91,7 @@ def decoded(model: Model, rows: Sequence[Sequence[int]], page_size: int = 4, *, 
 def decode_path(model: Model) -> str:
     """What runs decode steps here: `C`, or plain torch and why."""
     found = fast.fast_path(model.params, model.config)
-    return found.name if found is not None else f"torch: {beyond(model.params, model.config) or 'no C compiler'}"
+    return found.name if found is not None else f"torch: {cpu.unknown(model.params, model.config) or 'no C compiler'}"
 
 
 def _worst(got: Tensor, exact: Tensor) -> float:

@@ -76,8 +76,8 @@ def _config(kind: Any, case: Case) -> Any:
     changes: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 256, **copy.deepcopy(dict(case.changes))}
     rope = changes.pop("rope", {})
     if case.kind == "gpt2":
-        changes = {name: value for name, value in changes.items() if not name.startswith(("num_hidden", "max_pos", "intermediate", "hidden"))}
-        changes["n_embd"] = case.changes["hidden_size"]
+        others = ("num_hidden_layers", "max_position_embeddings", "intermediate_size", "hidden_size")
+        changes = {"n_embd": changes["hidden_size"], **{name: value for name, value in changes.items() if name not in others}}
     elif "rope_parameters" not in changes:
         changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0} | rope
     changes["attn_implementation"] = "eager"

@@ -1,4 +1,4 @@
-"""Greedy replies through the engine beside transformers: batched and alone, in chunks, over shared pages, on the fast path and the plain one.
+"""Greedy replies through the engine beside transformers: batched and alone, in chunks, over shared pages, on the fast path and not.
 
 Every reply is judged by transformers' logits along its own tokens: so a tie, decided otherwise, does not end the comparison.
 """
