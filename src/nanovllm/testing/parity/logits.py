@@ -47,17 +47,20 @@ class Ratio:
         return self.value - 2 * self.deviation <= 1.0
 
 
-def float32_error(pair: Pair) -> Float32Error:
-    """Prompts of one token, of some, and of the full context, batched, in chunks of several sizes on scattered pages."""
+def float32_error(pair: Pair, chunks: Sequence[tuple[int, int]] = CHUNKS, *, single: bool = True) -> Float32Error:
+    """Prompts of one token, of some, and of the full context, batched; `chunks` are tokens a step and tokens a page.
+
+    `single`: also one token at a time, as prompts and as decode batches.
+    """
     rows = pair.draw(1, pair.ours.config.max_position_embeddings, *LENGTHS)
     exact = [pair.reference([row], torch.float64)[0] for row in rows]
     theirs = max(_worst(pair.reference([row])[0], wide) for row, wide in zip(rows, exact, strict=True))
     ours = 0.0
-    for chunk, page_size in CHUNKS:
+    for chunk, page_size in chunks:
         at = layout(pair.ours, [len(row) for row in rows], page_size)
         ours = max(ours, *map(_worst, run_chunks(pair.ours, rows, at, chunk), exact))
     short, at = rows[1:], layout(pair.ours, LENGTHS, 4)
-    for run in (run_chunks(pair.ours, short, at, 1), decoded(pair.ours, short)):
+    for run in (run_chunks(pair.ours, short, at, 1), decoded(pair.ours, short)) if single else ():
         ours = max(ours, *map(_worst, run, exact[1:]))
     return Float32Error(ours=ours, theirs=theirs)
 

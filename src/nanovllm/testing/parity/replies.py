@@ -54,27 +54,27 @@ def asked(llm: LLM, prompts: Sequence[Sequence[int]], count: int = TOKENS) -> li
     return llm.generate([list(prompt) for prompt in prompts], params)
 
 
-def batched(pair: Pair, **options) -> list[RequestOutput]:
+def batched(pair: Pair, count: int = TOKENS, **options) -> list[RequestOutput]:
     """All prompts at once."""
-    return asked(engine(pair, **options), prompts_of(pair))
+    return asked(engine(pair, **options), prompts_of(pair), count)
 
 
-def alone(pair: Pair) -> list[RequestOutput]:
+def alone(pair: Pair, count: int = TOKENS) -> list[RequestOutput]:
     """Each prompt in an engine of its own, whole, through the plain layers."""
-    return [asked(engine(pair, compile=False, max_num_batched_tokens=256), [prompt])[0] for prompt in prompts_of(pair)]
+    return [asked(engine(pair, compile=False, max_num_batched_tokens=256), [prompt], count)[0] for prompt in prompts_of(pair)]
 
 
-def reused(pair: Pair) -> list[RequestOutput]:
+def reused(pair: Pair, count: int = TOKENS) -> list[RequestOutput]:
     """One prompt after another in the same engine: the later ones find what they share with the first."""
     llm = engine(pair, compile=False)
-    outputs = [asked(llm, [prompt])[0] for prompt in prompts_of(pair)]
+    outputs = [asked(llm, [prompt], count)[0] for prompt in prompts_of(pair)]
     found = [output.num_cached_tokens for output in outputs]
     if found != [0, *[PREFIX // PAGE_SIZE * PAGE_SIZE] * (len(SUFFIXES) - 1), 0]:
         raise AssertionError(f"{found} tokens were found, of prefixes of {PREFIX}")
     return outputs
 
 
-WAYS: dict[str, Callable[[Pair], list[RequestOutput]]] = {
+WAYS: dict[str, Callable[..., list[RequestOutput]]] = {
     "fast path": batched,
     "plain": partial(batched, compile=False),
     "alone": alone,
