@@ -13,12 +13,9 @@ from torch.utils import _pytree as pytree
 from nanovllm.batch import Batch
 from nanovllm.config import ModelConfig
 from nanovllm.models import REGISTRY, cpu, forward
-from nanovllm.models.layers import rope_angles
-from nanovllm.models.params import Layer, Params
-from nanovllm.ops import kv_write, paged_decode
-from nanovllm.ops.linear import linear
+from nanovllm.models.layers import layer, rope_angles
+from nanovllm.models.params import Params
 from nanovllm.ops.native import library
-from nanovllm.ops.plain import apply_rope, rms_norm
 from nanovllm.state.kv import KVState, init_kv
 from nanovllm.testing.models import tiny_config
 from nanovllm.weights import random_params
@@ -84,20 +81,11 @@ def test_equal_to_the_models_own_layers(
     torch.testing.assert_close(mine.pools[0], theirs.pools[0], rtol=2e-4, atol=2e-4)
 
 
-def limited_layer(
-    w: Layer[Tensor], x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig, *, scale: float,
-    window: int, softcap: float,
-) -> Tensor:  # fmt: skip
-    """A decoder layer of plain ops whose attention is limited."""
-    eps = config.rms_norm_eps
-    heads = linear(rms_norm(x, w.input_norm, eps), w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim))
-    q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-    q, k = (apply_rope(part if gain is None else rms_norm(part, gain, eps), cos, sin) for part, gain in ((q, w.q_norm), (k, w.k_norm)))
-    kv_write(pages, index, k, v, batch.slots)
-    a = paged_decode(q, pages, index, batch.page_tables, batch.seq_lens, scale, 0, window, softcap)
-    x = x + linear(a.flatten(1), w.o, w.o_bias)
-    gate, up = linear(rms_norm(x, w.post_norm, eps), w.gate_up, w.gate_up_bias).chunk(2, -1)
-    return x + linear(torch.nn.functional.silu(gate) * up, w.down, w.down_bias)
+def limited(
+    batch: Batch, config: ModelConfig, scale: float = 0.0, window: int = 0, softcap: float = 0.0
+) -> tuple[Batch, ModelConfig]:
+    """What a layer of this window and these scores is given."""
+    return replace(batch, window=window), replace(config, attention_scale=scale, attention_softcap=softcap)
 
 
 LIMITS = st.fixed_dictionaries(
@@ -119,9 +107,9 @@ def test_a_layer_sees_a_window_of_capped_scores(
     config = shaped("Qwen3ForCausalLM", *heads, head_dim)
     params, kv, batch = step(config, seq_lens, page_size, torch.float32)
     mine, theirs, x = kv.pools[0].clone(), kv.pools[0].clone(), torch.randn(len(seq_lens), config.hidden_size)
-    given = (0, *rope_angles(batch.positions, params.inv_freq, config.rope), batch, config)
-    got = cpu.decode_layer(params.layers[0], x, mine, *given, **limits)
-    torch.testing.assert_close(got, limited_layer(params.layers[0], x, theirs, *given, **limits), rtol=2e-4, atol=2e-4)
+    given = (0, *rope_angles(batch.positions, params.inv_freq, config.rope), *limited(batch, config, **limits))
+    got = cpu.decode_layer(params.layers[0], x, mine, *given)
+    torch.testing.assert_close(got, layer(params.layers[0], x, theirs, *given), rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
 
 
@@ -133,10 +121,10 @@ def test_a_row_with_limits_does_not_depend_on_the_others(
     config = shaped()
     params, kv, batch = step(config, seq_lens, 4, dtype)
     x, angles = torch.randn(len(seq_lens), config.hidden_size).to(dtype), rope_angles(batch.positions, params.inv_freq, config.rope)
-    whole = cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), 0, *angles, batch, config, **limits)
+    whole = cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), 0, *angles, *limited(batch, config, **limits))
     rows = torch.tensor(data.draw(st.lists(st.integers(0, len(seq_lens) - 1), min_size=1, unique=True)))
     some = pytree.tree_map(lambda t: None if t is None else t[rows], batch)
-    alone = cpu.decode_layer(params.layers[0], x[rows], kv.pools[0], 0, *(t[rows] for t in angles), some, config, **limits)
+    alone = cpu.decode_layer(params.layers[0], x[rows], kv.pools[0], 0, *(t[rows] for t in angles), *limited(some, config, **limits))
     assert torch.equal(alone, whole[rows])
 
 
@@ -144,11 +132,12 @@ def test_a_window_that_holds_every_row_changes_no_bit() -> None:
     config = shaped()
     params, kv, batch = step(config, [5, 30, 1, 17], 4, torch.float32)
     x, angles = torch.randn(4, config.hidden_size), rope_angles(batch.positions, params.inv_freq, config.rope)
-    given = (0, *angles, batch, config)
-    plain = cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), *given)
-    scale = config.head_dim**-0.5
-    assert torch.equal(cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), *given, window=30, scale=scale), plain)
-    assert not torch.equal(cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), *given, window=29), plain)
+    plain, wide, narrow = (
+        cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), 0, *angles, *limited(batch, config, window=window))
+        for window in (0, 30, 29)
+    )
+    assert torch.equal(wide, plain)
+    assert not torch.equal(narrow, plain)
 
 
 def test_bfloat16_is_nearer_to_the_truth_than_the_small_ops() -> None:
