@@ -45,6 +45,8 @@ def tuning(text: str) -> Path | bool:
 
 TUNING = "a file of `nanovllm tune`, or off: the kernels' default cuts (default: the file in the cache, where there is one)"
 
+REMOTE_CODE = "execute code that the checkpoint brings, where nothing else knows its architecture; each file is named before it runs"
+
 
 def require_folder(path: Path | None) -> None:
     """Before minutes of measuring: the file can be written, in a folder that is made if it is not there. Raises `InvalidRequestError`."""

@@ -66,16 +66,17 @@ class LLM:
         cascade: bool | None = None,
         check: bool | None = None,
         tuning: bool | str | os.PathLike[str] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load a model and set its engine up. `model` is what `load_model` takes, or a `Model`, whose device and dtype then stand.
 
-        The limits are those of `init_state`; lengths are in tokens. Raises `CheckpointError` for a model that cannot be loaded,
+        `trust_remote_code`: see `load_model`. The limits are those of `init_state`; lengths are in tokens. Raises `CheckpointError` for a model that cannot be loaded,
         `InvalidRequestError` for an option that makes no sense here, `OutOfPagesError` where the KV does not fit into memory and
         `TuningFileError` for a tuning file that was asked for and cannot be used.
         """
         if isinstance(model, Model) and not (device is None and dtype is None):
             raise InvalidRequestError("a loaded model has its device and dtype; give those to load_model")
-        self.model = model if isinstance(model, Model) else load_model(model, device, dtype)
+        self.model = model if isinstance(model, Model) else load_model(model, device, dtype, trust_remote_code=trust_remote_code)
         self.state: EngineState = init_state(
             self.model,
             num_pages=num_pages,
