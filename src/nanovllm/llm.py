@@ -70,9 +70,9 @@ class LLM:
     ) -> None:
         """Load a model and set its engine up. `model` is what `load_model` takes, or a `Model`, whose device and dtype then stand.
 
-        `trust_remote_code`: see `load_model`. The limits are those of `init_state`; lengths are in tokens. Raises `CheckpointError` for a model that cannot be loaded,
-        `InvalidRequestError` for an option that makes no sense here, `OutOfPagesError` where the KV does not fit into memory and
-        `TuningFileError` for a tuning file that was asked for and cannot be used.
+        `trust_remote_code`: see `load_model`. The limits are those of `init_state`; lengths are in tokens. Raises `CheckpointError` for a
+        model that cannot be loaded, `InvalidRequestError` for an option that makes no sense here, `OutOfPagesError` where the KV does not
+        fit into memory and `TuningFileError` for a tuning file that was asked for and cannot be used.
         """
         if isinstance(model, Model) and not (device is None and dtype is None):
             raise InvalidRequestError("a loaded model has its device and dtype; give those to load_model")

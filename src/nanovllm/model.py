@@ -71,9 +71,9 @@ def load_model(
     Defaults: CUDA where there is one; the checkpoint's dtype on CUDA, float32 on a CPU. `progress` as in `weights.load_params`.
     `tokenizer` False loads none, and the folder needs none: the model takes and gives token ids.
     Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
-    An architecture without a file in `models/` runs through transformers' own module, slower, where its attention goes through the interface
-    for it. A checkpoint that brings code is refused without `trust_remote_code`; with it, stderr names each file before it is executed, and
-    none is where the architecture is built in, or in transformers.
+    An architecture without a file in `models/` runs through transformers' own module, slower, where its attention goes through that
+    library's interface. A checkpoint that brings code is refused without `trust_remote_code`; with it, stderr names each file before it
+    is executed, and none is where the architecture is built in, or in transformers.
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")

@@ -53,7 +53,8 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
     )
     if options.out is not None:
         _require_folder(options.out)
-    report = evaluate(load_model(options.model, options.device, options.dtype, trust_remote_code=options.trust_remote_code), settings, **limits)
+    model = load_model(options.model, options.device, options.dtype, trust_remote_code=options.trust_remote_code)
+    report = evaluate(model, settings, **limits)
     print(table(report))
     if options.out is not None:
         options.out.with_name(options.out.name + ".json").write_text(json.dumps(report.as_json(), indent=1) + "\n")

@@ -7,19 +7,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
 from ..hf_config import FULL, HF, SLIDING
 
 ATTENDING = {FULL, SLIDING}  # what `layer_types` may name
+STATES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 LENGTHWISE = ("dynamic", "longrope")  # rotations by which a key depends on how long its request is
 
 
@@ -64,7 +66,7 @@ def _by_transformers(folder: Path, hf: HF, names: list[str], known: str) -> Foun
     if kind not in CONFIG_MAPPING:
         raise CheckpointError(f"unknown architecture {names!r}; known are {known}, and transformers {version} has no model_type {kind!r}")
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model: type[PreTrainedModel] | None = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
     if model is None or not _native(hf, names):
         has = "none" if model is None else model.__name__
         raise CheckpointError(
@@ -124,9 +126,10 @@ def require_ordinary(found: Found) -> None:
     turned = sorted({str(kind) for kind in _rope_types(config)} & set(LENGTHWISE))
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder and a decoder"
-    elif getattr(model, "_is_stateful", False) or types - ATTENDING:
-        others = f" (layer_types: {', '.join(sorted(map(str, types - ATTENDING)))})" if types - ATTENDING else ""
-        why = f"its layers keep another state than keys and values{others}"
+    elif getattr(model, "_is_stateful", False) or types & STATES:
+        why = f"its layers keep another state than keys and values (layer_types: {', '.join(sorted(map(str, types))) or 'not said'})"
+    elif types - ATTENDING:
+        why = f"its layers attend otherwise than to all tokens or a window (layer_types: {', '.join(sorted(map(str, types - ATTENDING)))})"
     elif not model._can_set_attn_implementation():
         why = "its attention does not go through transformers' attention interface"
     elif "position_ids" not in parameters:
@@ -147,7 +150,7 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[Any]:
                 yield each.get("rope_type", each.get("type"))
 
 
-def refuse(found: Found, why: str, cause: Exception | None = None) -> None:
+def refuse(found: Found, why: str, cause: Exception | None = None) -> NoReturn:
     """Raise the `CheckpointError` that says why a class cannot be run."""
     raise CheckpointError(f"{found.model.__name__} is not built in, and cannot be run through transformers: {why}") from cause
 

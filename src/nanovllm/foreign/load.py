@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from ..state.kv import init_kv
 from ..types import Float, Tensor
 from ..weights import fingerprint, read_headers
 from .find import Found, as_checkpoint_error, canonical, find, quiet, refuse
-from .trace import trace
+from .trace import embedding, trace
 
 PAGE_SIZE = 4  # of the trial's pages
 LENGTHS, FIRST = (11, 7), 6  # tokens of the trial's two rows, of which the first is filled in two steps
@@ -53,14 +53,16 @@ def load_params(
     """
     headers = read_headers(folder)  # first of all: it refuses pickles
     with as_checkpoint_error(f"{folder}: transformers could not load it"), quiet():
-        module, told = found.model.from_pretrained(
-            str(folder), config=copy.deepcopy(found.config), dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True,
-            output_loading_info=True,
+        loaded: Any = found.model.from_pretrained(
+            str(folder), config=copy.deepcopy(found.config), dtype=dtype, attn_implementation="eager", local_files_only=True,
+            use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
+        module, told = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if names := sorted(map(str, told.get(what) or ())):
             raise CheckpointError(f"{folder}: {what.replace('_', ' ')} for {config.architecture}: {', '.join(names[:8])}")
-    module = module.eval().requires_grad_(False).to(device)
+    move: Any = module.eval().requires_grad_(False).to  # its decorator hides its type
+    move(device)
     module.config.return_dict = True
     with as_checkpoint_error(f"{config.architecture} could not be run"), torch.no_grad():
         rows = [_ids(length, config.vocab_size, seed, device) for seed, length in enumerate(LENGTHS)]
@@ -75,12 +77,14 @@ def load_params(
 
 def _apart(module: PreTrainedModel, config: ModelConfig) -> ForeignParams:
     """Weights and structure of a loaded module, which becomes the structure."""
-    weights = {name: weight.detach() for name, weight in module.named_parameters(remove_duplicate=False)}
+    once = {id(weight): weight.detach() for weight in module.parameters()}
+    weights = {name: once[id(weight)] for name, weight in module.named_parameters(remove_duplicate=False)}
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    embed = module.get_input_embeddings().weight.detach()
+    embed = once[id(embedding(module))]
     with quiet():
         module.set_attn_implementation(ATTENTION)
-    module.to("meta")
+    move: Any = module.to
+    move("meta")
     attach(module, PagedStep())
     return ForeignParams(
         embed=embed,
@@ -155,5 +159,5 @@ def _require_agreement(found: Found, wanted: Tensor, got: Tensor, dtype: torch.d
     error = float(errors.median() if dtype.itemsize == 2 else errors.max())
     bound = max(LEAST_ERROR, SPACINGS * torch.finfo(dtype).eps)
     if not error <= bound:
-        refuse(found, f"over pages its logits differ from its own by {error:.2g}, relative, more than {bound:.2g}: it knows more of a token "
-               "than its id, its position, and keys and values")  # fmt: skip
+        why = "it knows more of a token than its id, its position, and keys and values"
+        refuse(found, f"over pages its logits differ from its own by {error:.2g}, relative, more than {bound:.2g}: {why}")

@@ -68,11 +68,8 @@ class Recorder(nn.Module):
         if query.shape[2] != self.num_tokens or key.shape[2] != self.num_tokens or len(query) != 1:
             refuse(self.found, f"attention in layer {layer} is over {tuple(key.shape)}, not over the step's {self.num_tokens} tokens")
         self._require_known(layer, window, attention_mask)
-        self.calls.append(
-            Call(
-                layer=layer, num_heads=query.shape[1], num_kv_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1]
-            )  # fmt: skip
-        )
+        heads = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1], "key_dim": key.shape[-1], "value_dim": value.shape[-1]}
+        self.calls.append(Call(layer=layer, **heads))
         return query.new_empty(1, self.num_tokens, query.shape[1], value.shape[-1])
 
     def _require_known(self, layer: int, window: int, mask: Tensor | None) -> None:
@@ -80,8 +77,8 @@ class Recorder(nn.Module):
             return
         same = mask.device.type == "cpu" and mask.dtype == torch.bool and mask.shape[1:] == (1, self.num_tokens, self.num_tokens)
         if not same or not torch.equal(mask[0, 0], causal_mask(self.num_tokens, window)):
-            known = f"the last {window} tokens" if window else "all tokens before"
-            refuse(self.found, f"attention in layer {layer} has a mask of its own: it is not causal, to {known}")
+            known = f"the last {window} tokens" if window else "all tokens up to each"
+            refuse(self.found, f"attention in layer {layer} has a mask of its own, which is not that of {known}")
         self.masks[id(mask), window] = mask
 
 
@@ -104,14 +101,13 @@ def trace(found: Found) -> ModelConfig:
             ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
             # Ones where a mask would go: without it the values of position_ids are looked at, which meta tensors do not have.
             out = module(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-            embed, logits = module.get_input_embeddings().weight, out.logits
+            hidden_size, logits = embedding(module).shape[1], out.logits
     except CheckpointError:
         raise
     except Exception as error:
         refuse(found, f"it does not run without weights: {type(error).__name__}: {' '.join(str(error).split())[:200]}", error)
-        raise
     _require_layers(found, recorder.calls)
-    return _config(found, recorder.calls, embed.shape[1], logits.shape[-1])
+    return _config(found, recorder.calls, hidden_size, logits.shape[-1])
 
 
 def skeleton(found: Found, attention: str) -> PreTrainedModel:
@@ -121,6 +117,13 @@ def skeleton(found: Found, attention: str) -> PreTrainedModel:
     if module._can_set_experts_implementation():
         module.set_experts_implementation("batched_mm")  # others ask which experts were chosen
     return module.eval()
+
+
+def embedding(module: PreTrainedModel) -> Tensor:
+    """The table of the tokens' embeddings, `[V, M]`."""
+    table = module.get_input_embeddings().weight
+    assert isinstance(table, Tensor)
+    return table
 
 
 def _num_tokens(config: PreTrainedConfig) -> int:
@@ -134,9 +137,9 @@ def _require_layers(found: Found, calls: list[Call]) -> None:
     if not calls:
         refuse(found, "its attention does not go through transformers' attention interface")
     if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
-        refuse(found, f"attention in layer {twice[0]} runs {layers.count(twice[0])} times a step, each over keys of its own")
+        refuse(found, f"attention in layer {twice[0]} runs {layers.count(twice[0])} times a step, over keys of its own each time")
     if without := sorted(set(range(count or 0)) - set(layers)):
-        refuse(found, f"no attention runs in layer {', '.join(map(str, without[:8]))}: it keeps another state than keys and values, or none")
+        refuse(found, f"no attention runs in layer {', '.join(map(str, without[:8]))}, which may keep another state than keys and values")
     if set(layers) != set(range(count or 0)):
         refuse(found, f"attention runs in layers {sorted(layers)}, the config says num_hidden_layers={count}")
     for part in ("num_heads", "num_kv_heads", "key_dim", "value_dim"):

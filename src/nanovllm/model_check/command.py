@@ -4,12 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
-from ..arguments import TUNING, positive, require_folder, tuning
+from ..arguments import REMOTE_CODE, TUNING, positive, require_folder, tuning
 from ..errors import InvalidRequestError
 from ..model import Model, load_model
 from ..tune.use import cuts_for
 from .examine import examine
-from .report import table
+from .report import SCHEMA, table
 
 DESCRIPTION = """\
 Compare a model's fast decode path (fused kernels on a GPU, C on a CPU) with its plain layers, on the model's own weights: every layer by
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="the same by an option, as for the other commands")
     parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
+    parser.add_argument("--trust-remote-code", action="store_true", help=REMOTE_CODE)
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the text (default %(default)s)")
     parser.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
@@ -37,7 +38,14 @@ def main(options: argparse.Namespace) -> int:
     if options.name is not None and options.model is not None:
         raise InvalidRequestError(f"two models were named, {options.name!r} and {options.model!r}: give one")
     require_folder(options.output)
-    model = loaded(options.name or options.model or "tiny", options.device, options.dtype)
+    model = loaded(options.name or options.model or "tiny", options.device, options.dtype, options.trust_remote_code)
+    if model.foreign:
+        found = {"schema": SCHEMA, "model": model.name, "architecture": model.config.architecture, "path": "through transformers"}
+        told = f"{model.name}, {model.config.architecture}: every layer runs through transformers, which leaves no fast path to compare."
+        print(json.dumps(found, indent=1) if options.json else told)
+        if options.output is not None:
+            options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return 0
     report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
     found = json.dumps(report.as_json(), indent=1)
     print(found if options.json else table(report))
@@ -46,8 +54,10 @@ def main(options: argparse.Namespace) -> int:
     return 1 if report.fallen else 0
 
 
-def loaded(name: str, device: str | None, dtype: str | None) -> Model:
+def loaded(name: str, device: str | None, dtype: str | None, trust_remote_code: bool = False) -> Model:
     """The model of this name, or random weights of shapes that `bench` knows."""
     from ..bench import SHAPES, random_weights
 
-    return random_weights(name, device=device, dtype=dtype) if name in SHAPES else load_model(name, device, dtype)
+    if name in SHAPES:
+        return random_weights(name, device=device, dtype=dtype)
+    return load_model(name, device, dtype, trust_remote_code=trust_remote_code)

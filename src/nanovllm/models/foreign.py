@@ -28,8 +28,8 @@ STEP = "nanovllm_step"  # the submodule that holds a step
 class ForeignParams(Params[Tensor]):
     """The weights of a module of transformers, by its own names; those that are tied stand under each of their names.
 
-    `layers` is empty: no fast form, and no layer here, knows them. `embed` is one of the weights. `inv_freq` is zero: how positions enter is
-    not known, so keys can be copied and not turned. `keeps`: the module makes the logits of given tokens alone, where it is asked to.
+    `layers` is empty: no fast form, and no layer here, knows them. `embed` is one of the weights. `inv_freq` is zero: how positions enter
+    is not known, so keys can be copied and not turned. `keeps`: the module makes the logits of given tokens alone, where it is asked to.
     `module` is structure and holds no memory; it serves one call at a time, and so one thread.
     """
 
