@@ -77,6 +77,8 @@ def load_model(
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
+    if not isinstance(trust_remote_code, bool):  # what is merely truthy is no opt-in
+        raise InvalidRequestError(f"trust_remote_code={trust_remote_code!r} must be True or False")
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo)
     spec, config = read_config(folder, trust_remote_code=trust_remote_code)
