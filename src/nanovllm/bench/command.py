@@ -12,9 +12,10 @@ import torch
 
 from .. import collector
 from ..arguments import TUNING, positive, positives, require_folder, tuning
+from ..checkpoint_folder import resolve_folder
 from ..config import ModelConfig
 from ..errors import InvalidRequestError
-from ..model import Model, load_model, read_config, resolve_device, resolve_folder
+from ..model import Model, load_model, read_config, resolve_device
 from ..terminal import note
 from . import growth, report
 from .engine import Engine, host_time

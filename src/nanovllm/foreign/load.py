@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from ..batch import Batch
 from ..config import ModelConfig
 from ..errors import CheckpointError
+from ..headers import read_headers
 from ..hf_config import HF
 from ..models import ModelSpec, foreign
 from ..models.foreign import ATTENTION, ForeignParams, PagedStep, attach
 from ..state.kv import init_kv
 from ..types import Float, Tensor
-from ..weights import fingerprint, read_headers
+from ..weights import fingerprint
 from .find import Found, as_checkpoint_error, canonical, find, quiet, refuse
 from .trace import embedding, trace
 
