@@ -161,8 +161,9 @@ def random_params(
     def draw(info: ParamInfo) -> Tensor:
         param, mean = torch.empty(info.shape, dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
         for part in param.view(-1).split(DRAWN):
-            part.copy_(torch.empty(part.shape, device=drawn_on).normal_(mean, std, generator=generator))
-        return param
+            drawn = torch.empty(part.shape, device=drawn_on).normal_(mean - info.offset, std, generator=generator)
+            part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # what a checkpoint in this dtype could hold
+        return param.add_(info.offset) if info.offset else param
 
     return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
 

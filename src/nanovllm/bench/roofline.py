@@ -94,7 +94,7 @@ def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: 
     return steps + max(prompt_bytes(config, dtype, work) / ceiling.read_bytes, (products + attention) / ceiling.flops)
 
 
-def num_weights(config: ModelConfig, tokens: float) -> tuple[int, int]:
+def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
     """Elements of the layers' matrices that a step of so many tokens reads, and of the head, which may be the embedding table.
 
     Of E experts, each token choosing k of them as if at random, a step reads `E (1 - (1 - k/E)^tokens)`; 0 tokens: those of one token, each
@@ -107,7 +107,7 @@ def num_weights(config: ModelConfig, tokens: float) -> tuple[int, int]:
     return round(dense + routed * (1 - (1 - share) ** max(1.0, tokens))), config.vocab_size * config.hidden_size
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: float = math.inf) -> int:
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf) -> int:
     """Bytes of all layer matrices that a step of so many tokens reads, and of the head."""
     return sum(num_weights(config, tokens)) * dtype.itemsize
 
