@@ -7,6 +7,7 @@ import sys
 import tokenize
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .config import ModelConfig
 from .errors import CheckpointError
 from .headers import weight_files
 from .model import find_spec
-from .models import REGISTRY, cpu, fused, layers, params, tables
+from .models import REGISTRY, ModelSpec, cpu, fused, layers, params, tables
 from .models import decoder as decoder_module
 from .models.features import features, without_memory
 
@@ -66,11 +67,11 @@ def usual_config(architecture: str) -> ModelConfig:
 def listed(architecture: str) -> Listed:
     """What is to be said of an architecture of `REGISTRY`."""
     spec, config = REGISTRY[architecture], usual_config(architecture)
-    module = sys.modules[spec.config_from_hf.__module__]
+    module = _module(spec)
     return Listed(
         architecture=architecture,
         known=spec.known,
-        file=f"models/{Path(module.__file__ or '').name}",
+        file=file_of(spec),
         lines=lines_of_code(inspect.getsource(module)),
         about=" ".join((module.__doc__ or "").partition("\n\n")[0].split()),
         features=features(config),
@@ -78,6 +79,15 @@ def listed(architecture: str) -> Listed:
         cpu=cpu.unknown(without_memory(config, torch.float32), config),
         composes=keys_turn(config),
     )
+
+
+def file_of(spec: ModelSpec) -> str:
+    """The file of a built-in architecture, in the package."""
+    return f"models/{Path(_module(spec).__file__ or '').name}"
+
+
+def _module(spec: ModelSpec) -> ModuleType:
+    return sys.modules[spec.config_from_hf.__module__]
 
 
 def shared_lines() -> int:

@@ -35,7 +35,7 @@ def against_own_kernels(device: torch.device, dtype: torch.dtype) -> str:
 def _missing(device: torch.device, packages: tuple[str, ...]) -> str:
     absent = [package for package in packages if not installed(package)]
     if absent:
-        return f"{' and '.join(absent)} not being installed"
+        return f"{' and '.join(absent)} cannot be imported"
     return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
 
 
