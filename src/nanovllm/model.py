@@ -1,6 +1,7 @@
 """`Model`: a config, its weights and its tokenizer as one frozen value, and `load_model`, which makes it from a folder."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from .errors import CheckpointError, InvalidRequestError
 from .hf_config import HF, read_ids
 from .keywords import explain_unknown_keywords
 from .models import REGISTRY, ModelSpec, Params
+from .models.foreign import ForeignParams
 from .models.params import brief_count
 from .tokenizer import Tokenizer
 from .tokenizer_files import load_tokenizer
@@ -39,6 +41,11 @@ class Model:
     fingerprint: str
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def foreign(self) -> bool:
+        """Whether transformers' module runs the model, for there is no file in `models/` for its architecture."""
+        return isinstance(self.params, ForeignParams)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -70,12 +77,16 @@ def load_model(
     `max_model_len`: the most tokens of a request. Only models that turn long requests otherwise than short ones (LongRoPE) depend on it:
     beyond the context that they were first trained on they are another model, with KV of its own; None keeps to that context.
     Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
-    A checkpoint that brings code is refused without `trust_remote_code`; with it, only a built-in architecture loads, and no code is run.
+    An architecture without a file in `models/` runs through transformers' own module, slower, where its attention goes through that
+    library's interface. A checkpoint that brings code is refused without `trust_remote_code`; with it, stderr names each file before it
+    is executed, and none is where the architecture is built in, or in transformers.
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
     if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int) or max_model_len < 1):
         raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1, or None")
+    if not isinstance(trust_remote_code, bool):  # what is merely truthy is no opt-in
+        raise InvalidRequestError(f"trust_remote_code={trust_remote_code!r} must be True or False")
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
     require_whole(folder)
@@ -86,7 +97,8 @@ def load_model(
     if encoder is not None and encoder.max_token_id >= config.vocab_size:
         raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
     chosen = resolve_dtype(dtype, config, target)
-    params, fingerprint = load_params(folder, config, device=target, dtype=chosen, progress=progress)
+    load = load_params if spec.load is None else spec.load
+    params, fingerprint = load(folder, config, device=target, dtype=chosen, progress=progress)
     return Model(
         name=name,
         config=replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends)))),
@@ -103,7 +115,7 @@ def load_model(
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:
     """The architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
     hf = read_json(folder / "config.json", required=True)
-    spec = find_spec(hf, trust_remote_code=trust_remote_code)
+    spec = find_spec(hf, folder, trust_remote_code=trust_remote_code)
     return spec, spec.config_from_hf(hf)
 
 
@@ -121,18 +133,22 @@ def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...
         raise CheckpointError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
 
 
-def find_spec(hf: HF, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The architecture that a config names. Raises `CheckpointError`: an unknown one, quantised weights, or code without the opt-in."""
+def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> ModelSpec:
+    """The architecture that a folder's config names: a built-in one, or one that runs through transformers. Raises `CheckpointError`: an
+    unknown one, one that cannot run, quantised weights, or code without the opt-in."""
     if hf.get("auto_map") and not trust_remote_code:
         raise CheckpointError(f"the checkpoint brings its own code (auto_map={hf['auto_map']!r}): refused without trust_remote_code=True")
     if hf.get("quantization_config"):
         raise CheckpointError(f"quantised weights are not supported: quantization_config={hf['quantization_config']!r}")
     names = hf.get("architectures")
-    known = [REGISTRY[name] for name in names if name in REGISTRY] if isinstance(names, list) else []
-    if not known:
-        remote = "; there is no loader for remote code" if hf.get("auto_map") else ""
-        raise CheckpointError(f"unknown architecture {names!r}; known are {', '.join(REGISTRY)}{remote}")
-    return known[0]
+    for name in names if isinstance(names, list) else []:
+        if name in REGISTRY:
+            if hf.get("auto_map"):
+                print(f"nanovllm: {folder}: {name} is built in: the checkpoint's own code is not run", file=sys.stderr, flush=True)
+            return REGISTRY[name]
+    from .foreign.load import foreign_spec  # transformers takes seconds to import
+
+    return foreign_spec(folder, hf, ", ".join(REGISTRY))
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

@@ -101,6 +101,8 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     for line in report.left_out({"left_out": left_out}):
         note(line)
     model, name = find_model(options)
+    if model.foreign:
+        raise InvalidRequestError(f"{name} runs through transformers: what memory and arithmetic allow it, which bench tells, is not known")
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     if "start" in which:  # while the device has memory for another engine

@@ -10,13 +10,13 @@ from ..errors import InvalidRequestError
 from ..model import Model, load_model
 from ..tune.use import cuts_for
 from .examine import examine
-from .report import table
+from .report import SCHEMA, table
 
 DESCRIPTION = """\
 Compare a model's fast decode path (fused kernels on a GPU, C on a CPU) with its plain layers, on the model's own weights: every layer by
 itself beside float64, the extremes of its norms, and greedy agreement over a text. Batches of 1, 2, 8, 16 and 24 rows are compared, and of
 up to 6 more numbers of rows, 256 at most, for which a tuning file has cuts. Exit code 0: all layers keep the bound, or there is no
-fast path here; 1: some fall back to plain torch; 2: an error.
+fast path here, as where the model runs through transformers; 1: some fall back to plain torch; 2: an error.
 """
 
 
@@ -40,6 +40,13 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"two models were named, {options.name!r} and {options.model!r}: give one")
     require_folder(options.output)
     model = loaded(options.name or options.model or "tiny", options.device, options.dtype, **source(options))
+    if model.foreign:
+        found = {"schema": SCHEMA, "model": model.name, "architecture": model.config.architecture, "path": "through transformers"}
+        told = f"{model.name}, {model.config.architecture}: every layer runs through transformers, which leaves no fast path to compare."
+        print(json.dumps(found, indent=1) if options.json else told)
+        if options.output is not None:
+            options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return 0
     report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
     found = json.dumps(report.as_json(), indent=1)
     print(found if options.json else table(report))

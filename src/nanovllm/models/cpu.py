@@ -5,7 +5,6 @@ They stand where a model's `layer` and `layers.head` stand and agree with them w
 
 import ctypes
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
 
 def unknown(params: Params[Any], config: ModelConfig) -> str:
     """What a model has that these functions do not know; empty where there is nothing. Windows and soft caps they do."""
-    return beyond(params, replace(config, windows=(), attention_softcap=0.0)) or ("experts" if config.moe is not None else "")
+    return beyond(params, config) or ("experts" if config.moe is not None else "")
 
 
 def _traced() -> bool:
