@@ -55,6 +55,7 @@ class MoEConfig:
 class ModelConfig:
     """The sizes of one model, made from a Hugging Face `config.json` by its architecture's own function.
 
+    `head_dim` is what is kept of a head; where a checkpoint's heads are narrower, `stored_head_dim`, the rest is zero (`tables.heads`).
     `windows`: for each layer how many tokens a token attends to, itself included, 0 meaning all; empty: all, in every layer. Layers with a
     window turn by `local_rope` where there is one. A soft cap c turns x into c tanh(x / c); 0: none.
     """
@@ -76,6 +77,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
     long_rope: RopeConfig | None = None  # by which positions turn where more than those of `rope` are wanted; see `for_length`
+    stored_head_dim: int = 0  # 0: `head_dim`
     attention_scale: float = 0.0  # of a query's products with keys; 0: 1 / sqrt(head_dim)
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
