@@ -27,6 +27,7 @@ from .state.engine_state import Lease
 from .state.frames import Frames
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
+from .state.sizes import dummies
 from .types import Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
@@ -224,10 +225,10 @@ def fused_forward(model: Model, choice: FastChoice | None, cuts: Cuts | None = N
     return partial(forward, plain=plain, choice=choice)
 
 
-def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]]) -> list[HostBatch]:
+def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]], config: ModelConfig) -> list[HostBatch]:
     """Prompts on the dummy page, each so many rows of so many tokens, as far as there is room for them: what they need is compiled and
     loaded when they run."""
-    dummy, size = limits.num_pages, limits.page_size
+    (dummy, frame), size = dummies(config, limits), limits.page_size
     fitting = [(rows, min(count, limits.max_model_len, limits.max_num_batched_tokens // rows)) for rows, count in shapes]
     return [
         HostBatch(
@@ -235,6 +236,8 @@ def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]]) -> list[H
             positions=np.tile(np.arange(count, dtype=np.int32), rows),
             slots=np.full(rows * count, dummy * size, np.int32),
             page_tables=np.full((rows, max(2, pages_for(count, size))), dummy, np.int32),  # one page would be compiled for that alone
+            frame_tables=None if frame is None else np.full((rows, max(2, pages_for(count, size))), frame, np.int32),
+            frame_slots=None if frame is None else np.full(rows * count, frame * size, np.int32),
             seq_lens=np.full(rows, count, np.int32),
             page_counts=np.full(rows, pages_for(count, size), np.int32),
             cu_seqlens=np.arange(0, (rows + 1) * count, count, dtype=np.int32),

@@ -193,7 +193,7 @@ def _move(model: Model, state: EngineState, layout: Layout, fresh: tuple[int, ..
     shift, *slots = moves.to(model.device, non_blocking=True).unbind(0)
     for pool, (pages, framed) in enumerate(zip(state.kv.pools, windowed, strict=True)):
         local = model.params.local_inv_freq if framed else None  # by which layers with a window turn, where they have speeds of their own
-        ops.move_kv(pages, *slots[2 * pool : 2 * pool + 2], shift, model.params.inv_freq if local is None else local)
+        ops.move_kv(pages, slots[2 * pool], slots[2 * pool + 1], shift, model.params.inv_freq if local is None else local)
 
 
 def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Chunk], recompute: int | float) -> np.ndarray:

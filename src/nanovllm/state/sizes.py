@@ -42,6 +42,13 @@ def pool_sizes(
     return num_pages, min(num_pages, enough) if num_frames is None else num_frames
 
 
+def dummies(config: ModelConfig, limits: EngineConfig) -> tuple[int, int | None]:
+    """The dummy page of the first KV pool, and that of the second (None: there is none)."""
+    if len(config.pool_sizes) == 2:
+        return limits.num_pages, limits.num_frames
+    return limits.num_frames if config.all_windowed else limits.num_pages, None
+
+
 def frames_for_all(window: int, limits: EngineConfig) -> int:
     """What all sequences that run can need at once."""
     size = limits.page_size

@@ -127,11 +127,6 @@ class EngineDriver(RuleBasedStateMachine):
             self._release(chunk)
         return multiple()
 
-    def _room(self) -> int:
-        """Pages that can have KV in all layers."""
-        config = self.state.config
-        return min(config.num_pages, config.num_frames or config.num_pages)
-
     def _pinned(self) -> int:
         inside = [s for v in self.state.sessions.values() for s in v.sequences]
         return len({page for holder in (*self.state.chunks.values(), *self.state.kept.values(), *inside) for page in holder.pages})
@@ -218,7 +213,8 @@ class EngineDriver(RuleBasedStateMachine):
         rid = min(self.pending)
         mine = self.pending.pop(rid)
         short = self._too_much(mine.request, len(mine.prompt), pinned)
-        expect(not mine.drawn and short, f"request {rid} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and a step raised {error}")
+        told = f"request {rid} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and a step raised {error}"
+        expect(not mine.drawn and short, told)
         self.state = cancel(self.state, rid)
         self.needed += mine.most_filled
 
@@ -348,6 +344,11 @@ class EngineDriver(RuleBasedStateMachine):
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
             arrival=0.0,
         )
+
+
+def room_of(state: EngineState) -> int:
+    """Pages that can have KV in all layers."""
+    return min(state.config.num_pages, state.config.num_frames or state.config.num_pages)
 
 
 def _ends(request: Request, drawn: list[int]) -> str | None:

@@ -16,7 +16,7 @@ from ..sampling_params import SamplingParams
 from ..session import begin
 from ..state.chunk import Chunk
 from ..state.engine_state import EngineState
-from .engine_driver import SMALLEST, EngineDriver
+from .engine_driver import SMALLEST, EngineDriver, room_of
 from .shadow import expect, indexed_runs
 from .strategies import limits, token_ids
 
@@ -37,7 +37,7 @@ class EngineMachine(EngineDriver):
         """A fresh engine. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
         frames = None if self.num_frames is None else st.integers(*self.num_frames)
         self.state = self.world.init_state(data.draw(limits(self.max_tokens, num_frames=frames)))
-        room = self._room()
+        room = room_of(self.state)
         self.most_pinned = room if hoards == 3 else max(2, room * 2 // 3)
 
     # Chunks
@@ -228,7 +228,8 @@ class EngineMachine(EngineDriver):
         self._refused(ForeignChunkError, lambda: call(other))
 
     def _ask_the_impossible(self, data: st.DataObject) -> None:
-        bad = data.draw(st.sampled_from([[], [-1], [self.world.model.config.vocab_size], [0] * (capacity(self.state, whole=False) + 1), [0.5]]))
+        long = [0] * (capacity(self.state, whole=False) + 1)
+        bad = data.draw(st.sampled_from([[], [-1], [self.world.model.config.vocab_size], long, [0.5]]))
         self._refused(InvalidRequestError, lambda: submit(self.world.model, self.state, [*bad], SamplingParams()))
         self._refused(InvalidRequestError, lambda: prefill(self.world.model, self.state, [*bad]))
         self._refused(InvalidRequestError, lambda: cancel(self.state, self.state.next_id))
@@ -284,4 +285,4 @@ class EngineMachine(EngineDriver):
             self.state = release(self.state, chunk)
         check(self.state)
         available = self.state.pool.num_available
-        expect(available == self._room(), f"invariant 6: {available} of {self._room()} pages came back")
+        expect(available == room_of(self.state), f"invariant 6: {available} of {room_of(self.state)} pages came back")

@@ -144,8 +144,9 @@ class SymbolicWorld:
     def __init__(self, vocab_size: int = 2, windows: tuple[int, ...] = ()):
         """`windows` are those of two layers."""
         config = tiny_config(
-            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=2, windows=windows
-        )
+            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=2,
+            windows=windows,
+        )  # fmt: skip
         model = random_model(config)
         self.model = replace(model, params=replace(model.params, inv_freq=torch.zeros_like(model.params.inv_freq)))
 
@@ -186,10 +187,11 @@ class SymbolicWorld:
         """See `Oracle`."""
         return logits_of(cells[-1].kv, self.model.config.vocab_size)
 
-    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells) -> None:
+    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells, frames: Frames | None = None, retired: int = 0) -> None:
         """See `Oracle`."""
-        held, wanted = _slots(kv, pages, len(cells)), np.array([cell.kv for cell in cells])
-        wrong = (held.reshape(len(cells), -1) != wanted[:, None]).any(1)
+        held, there = _slots(kv, _tables(pages, frames, retired), len(cells), self.model.config.places)
+        wanted = np.array([cell.kv for cell in cells])
+        wrong = ((held.reshape(*held.shape[:2], -1) != wanted[:, None, None]) & there[:, :, None]).any((1, 2))
         if wrong.any():
             at = int(wrong.argmax())
             expect(False, f"slot {at} of pages {list(pages)} holds {np.unique(held[at])}, not {wanted[at]}")
@@ -262,11 +264,12 @@ class ModelWorld:
         found = self.reference.run([(cell.position, cell.kv) for cell in before], last.token, last.position, held=last.kv)
         return found[1].tolist()
 
-    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells) -> None:
+    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells, frames: Frames | None = None, retired: int = 0) -> None:
         """See `Oracle`."""
+        held, there = _slots(kv, _tables(pages, frames, retired), len(cells), self.model.config.places)
         wanted = np.stack([cell.kv for cell in cells])  # n L 2 K D
         wanted[:, :, 0] = self.reference.rotate(wanted[:, :, 0], np.array([cell.position for cell in cells]))
-        error = np.abs(_slots(kv, pages, len(cells)) - wanted).max((1, 2, 3, 4))
+        error = (np.abs(held - wanted).max((2, 3, 4)) * there).max(1)
         if error.max() > self.tolerance:
             expect(False, f"slots of {[cell.token for cell in cells]} in pages {list(pages)} are off by {error.tolist()}")
 
@@ -302,11 +305,15 @@ def _tables(pages: Seq[int], frames: Frames | None, retired: int) -> list[list[i
     return [of] if frames.alone else [held, of]
 
 
-def _slots(kv: KVState, pages: Seq[int], count: int) -> np.ndarray:
-    """The KV of the first `count` slots of these pages, `[count, L, 2, K, D]`."""
-    memory, at = kv.pools[0].numpy(), np.arange(count)
-    size = memory.shape[4]
-    return memory[:, np.array(pages)[at // size], :, :, at % size]
+def _slots(
+    kv: KVState, tables: Seq[Seq[int]], count: int, places: Seq[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The KV of the first `count` slots, `[count, L, 2, K, D]`, and which of it is there, `[count, L]`; each pool has a table."""
+    at, size = np.arange(count), kv.pools[0].shape[4]
+    of_pools = [np.array(table)[at // size] for table in tables]
+    held = [pool.numpy()[:, table, :, :, at % size] for pool, table in zip(kv.pools, of_pools, strict=True)]  # count L 2 K D
+    by_layer = [(held[pool][:, index], of_pools[pool] >= 0) for pool, index in places]
+    return np.stack([values for values, _ in by_layer], 1), np.stack([there for _, there in by_layer], 1)
 
 
 def drain(model: Model, state: EngineState, max_steps: int = 10000) -> tuple[EngineState, dict[int, RequestOutput]]:
