@@ -37,6 +37,7 @@ def check(state: EngineState) -> None:
     _require(state.config.num_frames == (state.pool.frames.num_frames if state.pool.frames else 0), "frames", "their number changed")
     for sequence in sequences:
         _check_sequence(sequence, size, state.config.num_pages)
+        _check_retired(sequence, size, 0 if state.pool.frames is None else state.pool.frames.window)
         if not sequence.provenance.exact:
             _check_exact(state, sequence.tokens, sequence.pages, sequence.exact_len)
     for chunk in state.chunks.values():
@@ -157,10 +158,16 @@ def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:
     _require(all(0 <= page < num_pages for page in pages), "sequences", f"{name} has a page outside the pool: {pages}")
     _require(0 <= filled <= length, "sequences", f"{name} has {filled} of {length} tokens filled")
     _require(filled <= len(pages) * page_size, "capacity", f"{name} has {filled} tokens in {len(pages)} pages")
-    _require(0 <= sequence.retired <= filled // page_size, "capacity", f"{name} has retired {sequence.retired} pages of {filled} tokens")
-    _require(not sequence.retired or not sequence.request.keep, "sequences", f"{name} is kept and has retired pages")
     _require(length <= sequence.request.max_len, "capacity", f"{name} has {length} tokens of {sequence.request.max_len}")
     _require(sequence.num_generated >= 0, "sequences", f"{name} has fewer tokens than its prompt")
+
+
+def _check_retired(sequence: Sequence, page_size: int, window: int) -> None:
+    """Pages whose frames a sequence gave up are seen by no token that still runs, the last of a filled context among them."""
+    seen = max(0, min(sequence.num_filled, len(sequence.tokens) - 1) - window + 1) if window else 0
+    name = f"request {sequence.request.request_id}"
+    _require(0 <= sequence.retired * page_size <= seen, "windows", f"{name} retired {sequence.retired} pages and sees token {seen}")
+    _require(not sequence.retired or not sequence.request.keep, "windows", f"{name} is kept and has retired pages")
 
 
 @no_type_check  # called for every page: run-time checks would cost more than all else

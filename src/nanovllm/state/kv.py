@@ -18,7 +18,7 @@ class KVState:
     A pool holds one page more than `num_pages`: the last, the dummy page, takes the writes of padding and of tokens that are run again.
     """
 
-    pools: tuple[Float[Tensor, "L N 2 K S D"], ...]
+    pools: tuple[Float[Tensor, "_L _N 2 K S D"], ...]
 
     def __repr__(self) -> str:
         return brief_fields(self)

@@ -4,7 +4,7 @@ A page held by the index alone counts as available, and so does a frame that nob
 frames.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -145,7 +145,12 @@ def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray
 
 
 def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool:
-    """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones."""
+    """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones.
+
+    Where it has others for the same tokens, of which fewer have frames, these leave it: what was run again takes their place.
+    """
+    if pool.frames is not None:
+        pool = _make_way(pool, pool.frames, tokens, held)
     prefix, added = prefix_ops.insert(pool.prefix, tokens, held, start)
     return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames) if len(added) else pool
 
@@ -153,9 +158,24 @@ def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:
     """Take pages whose KV was lost, and all indexed behind them, out of the index; those that are left lose their frames, which nobody may
     need."""
-    prefix, dropped = prefix_ops.forget(pool.prefix, lost)
-    pages, frames = pool.pages, pool.frames
-    if len(dropped):
-        pages, given, left = page_ops.give_back(pages, dropped)
-        frames = frames and frame_ops.vacate(frames, given[left == 0])
-    return Pool(pages=pages, prefix=prefix, frames=frames and frame_ops.vacate(frames, as_array(sorted(lost))))
+    pool = _unindex(pool, lost)
+    return pool if pool.frames is None else replace(pool, frames=frame_ops.vacate(pool.frames, as_array(sorted(lost))))
+
+
+def _unindex(pool: Pool, gone: frozenset[int]) -> Pool:
+    prefix, dropped = prefix_ops.forget(pool.prefix, gone)
+    if not len(dropped):
+        return pool
+    pages, given, left = page_ops.give_back(pool.pages, dropped)
+    return Pool(pages=pages, prefix=prefix, frames=pool.frames and frame_ops.vacate(pool.frames, given[left == 0]))
+
+
+def _make_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray) -> Pool:
+    """The pool without indexed pages that have lost frames where a run has others, with more of them, for the same tokens."""
+    matched = match(pool, tokens)[: len(held)]
+    differs = matched != held[: len(matched)]
+    if not differs.any():
+        return pool
+    at = int(differs.argmax())
+    mine, theirs = (np.count_nonzero(frames.have(pages[at : len(matched)])) for pages in (held, matched))
+    return _unindex(pool, frozenset((int(matched[at]),))) if mine > theirs else pool
