@@ -93,7 +93,7 @@ def test_a_chunk_keeps_all_its_kv_and_is_refused_where_it_cannot():
         nv.prefill(MISTRAL, state, list(range(100, 110)))
     with pytest.raises(InvalidRequestError, match="at most 24"):
         submit_many(MISTRAL, state, [list(range(30))], [greedy(2)], keep=True)
-    state, rid = nv.submit(MISTRAL, state, list(range(30)), greedy(2))
+    state, _ = nv.submit(MISTRAL, state, list(range(30)), greedy(2))
     with pytest.raises(OutOfPagesError, match="release chunks"):
         for _ in range(40):
             state, _ = nv.step(MISTRAL, state)

@@ -113,7 +113,7 @@ class FrameMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(0, 3), whole=st.booleans())
     def reuse(self, data: st.DataObject, more: int, whole: bool) -> None:
         """The longest indexed beginning of a run all of whose pages that are seen behind it have frames."""
-        indexed = [page for page in self.pool.prefix.pages()]
+        indexed = self.pool.prefix.pages()
         tokens: list[int] = []
         page = data.draw(st.sampled_from(indexed)) if indexed else -1
         while page >= 0:

@@ -58,14 +58,13 @@ def folded(earlier: Seq[int], config: ModelConfig | None = None) -> int:
 
 def numbers(tokens: Seq[int], config: ModelConfig | None = None) -> list[int]:
     """The numbers that a prefill of these tokens writes."""
-    found: list[int] = []
-    if config is not None and config.windows:
-        for token in tokens:
-            found.append(number_of(folded(found, config), int(token)))
-        return found
-    before = START
+    found, before = list[int](), START
+    window, alone = (0, False) if config is None else (config.widest_window, config.all_windowed)
     for token in tokens:
-        found.append(number_of(before, int(token)))
+        seen = START if alone else before
+        for number in found[max(0, len(found) - window + 1) :] if window else ():
+            seen = fold(seen, number)
+        found.append(number_of(seen, int(token)))
         before = fold(before, found[-1])
     return found
 
