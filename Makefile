@@ -10,7 +10,7 @@ EXTRAS := dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(COMMA)cuda)
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-gpu lint bench eval-reuse clean
+.PHONY: setup demo test test-gpu lint bench eval-reuse parity clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ bench: $(STAMP)
 # What docs/reuse-quality.md shows; its table is the output.
 eval-reuse: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/reuse-quality
+
+# What docs/parity.md shows: every architecture beside transformers.
+parity: $(STAMP)
+	$(BIN)/python -m nanovllm.testing.parity --out docs/parity
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

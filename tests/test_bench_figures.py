@@ -36,8 +36,8 @@ FAST = growth.Settings(batches=(1, 2, 512), context=24, contexts=(32, 64, 4096),
 
 
 def test_bytes_of_a_step_by_hand() -> None:
-    assert num_weights(SMALL) == (LAYERS, HEAD)
-    assert num_weights(replace(SMALL, tie_word_embeddings=False)) == (LAYERS, HEAD)
+    assert num_weights(SMALL, 1) == (LAYERS, HEAD)
+    assert num_weights(replace(SMALL, tie_word_embeddings=False), 1) == (LAYERS, HEAD)
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         assert bench.step_bytes(SMALL, dtype, 3, 10) == size * (LAYERS + HEAD + 3 * 10 * TOKEN)
         assert bench.step_bytes(SMALL, dtype, 3, 10, shared=8) == size * (LAYERS + HEAD + (8 + 3 * 2) * TOKEN)

@@ -490,7 +490,7 @@ def test_output_that_nobody_reads_is_no_error(folder):
 
 
 def test_start_up_does_not_import_transformers():
-    modules = ("transformers", "torch._inductor", "matplotlib", "nanovllm.bench")
+    modules = ("transformers", "huggingface_hub", "torch._inductor", "matplotlib", "nanovllm.bench")
     code = f"import sys, nanovllm.cli; print([m for m in {modules} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

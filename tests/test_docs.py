@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMED = re.compile(r"`([\w./-]+\.(?:py|md|json|toml|txt|safetensors)|[\w.-]+(?:/[\w.-]+)*/)`")
 LINKED = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
-FOREIGN = ("config.json", "generation_config.json", "model.safetensors", "README.md", "prompts.txt")  # of checkpoints and callers
+OF_CHECKPOINTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+FOREIGN = (*OF_CHECKPOINTS, "README.md", "prompts.txt")  # and of callers
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOUND = {section.split("\n")[0]: re.findall(r"```python\n(.*?)```", section, re.S) for section in README.split("\n## ")}
 PROGRAMS = {title: programs for title, programs in FOUND.items() if programs}

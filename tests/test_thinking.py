@@ -5,9 +5,10 @@ import pytest
 
 import nanovllm as nv
 from nanovllm import chat
+from nanovllm.checkpoint_folder import TINY
 from nanovllm.engine import commit_state, guarded
 from nanovllm.messages import render
-from nanovllm.model import TINY, Model, load_model
+from nanovllm.model import Model, load_model
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from nanovllm.thinking import think_spans, without_thinking
 

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.testing.models import CHAT_TEMPLATE, SPECIAL, byte_tokenizer, save_tokenizer
-from nanovllm.tokenizer import Detokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from nanovllm.tokenizer import Detokenizer, Tokenizer, make_tokenizer
+from nanovllm.tokenizer_files import load_tokenizer
 
 BYTES = byte_tokenizer()
 

@@ -87,47 +87,14 @@ def test_a_bad_folder_is_refused_by_name_and_the_next_loads(fault: str, tmp_path
     assert load_model(save_hf_folder(tmp_path / "good", tiny_config()), device="cpu").params.head is not None
 
 
-def index_of(folder: Path) -> Path:
-    return folder / "model.safetensors.index.json"
-
-
-def drop_from_shard(folder: Path) -> None:
-    shard = folder / "model-00001-of-00003.safetensors"
-    tensors = load_file(shard)
-    tensors.pop("lm_head.weight")
-    save_file(tensors, shard)
-
-
-SHARD_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing shard": (
-        lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(),
-        "model-00002-of-00003.safetensors, which is missing",
-    ),
-    "index is not JSON": (lambda folder: index_of(folder).write_text("{"), "index.json: not an index"),
-    "index without a map": (lambda folder: index_of(folder).write_text("{}"), "index.json: not an index"),
-    "index of numbers": (lambda folder: index_of(folder).write_text('{"weight_map": {"a": 1}}'), "index.json: not an index"),
-    "index leads out": (lambda folder: index_of(folder).write_text('{"weight_map": {"a": "../x.safetensors"}}'), "not a plain file name"),
-    "tensor gone from its shard": (drop_from_shard, "lacks lm_head.weight"),
-}
-
-
-@pytest.mark.parametrize("fault", SHARD_FAULTS)
-def test_a_bad_index_is_refused_by_name(fault: str, tmp_path: Path) -> None:
-    spoil, named = SHARD_FAULTS[fault]
-    folder = save_hf_folder(tmp_path, tiny_config(), num_shards=3)
-    spoil(folder)
-    with pytest.raises(CheckpointError, match=named):
-        load_model(folder, device="cpu")
-
-
-def test_remote_code_with_the_opt_in_uses_only_what_is_built_in(tmp_path: Path) -> None:
+def test_remote_code_with_the_opt_in_uses_what_is_built_in(tmp_path: Path, capsys: pytest.CaptureFixture[str], untyped: None) -> None:
     folder = save_hf_folder(tmp_path, tiny_config())
     (folder / "modeling.py").write_text("raise SystemExit('the code of a checkpoint ran')")
     set_config(auto_map={"AutoModelForCausalLM": "modeling.Mine"})(folder)
     assert load_model(folder, device="cpu", trust_remote_code=True).config.architecture == "Qwen3ForCausalLM"
-    set_config(architectures=["Mine"])(folder)
-    with pytest.raises(CheckpointError, match="no loader for remote code"):
-        load_model(folder, device="cpu", trust_remote_code=True)
+    assert "Qwen3ForCausalLM is built in: the checkpoint's own code is not run" in capsys.readouterr().err
+    with pytest.raises(InvalidRequestError, match="trust_remote_code='no' must be True or False"):
+        load_model(folder, device="cpu", trust_remote_code="no")  # pyright: ignore[reportArgumentType]
 
 
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
@@ -215,46 +182,6 @@ def test_a_fingerprint_tells_who_drew_the_values(monkeypatch: pytest.MonkeyPatch
     assert len(found) == 3
 
 
-def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
-    folder = save_hf_folder(tmp_path, tiny_config(eos_token_ids=(258,)))
-    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 258], "temperature": 0.6, "top_k": 20, "do_sample": true}')
-    model = load_model(folder, device="cpu")
-    assert model.config.eos_token_ids == (258, 256)
-    assert model.generation_config["top_k"] == 20
-    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(CheckpointError, match="eos_token_id"):
-        load_model(folder, device="cpu")
-
-
-def test_a_repository_resolves_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    repo = tmp_path / "hub" / "models--org--name"
-    save_hf_folder(repo / "snapshots" / "abc123", tiny_config())
-    with pytest.raises(CheckpointError, match="no refs/main"):
-        load_model("org/name", device="cpu")
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("abc123")
-    assert load_model("org/name", device="cpu").name == "org/name"
-    (repo / "refs" / "main").write_text("def456")
-    with pytest.raises(CheckpointError, match="def456"):
-        load_model("org/name", device="cpu")
-    for absent in ("org/other", "../etc", "a/b/c", "/nowhere", ""):
-        with pytest.raises(CheckpointError, match="neither a folder nor"):
-            load_model(absent, device="cpu")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    with pytest.raises(CheckpointError, match="elsewhere"):
-        load_model("org/name", device="cpu")
-
-
-@pytest.mark.usefixtures("untyped")
-def test_a_model_is_named_by_a_path() -> None:
-    for bad in (3, None, b"tiny", ["tiny"]):
-        with pytest.raises(InvalidRequestError, match="path or repository"):
-            load_model(bad)  # pyright: ignore[reportArgumentType]
-
-
 def test_device_and_dtype_by_name(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path, tiny_config(), dtype="bfloat16")
     model = load_model(folder, device="cpu")
@@ -279,29 +206,46 @@ def test_progress_bar_only_where_asked(tmp_path: Path, capsys: pytest.CaptureFix
     assert "weights" in capsys.readouterr().err
 
 
+def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its total is what is read: tensors that are ignored are not."""
+    folder, bars = save_hf_folder(tmp_path, tiny_config(tie_word_embeddings=True), dtype="bfloat16"), []
+
+    class Bar(weights.tqdm):
+        def close(self) -> None:
+            bars.append((self.total, self.n))
+            super().close()
+
+    monkeypatch.setattr(weights, "tqdm", Bar)
+    size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    edit(lambda tensors: tensors.update({"lm_head.weight": torch.ones(264, 32)}))(folder)
+    load_model(folder, device="cpu", progress=True)
+    assert bars[0] == (size, size)
+
+
 MEASURE = """
 import sys
 import torch
 from nanovllm.model import load_model
+# Of this program alone; `ru_maxrss` begins with what its parent held.
 peak = lambda: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 model = load_model(sys.argv[1], device="cpu", dtype=sys.argv[2])
 print(peak() - before)
 """
+BESIDE = 32 << 20  # bytes that loading may take beside the parameters themselves: the 4 MiB buffer, and what allocators keep
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
-@pytest.mark.parametrize("saved,loaded", [("float32", "float32"), ("bfloat16", "float32")])
-def test_loading_takes_little_more_memory_than_the_model(saved: str, loaded: str, tmp_path: Path) -> None:
-    config = tiny_config(hidden_size=512, intermediate_size=2048, num_layers=16, num_heads=8, num_kv_heads=8, head_dim=64, vocab_size=12000)
+@pytest.mark.parametrize("saved,loaded,layers", [("bfloat16", "bfloat16", 24), ("bfloat16", "float32", 8), ("float32", "float32", 8)])
+def test_loading_takes_little_more_memory_than_the_model(saved: str, loaded: str, layers: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "vocab_size": 32000}
+    config = tiny_config(**sizes, num_layers=layers)
     folder = save_hf_folder(tmp_path, config, dtype=saved, num_shards=2)
-    table = REGISTRY[config.architecture].param_table(config)
-    size = sum(torch.Size(info.shape).numel() for info in pytree.tree_leaves(table) if isinstance(info, ParamInfo))
-    size *= getattr(torch, loaded).itemsize
+    size = weights.num_params(config) * getattr(torch, loaded).itemsize
     command = [sys.executable, "-c", MEASURE, str(folder), loaded]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert size > 300e6
-    assert 0.9 * size < grown < 1.2 * size
+    assert size > 256e6
+    assert 0.9 * size < grown < size + BESIDE
 
 
 def test_fingerprint_costs_milliseconds(tmp_path: Path) -> None:

@@ -38,6 +38,21 @@ def positives(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
+def add_source(parser: Any) -> None:
+    """The options, of a parser or a group, that say which files a model is loaded from, and whether code among them runs."""
+    parser.add_argument("--revision", metavar="R", help="a branch, tag or commit of the repository (default: main)")
+    parser.add_argument(
+        "--download", action="store_true", help="first fetch from the Hugging Face Hub what the cache lacks of the repository"
+    )
+    code = "execute code that the checkpoint brings, where nothing else knows its architecture; each file is named before it runs"
+    parser.add_argument("--trust-remote-code", action="store_true", help=code)
+
+
+def source(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_source` was given, for `load_model`."""
+    return {"revision": options.revision, "download": options.download, "trust_remote_code": options.trust_remote_code}
+
+
 def tuning(text: str) -> Path | bool:
     """An argument for `tuning` of `init_state`: off, or a file."""
     return Path(text) if text != "off" else False

@@ -19,15 +19,31 @@ MAX_POWER = 1 << 16  # bits of an integer power
 Render = Callable[[Mapping[str, Any]], str]
 
 
-def compile_template(source: str | None) -> Render:
+def compile_templates(sources: Mapping[str, str]) -> Render:
+    """A function from the variables to the prompt text by a model's templates: `tool_use` where tools are given, else `default`.
+
+    What it raises is as for `compile_template`; a model without a template, and without a default one, is told so.
+    """
+    if not sources:
+        return _refuse("the model has no chat template; pass text or token ids, or add chat_template.jinja to its folder")
+    usual = compile_template(sources["default"]) if "default" in sources else None
+    with_tools = compile_template(sources["tool_use"]) if "tool_use" in sources else usual
+    names = ", ".join(sorted(sources))
+    other = _refuse(f"none of the model's chat templates ({names}) is the default; add chat_template.jinja to its folder")
+
+    def render(variables: Mapping[str, Any]) -> str:
+        return ((usual if variables.get("tools") is None else with_tools) or other)(variables)
+
+    return render
+
+
+def compile_template(source: str) -> Render:
     """A function from the template's variables to the prompt text.
 
-    It always returns one; calling it raises `InvalidRequestError` if there is no template, if it does not compile, if it raises (the
+    It always returns one; calling it raises `InvalidRequestError` if the template does not compile, if it raises (the
     message is quoted) or if it leaves the sandbox or a bound. Bounded are attributes (no private one, no mutation), `range` (100,000
     elements a call), repetition, powers, and the length of the output. Time is not: nested loops, and `~` or `join` inside one, run on.
     """
-    if source is None:
-        return _refuse("the model has no chat template; pass text or token ids, or add chat_template.jinja to its folder")
     try:
         template = _Environment().from_string(source)
     except (TemplateError, RecursionError) as error:

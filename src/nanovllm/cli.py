@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import chat, collector, memory_demo
-from .arguments import TUNING, CommandParser, Parser, tuning
+from .arguments import TUNING, CommandParser, Parser, add_source, source, tuning
 from .compose import MODES
 from .errors import InvalidRequestError, NanoVLLMError
 from .init import init_state
@@ -32,6 +32,7 @@ examples:
   nanovllm generate --chat --stream "What is 3 + 4?"      one question, answered
   nanovllm chat                                           a conversation
   nanovllm chat --model Qwen/Qwen3-0.6B                   with a model out of the Hugging Face cache
+  nanovllm chat --model Qwen/Qwen3-0.6B --download        the same, fetched from the Hub where the cache lacks it
   nanovllm generate --prompts prompts.txt > replies.jsonl many prompts at once, one a line
   nanovllm memory --out memory.svg                        who holds the pages of the KV memory, and what is shared
   nanovllm check Qwen/Qwen3-0.6B                          whether the fast kernels compute what the plain layers do
@@ -159,7 +160,7 @@ def run_generate(options: argparse.Namespace) -> int:
     if not options.chat and (options.system or options.no_think):
         raise InvalidRequestError("--system and --no-think are for questions to a chat model: add --chat")
     texts = _lines(options.prompts) if options.prompts is not None else [_prompt(options)]
-    model = load_model(options.model, options.device, options.dtype)
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
     llm = LLM(model, **_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
     _settle(options)
     params = sampling(options, llm.model)
@@ -192,7 +193,7 @@ def run_chat(options: argparse.Namespace) -> int:
     """`nanovllm chat`."""
     # Two sequences' pages: the conversation's chunk, and a reply over a shorter head of it. A CPU runs prompts in small
     # chunks, because Ctrl-C waits for the end of a step.
-    model = load_model(options.model, options.device, options.dtype)
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
     params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
@@ -255,6 +256,7 @@ def _add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) -
     group = parser.add_argument_group("model")
     where = "a folder, a repository in the Hugging Face cache such as Qwen/Qwen3-0.6B, or tiny, the packaged model (default)"
     group.add_argument("--model", default="tiny", metavar="NAME", help=where)
+    add_source(group)
     group.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU where there is one)")
     group.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
     group.add_argument("--num-pages", type=int, metavar="N", help=f"KV memory in pages of 16 tokens (default: {num_pages})")

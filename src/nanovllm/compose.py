@@ -110,6 +110,8 @@ def dropped(
 
 def require_rotary(model: Model, what: str) -> None:
     """Raise for a model whose keys cannot be turned: learned positions, or rotation speeds that depend on the length."""
+    if model.foreign:
+        raise InvalidRequestError(f"how positions enter {model.config.architecture} is not known here, which does not allow {what}")
     if model.config.rope.kind not in ("default", "linear", "llama3", "yarn", "longrope"):
         raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, which do not allow {what}")
 

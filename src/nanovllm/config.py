@@ -6,6 +6,7 @@ from .errors import CheckpointError, InvalidRequestError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al., 2021) and its static scalings: `default`, `linear`, `llama3`, `yarn` (Peng et al., 2023),
@@ -154,6 +155,11 @@ def for_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
     if max_model_len is None or max_model_len <= usual:
         return replace(config, long_rope=None, max_position_embeddings=usual)
     return replace(config, rope=long, long_rope=None)
+
+
+def loaded_for_short(config: ModelConfig) -> bool:
+    """Whether `for_length` has kept a model to its first context, although it knows a longer one."""
+    return config.rope.kind == "longrope" and config.max_position_embeddings == config.rope.original_max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

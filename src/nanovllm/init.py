@@ -13,7 +13,7 @@ import torch
 from . import models
 from .attention_plans import AttentionUnavailableError, Cascades, cascade_policy
 from .compile import EagerExecutor, Executor, Runtime, compiled_forward
-from .config import EngineConfig
+from .config import EngineConfig, loaded_for_short
 from .engine import model_key, require_model
 from .errors import InvalidRequestError, OutOfPagesError, TuningFileError
 from .keywords import explain_unknown_keywords
@@ -78,6 +78,15 @@ def init_state(
         why = "compiled layers run there, not the fast ones that check compares"
         raise InvalidRequestError(f"check=True with compile=True on a CPU: {why}; give one of the two")
     require_tuning(tuning)
+    if model.foreign:
+        if compile:
+            raise InvalidRequestError(f"compile=True: {model.config.architecture} runs through transformers, whose module is not compiled")
+        where = "on a CPU in C" if model.device.type == "cpu" else "in captured graphs of fused kernels"
+        warnings.warn(
+            f"{model.config.architecture} is not built in: it runs through transformers' module with attention in plain torch, slowly; "
+            f"built-in ones run {where}",
+            stacklevel=3,
+        )
     config = model.config
     max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
@@ -94,7 +103,8 @@ def init_state(
         seed=seed,
     )
     if max_model_len > config.max_position_embeddings:
-        raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
+        more = "; load_model(..., max_model_len=...) loads it for longer requests" if loaded_for_short(config) else ""
+        raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = _cuts(model, limits, compile, tuning)
     choice, cuts = _choice(model, limits, compile, check, cuts, tuning)  # before the pool takes the memory that it needs for a moment
     budget = _budget(model, memory_fraction) if num_pages is None else None
@@ -114,7 +124,7 @@ def init_state(
 
 def _captures(model: Model, limits: EngineConfig, compile: bool | None) -> bool:
     """Whether steps will be captured: on a GPU whose attention FlashInfer serves."""
-    served = attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
+    served = not model.foreign and attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
     return compile is not False and served
 
 
@@ -187,7 +197,7 @@ def _executor(
     cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
     # Plain torch gains nothing by reading once: it is for those who ask.
     cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
-    if compile is False:
+    if compile is False or model.foreign:
         return EagerExecutor(*pages, model.spec.forward, cascades), None
     if not (cuda or compile):
         return EagerExecutor(*pages, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None

@@ -67,16 +67,23 @@ class LLM:
         cascade: bool | None = None,
         check: bool | None = None,
         tuning: bool | str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        download: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load a model and set its engine up. `model` is what `load_model` takes, or a `Model`, whose device and dtype then stand.
 
+        `revision`, `download` and `trust_remote_code` are those of `load_model`.
         The limits are those of `init_state`; lengths are in tokens. Raises `CheckpointError` for a model that cannot be loaded,
         `InvalidRequestError` for an option that makes no sense here, `OutOfPagesError` where the KV does not fit into memory and
         `TuningFileError` for a tuning file that was asked for and cannot be used.
         """
-        if isinstance(model, Model) and not (device is None and dtype is None):
-            raise InvalidRequestError("a loaded model has its device and dtype; give those to load_model")
-        self.model = model if isinstance(model, Model) else load_model(model, device, dtype)
+        if isinstance(model, Model) and (device, dtype, revision, download, trust_remote_code) != (None, None, None, False, False):
+            raise InvalidRequestError("a loaded model has its device, dtype, revision and code; give those to load_model")
+        where: dict[str, Any] = {"revision": revision, "download": download, "trust_remote_code": trust_remote_code}
+        if not isinstance(model, Model):
+            model = load_model(model, device, dtype, max_model_len=max_model_len, **where)
+        self.model: Model = model
         self.state: EngineState = init_state(
             self.model,
             num_pages=num_pages,

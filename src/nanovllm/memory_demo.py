@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import torch
 
+from .arguments import source
 from .chunk_file import load_chunk
 from .chunks import fork, prefill, release, truncate
 from .compose import compose, drop
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--max-tokens {options.max_tokens} must be at least 0")
     if options.out is not None and options.out.suffix != ".svg":
         raise InvalidRequestError(f"--out {options.out}: the picture is an SVG file; give a name that ends with .svg")
-    model = load_model(options.model, options.device, options.dtype)
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
     shows_demo = options.text is None and not options.load
     num_pages = options.num_pages if options.num_pages is not None else DEMO_PAGES if shows_demo else NUM_PAGES
     state = init_state(model, num_pages=num_pages, max_model_len=options.max_model_len, compile=False)

@@ -1,7 +1,7 @@
 """`Model`: a config, its weights and its tokenizer as one frozen value, and `load_model`, which makes it from a folder."""
 
-import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from .config import ModelConfig
+from .checkpoint_folder import read_json, require_whole, resolve_folder
+from .config import ModelConfig, for_length
 from .errors import CheckpointError, InvalidRequestError
 from .hf_config import HF, read_ids
 from .keywords import explain_unknown_keywords
 from .models import REGISTRY, ModelSpec, Params
+from .models.foreign import ForeignParams
 from .models.params import brief_count
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import Tokenizer
+from .tokenizer_files import load_tokenizer
 from .types import Tensor, dtype_of, register_value
 from .weights import load_params
-
-TINY = Path(__file__).parent / "assets" / "tiny"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +42,11 @@ class Model:
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def foreign(self) -> bool:
+        """Whether transformers' module runs the model, for there is no file in `models/` for its architecture."""
+        return isinstance(self.params, ForeignParams)
+
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Model({self.name!r}, {self.config.architecture}, {brief_count(self.params)}, {dtype} on {self.device})"
@@ -58,29 +64,44 @@ def load_model(
     progress: bool | None = None,
     trust_remote_code: bool = False,
     tokenizer: bool = True,
+    revision: str | None = None,
+    download: bool = False,
+    max_model_len: int | None = None,
 ) -> Model:
-    """Load a Hugging Face folder, a repository out of the local Hugging Face cache, or `"tiny"`, the packaged model; no network is used.
+    """Load a Hugging Face folder, a repository out of the local Hugging Face cache, or `"tiny"`, the packaged model.
 
+    No network is used without `download`, which first fetches what the cache lacks of a repository. `revision` is a branch, a tag or a
+    commit of one (see `checkpoint_folder.resolve_folder`).
     Defaults: CUDA where there is one; the checkpoint's dtype on CUDA, float32 on a CPU. `progress` as in `weights.load_params`.
     `tokenizer` False loads none, and the folder needs none: the model takes and gives token ids.
+    `max_model_len`: the most tokens of a request. Only models that turn long requests otherwise than short ones (LongRoPE) depend on it:
+    beyond the context that they were first trained on they are another model, with KV of its own; None keeps to that context.
     Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
-    A checkpoint that brings code is refused without `trust_remote_code`; with it, only a built-in architecture loads, and no code is run.
+    An architecture without a file in `models/` runs through transformers' own module, slower, where its attention goes through that
+    library's interface. A checkpoint that brings code is refused without `trust_remote_code`; with it, stderr names each file before it
+    is executed, and none is where the architecture is built in, or in transformers.
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
+    if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int) or max_model_len < 1):
+        raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1, or None")
+    if not isinstance(trust_remote_code, bool):  # what is merely truthy is no opt-in
+        raise InvalidRequestError(f"trust_remote_code={trust_remote_code!r} must be True or False")
     target = resolve_device(device)
-    folder, name = resolve_folder(path_or_repo)
-    spec, config = read_config(folder, trust_remote_code=trust_remote_code)
-    generation_config = read_json(folder / "generation_config.json", required=False)
-    encoder = load_tokenizer(folder) if tokenizer else None
+    folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
+    require_whole(folder)
+    spec, read = read_config(folder, trust_remote_code=trust_remote_code)
+    config = for_length(read, max_model_len)
+    generation_config, ends = read_generation_config(folder)
+    encoder = load_tokenizer(folder, config.vocab_size) if tokenizer else None
     if encoder is not None and encoder.max_token_id >= config.vocab_size:
         raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
     chosen = resolve_dtype(dtype, config, target)
-    params, fingerprint = load_params(folder, config, device=target, dtype=chosen, progress=progress)
-    eos = dict.fromkeys((*config.eos_token_ids, *read_ids(generation_config, "eos_token_id")))
+    load = load_params if spec.load is None else spec.load
+    params, fingerprint = load(folder, config, device=target, dtype=chosen, progress=progress)
     return Model(
         name=name,
-        config=replace(config, eos_token_ids=tuple(eos)),
+        config=replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends)))),
         params=params,
         tokenizer=encoder,
         spec=spec,
@@ -94,60 +115,40 @@ def load_model(
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:
     """The architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
     hf = read_json(folder / "config.json", required=True)
-    spec = find_spec(hf, trust_remote_code=trust_remote_code)
+    spec = find_spec(hf, folder, trust_remote_code=trust_remote_code)
     return spec, spec.config_from_hf(hf)
 
 
-def find_spec(hf: HF, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The architecture that a config names. Raises `CheckpointError`: an unknown one, quantised weights, or code without the opt-in."""
+def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The `generation_config.json` of a folder as it stands, `{}` without one, and the end tokens that it names.
+
+    They end a reply as those of `config.json` do; what is sampled by is read when a request asks (`from_generation_config`), and unknown
+    keys are left alone. Raises `CheckpointError` for what is no JSON object, and for end tokens that are no ids.
+    """
+    file = folder / "generation_config.json"
+    values = read_json(file)
+    try:
+        return values, read_ids(values, "eos_token_id")
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> ModelSpec:
+    """The architecture that a folder's config names: a built-in one, or one that runs through transformers. Raises `CheckpointError`: an
+    unknown one, one that cannot run, quantised weights, or code without the opt-in."""
     if hf.get("auto_map") and not trust_remote_code:
         raise CheckpointError(f"the checkpoint brings its own code (auto_map={hf['auto_map']!r}): refused without trust_remote_code=True")
     if hf.get("quantization_config"):
         raise CheckpointError(f"quantised weights are not supported: quantization_config={hf['quantization_config']!r}")
     names = hf.get("architectures")
-    known = [REGISTRY[name] for name in names if name in REGISTRY] if isinstance(names, list) else []
-    if not known:
-        remote = "; there is no loader for remote code" if hf.get("auto_map") else ""
-        raise CheckpointError(f"unknown architecture {names!r}; known are {', '.join(REGISTRY)}{remote}")
-    return known[0]
+    for name in names if isinstance(names, list) else []:
+        if name in REGISTRY:
+            if hf.get("auto_map"):
+                print(f"nanovllm: {folder}: {name} is built in: the checkpoint's own code is not run", file=sys.stderr, flush=True)
+            return REGISTRY[name]
+    from .foreign.load import foreign_spec  # transformers takes seconds to import
 
-
-def resolve_folder(path_or_repo: str | os.PathLike[str]) -> tuple[Path, str]:
-    """The folder of a checkpoint and the model's name. Raises `CheckpointError` if neither a folder nor a cached repository has the name.
-
-    The cache is `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `HF_HOME/hub` or `~/.cache/huggingface/hub`; a repository's folder there is
-    `models--org--name/snapshots/<the commit in refs/main>`.
-    """
-    if not isinstance(path_or_repo, str | os.PathLike):
-        raise InvalidRequestError(f"a model must be named by a path or repository, not {path_or_repo!r}")
-    given = os.fspath(path_or_repo)
-    folder = Path(given).expanduser()
-    if given == "tiny" and not folder.is_dir():
-        if not (TINY / "config.json").is_file():
-            raise CheckpointError(f"the packaged tiny model is missing: {TINY} has no config.json")
-        return TINY, "tiny"
-    if given and folder.is_dir():
-        return folder, folder.resolve().name
-    cache = hub_cache()
-    repo = cache / f"models--{given.replace('/', '--')}"
-    reference = repo / "refs" / "main"
-    if given.count("/") > 1 or given.startswith((".", "/", "~")) or not given or not repo.is_dir():
-        raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache} (nothing is downloaded)")
-    if not reference.is_file():
-        raise CheckpointError(f"{repo}: no refs/main; the repository was not downloaded whole")
-    snapshot = repo / "snapshots" / reference.read_text(encoding="utf-8").strip()
-    if not snapshot.is_dir():
-        raise CheckpointError(f"{repo}: refs/main names the snapshot {snapshot.name}, which is missing")
-    return snapshot, given
-
-
-def hub_cache() -> Path:
-    """The Hugging Face cache folder, by the environment variables that huggingface_hub reads."""
-    direct = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if direct:
-        return Path(direct).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+    return foreign_spec(folder, hf, ", ".join(REGISTRY))
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
@@ -176,18 +177,3 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: ModelConfig, device: 
     if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise InvalidRequestError(f"dtype={dtype!r} is not one of float32, bfloat16, float16, float64")
     return found
-
-
-def read_json(file: Path, *, required: bool) -> dict[str, Any]:
-    """A JSON object out of a checkpoint folder; `{}` where the file is absent and not required. Raises `CheckpointError`."""
-    if not file.is_file():
-        if required:
-            raise CheckpointError(f"{file.parent}: no {file.name}")
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: a {type(value).__name__}, expected an object")
-    return value

@@ -1,16 +1,14 @@
-"""Text and token ids: a checkpoint's `tokenizer.json` over the `tokenizers` library, and a detokenizer for streams."""
+"""Text and token ids: a tokenizer over the `tokenizers` library, and a detokenizer for streams."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
-from .chat_template import Render, compile_template
-from .errors import CheckpointError, InvalidRequestError
+from .chat_template import Render, compile_templates
+from .errors import InvalidRequestError
 
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
 
@@ -36,7 +34,7 @@ class Tokenizer:
         return self.backend.encode(check_text(text), add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; an id that the tokenizer does not know gives no text."""
+        """The text of token ids; an id that the tokenizer does not know gives no text, such as those that only pad a model's vocabulary."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -115,26 +113,11 @@ def check_text(text: str | bytes) -> str:
     return text
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Raises `CheckpointError` if it is missing or malformed.
+def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
+    """A `Tokenizer` from its parts; `config` has the form of a `tokenizer_config.json`, `template` is a chat template or several by name.
 
-    Without a `tokenizer.json`, transformers converts what the folder has (importing it takes seconds).
+    Takes over `backend`: truncation and padding go.
     """
-    file = folder / "tokenizer.json"
-    if file.is_file():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
-    else:
-        backend = _converted(folder)
-    config = _read_json(folder / "tokenizer_config.json")
-    source = _template_source(folder, config)
-    return make_tokenizer(backend, {**_read_json(folder / "special_tokens_map.json"), **config}, source)
-
-
-def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None) -> Tokenizer:
-    """A `Tokenizer` from its parts; `config` has the form of a `tokenizer_config.json`. Takes over `backend`: truncation and padding go."""
     backend.no_truncation()
     backend.no_padding()
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
@@ -143,45 +126,10 @@ def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], tem
     by_byte = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return Tokenizer(
         backend=backend,
-        render=compile_template(template),
+        render=compile_templates({"default": template} if isinstance(template, str) else template or {}),
         special_tokens=MappingProxyType(special),
         bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         max_token_id=max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
         think_token_ids=None if start is None or stop is None else (start, stop),
         byte_token_ids=frozenset(i for i in by_byte if i is not None),
     )
-
-
-def _converted(folder: Path) -> tokenizers.Tokenizer:
-    known = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
-    if not any((folder / name).is_file() for name in known):
-        raise CheckpointError(f"{folder}: no tokenizer; expected tokenizer.json (or one of {', '.join(known)}, to be converted)")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).backend_tokenizer
-    except Exception as error:  # whatever a conversion trips over
-        raise CheckpointError(f"{folder}: no tokenizer.json, and transformers could not convert the tokenizer: {error}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: a {type(value).__name__}, expected an object")
-    return value
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8", errors="replace")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None

@@ -1,6 +1,7 @@
 """Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
 
-Each parameter is read, cast and moved to its device before the next is touched: beyond the model itself the host holds a buffer of 4 MiB.
+Each parameter is read, cast and moved to its device before the next is touched: beyond the model itself, which on a GPU is not the host's,
+the host holds a buffer of 4 MiB and what allocators keep, 32 MiB at most in tests.
 """
 
 import hashlib
@@ -9,20 +10,18 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from .config import ModelConfig, RopeConfig
 from .errors import CheckpointError
+from .headers import TensorHeader, read_headers
 from .models import REGISTRY, ModelSpec, ParamInfo, Params
 from .models.layers import inverse_frequencies
 from .models.params import as_kept, as_stored
@@ -36,75 +35,6 @@ STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
 DRAWN = 16 << 20  # random values drawn at once; a multiple of the 16 that a CPU's generator draws together
 HOST = torch.device("cpu")
 SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHeader:
-    """Where one tensor of a checkpoint lies: `start` and `stop` are byte offsets in `file`."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def read_headers(folder: Path) -> Mapping[str, TensorHeader]:
-    """The headers of all tensors of a checkpoint folder, single or sharded, by tensor name.
-
-    Raises `CheckpointError` naming the file: no safetensors file, an unreadable index, a missing shard, a truncated or garbage file, a
-    tensor that the index places elsewhere.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        if not (folder / "model.safetensors").is_file():
-            pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-            why = f"only pickle files ({', '.join(pickled)}), which can run code when read" if pickled else "no weights"
-            raise CheckpointError(f"{folder}: {why}; expected model.safetensors or model.safetensors.index.json")
-        return MappingProxyType(_read_file_headers(folder / "model.safetensors"))
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(places.values()))
-        unsafe = [shard for shard in shards if Path(shard).name != shard]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors shards: {error!r}") from error
-    if unsafe:
-        raise CheckpointError(f"{index}: shard {unsafe[0]!r} is not a plain file name")
-    headers: dict[str, TensorHeader] = {}
-    for shard in shards:
-        if not (folder / shard).is_file():
-            raise CheckpointError(f"{index}: names the shard {shard}, which is missing")
-        for name, header in _read_file_headers(folder / shard).items():
-            if places.get(name) != shard:
-                raise CheckpointError(f"{folder / shard}: holds {name}, which the index places in {places.get(name)}")
-            headers[name] = header
-    if absent := sorted(places.keys() - headers.keys()):
-        raise CheckpointError(f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places there")
-    return MappingProxyType(headers)
-
-
-def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
-    # `safe_open` is the judge of the file: offsets, overlaps, lengths. Its layout: github.com/huggingface/safetensors#format
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            entries: dict[str, Any] = json.loads(stream.read(length))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
-    data = 8 + length
-    return {
-        name: TensorHeader(
-            file=file,
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            start=data + entry["data_offsets"][0],
-            stop=data + entry["data_offsets"][1],
-        )
-        for name, entry in entries.items()
-        if name != "__metadata__"
-    }
 
 
 def wanted(headers: Mapping[str, TensorHeader], spec: ModelSpec) -> Mapping[str, TensorHeader]:
@@ -151,7 +81,7 @@ def load_params(
     check_headers(headers, table, config)
     with ExitStack() as stack:
         files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
-        total = sum(header.stop - header.start for header in headers.values())
+        total = sum(headers[name].stop - headers[name].start for info in _infos(table) for name in info.sources)
         hide = not (sys.stderr.isatty() if progress is None else progress)
         look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
         bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
@@ -231,8 +161,9 @@ def random_params(
     def draw(info: ParamInfo) -> Tensor:
         param, mean = torch.empty(info.shape, dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
         for part in param.view(-1).split(DRAWN):
-            part.copy_(torch.empty(part.shape, device=drawn_on).normal_(mean, std, generator=generator))
-        return param
+            drawn = torch.empty(part.shape, device=drawn_on).normal_(mean - info.offset, std, generator=generator)
+            part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # what a checkpoint in this dtype could hold
+        return param.add_(info.offset) if info.offset else param
 
     return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
 

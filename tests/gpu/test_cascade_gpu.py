@@ -14,6 +14,7 @@ from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
 from nanovllm.ops.flashinfer import AttentionWorkspace, PrefillPlan
 from nanovllm.ops.flashinfer_cascade import FlashInferCascade
 from nanovllm.ops.norm_linear import norm_linear
+from nanovllm.ops.plans import PlanMismatchError
 from nanovllm.ops.rope_attend import rope_attend
 from nanovllm.sharing import own_runs, shared_runs
 from nanovllm.testing.models import random_model, tiny_config
@@ -79,8 +80,8 @@ class Tree:
     def queries(self, count):
         return torch.randn(count, self.group * self.kv_heads, self.head_dim, device=CUDA).to(self.dtype)
 
-    def expected(self, q, lens):
-        return reference.decode_rows(q.float(), self.pages[1].float(), self.device_tables, lens, self.scale)
+    def expected(self, q, lens, *limits):
+        return reference.decode_rows(q.float(), self.pages[1].float(), self.device_tables, lens, self.scale, *limits)
 
     def plan(self):
         heads = self.group * self.kv_heads
@@ -128,6 +129,40 @@ def test_replays_follow_lengths_and_other_sharing():
         for _ in range(64):
             graph.replay()
             tree.close(out, tree.expected(q, lens))
+            lens += 1
+
+
+IN_SIGHT = [(1, 0.0), (40, 5.0), (64, 0.0), (500, 0.0), (700, 5.0), (5000, 0.0), (0, 5.0)]  # window, softcap
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33, 70])
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
+def test_of_what_is_shared_a_row_sees_its_window(shape, rows):
+    tree = Tree(rows, shape)
+    q, plan = tree.queries(rows) * 3, tree.plan()
+    for limits in IN_SIGHT:
+        want = tree.expected(q, tree.device_lens, *limits)
+        for runs in (tree.runs(), own_runs(tree.counts)):
+            assert plan.update(runs)
+            out = paged_decode(q, tree.pages, 1, tree.device_tables, tree.device_lens, tree.scale, plan.handle, *limits)
+            tree.close(out, want)
+
+
+def test_replays_in_a_window_follow_lengths_and_other_sharing():
+    tree = Tree(12, SHAPES[0], room=64)
+    q, lens, plan = tree.queries(12), tree.device_lens.clone(), tree.plan()
+    assert plan.update(own_runs(np.ones(12, np.int32)))
+    run = lambda: paged_decode(q, tree.pages, 1, tree.device_tables, lens, tree.scale, plan.handle, 300, 5.0)  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for runs in (tree.runs(), own_runs(tree.counts), tree.runs()):
+        lens.copy_(tree.device_lens)
+        assert plan.update(runs)
+        for _ in range(64):
+            graph.replay()
+            tree.close(out, tree.expected(q, lens, 300, 5.0))
             lens += 1
 
 
@@ -247,6 +282,38 @@ def test_prompts_equal_plain_prompts(shape, new):
     spelled = PromptCascade()
     spelled.update(lens, cu, runs, CUDA)
     tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, spelled.handle), want)
+
+
+@pytest.mark.parametrize("new", [1, 20, 300])
+@pytest.mark.parametrize(("shape", "softcap"), [(SHAPES[0], 0.0), ((torch.bfloat16, 256, 16, 2, 4), 5.0)])
+def test_prompts_in_windows_equal_plain_prompts(shape, softcap, new):
+    """One window that rows outgrow, and one that holds them: then pages are shared all the same."""
+    rows, windows = 6, (0, 64, 4000)
+    tree = Tree(rows, shape, room=300)
+    counts = np.array([new, 1, new, 3, new, 2], np.int32)
+    lens = (tree.lens + counts).astype(np.int32)
+    cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    q = tree.queries(int(cu[-1]))
+    heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
+    space = AttentionWorkspace(64, *heads, CUDA)
+    common = (space, 8, 2000, *heads, tree.page_size, tree.dtype, CUDA)
+    own, shared = (PrefillPlan(*common, causal=causal, softcap=softcap) for causal in (True, False))
+    cascade = FlashInferCascade(own, shared, PrefillPlan(*common, windows=windows, softcap=softcap))
+    runs = shared_runs(tree.tables, (lens - counts) // tree.page_size, tree.counts, always)
+    cascade.update(lens, cu, tree.tables, runs)
+    on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, lens, cu)]
+    spelled = PromptCascade()
+    spelled.update(lens, cu, runs, CUDA)
+    for window in windows:
+        want = reference.prefill_rows(q.float(), tree.pages[1].float(), *on_device, tree.scale, window, softcap)
+        for plan in (cascade, spelled):
+            tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, plan.handle, None, None, window, softcap), want)
+    with pytest.raises(PlanMismatchError, match="window 32"):
+        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, cascade.handle, None, None, 32, softcap)
+    without = FlashInferCascade(own, shared)
+    without.update(lens, cu, tree.tables, runs)
+    with pytest.raises(PlanMismatchError, match="window 64"):
+        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, without.handle, None, None, 64, softcap)
 
 
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -85,6 +85,34 @@ def test_attention(lens: list[int], heads: int, kv_heads: int, head_dim: int, si
         assert not plan.counts.any()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 24, 100])
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (63, 0.0), (64, 5.0), (65, 0.0), (1000, 5.0), (4096, 0.0), (0, 5.0)])
+@pytest.mark.parametrize(
+    ("lens", "heads", "kv_heads", "head_dim", "size"),
+    [([300], 16, 8, 128, 16), ([1, 64, 65, 2500, 17], 16, 8, 128, 16), ([700, 3], 32, 4, 64, 16), ([130, 900, 40], 8, 4, 256, 16),
+     ([130, 9, 40], 6, 2, 96, 8)],
+)  # fmt: skip
+def test_attention_in_a_window_of_capped_scores(
+    lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, window: int, softcap: float, rows: int
+) -> None:
+    """What lies before a row's window is no number, and is not read."""
+    given = attention_problem(lens, heads, kv_heads, head_dim, size, True, BF16, "cuda")
+    qkv, q_gain, k_gain, cos, sin, pages, layer, tables, seq_lens, slots, scale, eps = given
+    double = [t.double().cpu() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
+    double = [t.cpu() if isinstance(t, torch.Tensor) else t for t in double]
+    want = rope_attend(*double, 0, window, softcap)
+    for row, length in enumerate(lens):
+        at = torch.arange(max(0, length - window) if window else 0, device="cuda")
+        pages[:, tables[row, at // size].long(), :, :, at % size] = torch.nan
+    plan = FusedDecodePlan(max(rows, len(lens)), heads, kv_heads, head_dim, torch.device("cuda"))
+    for _ in range(3):
+        where = (pages, layer, tables, seq_lens, slots, scale, eps, plan.handle, window, softcap)
+        got = rope_attend(qkv, q_gain, k_gain, cos, sin, *where)
+        for row in range(len(lens)):
+            assert error(got[row].cpu(), want[row]) < 2e-2
+        assert not plan.counts.any()
+
+
 def test_what_is_written_before_attention() -> None:
     """As a plan that shares pages needs it: the same k, v and result as in one launch."""
     given = attention_problem([300, 40, 7], 16, 8, 128, 16, True, BF16, "cuda")

@@ -25,6 +25,20 @@ SHAPES = [
 ]
 
 
+# The same for windows and soft caps, whose kernels are built for each head_dim
+LIMITED = [
+    (torch.bfloat16, 64, 16, 7, 2),
+    (torch.bfloat16, 128, 16, 4, 2),
+    (torch.bfloat16, 256, 16, 2, 4),
+]
+WINDOWS = (0, 1, 17, 128, 130, 300, 5000)  # of a tile's part, of tiles, and more than any row holds
+SOFTCAPS = [0.0, 5.0]
+
+
+def capped(scores, softcap):
+    return softcap * (scores / softcap).tanh() if softcap else scores
+
+
 class Pool:
     """Two layers of pages full of large garbage, and rows that own random ones, `counts[b]` of them."""
 
@@ -63,19 +77,23 @@ class Pool:
     def queries(self, n):
         return torch.randn(n, self.group * self.kv_heads, self.head_dim, device=CUDA).to(self.dtype)
 
-    def dense(self, q, b, layer, length):
+    def dense(self, q, b, layer, length, window=0, softcap=0.0):
         """Row b's last len(q) of `length` tokens, causally, in float32."""
         k = self.k[b][layer, :length].float().repeat_interleave(self.group, 1)
         v = self.v[b][layer, :length].float().repeat_interleave(self.group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.scale
-        hidden = torch.ones(len(q), length, dtype=torch.bool, device=CUDA).triu(length - len(q) + 1)
+        scores = capped(torch.einsum("qhd,khd->hqk", q.float(), k) * self.scale, softcap)
+        every = torch.ones(len(q), length, dtype=torch.bool, device=CUDA)
+        hidden = every.triu(length - len(q) + 1)
+        if window:
+            hidden |= every.tril(length - len(q) - window)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
-    def dense_decode(self, q, layer, lens):
+    def dense_decode(self, q, layer, lens, window=0, softcap=0.0):
         """`dense` for one query a row, all rows at once; `lens` may be shorter than the rows are."""
         k, v = (torch.nn.utils.rnn.pad_sequence([row[layer].float() for row in rows], batch_first=True) for rows in (self.k, self.v))
-        scores = torch.einsum("bkgd,bmkd->bkgm", q.float().unflatten(1, (self.kv_heads, self.group)), k) * self.scale
-        hidden = torch.arange(k.shape[1], device=CUDA) >= torch.as_tensor(lens, device=CUDA)[:, None]
+        scores = capped(torch.einsum("bkgd,bmkd->bkgm", q.float().unflatten(1, (self.kv_heads, self.group)), k) * self.scale, softcap)
+        at, lens = torch.arange(k.shape[1], device=CUDA), torch.as_tensor(lens, device=CUDA)[:, None]
+        hidden = (at >= lens) | (at < lens - window) if window else at >= lens
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
         return torch.einsum("bkgm,bmkd->bkgd", weights, v).flatten(1, 2)
 
@@ -198,6 +216,65 @@ def test_a_stale_decode_plan_serves_every_length_up_to_its_pages(shape, rows):
         for layer in range(2):
             out = paged_decode(q, pool.pages, layer, pool.device_tables, int32(lens.tolist()), pool.scale, plan.handle)
             pool.close(out, pool.dense_decode(q, layer, lens))
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("shape", LIMITED, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_one_decode_plan_serves_layers_of_several_windows(shape, rows, softcap):
+    """Planned for more pages than the rows have reached, as in `test_a_stale_decode_plan_serves_every_length_up_to_its_pages`."""
+    rng = np.random.default_rng(rows)
+    counts = rng.integers(1, 1 + 600 // shape[2], rows)
+    counts[0] = 4000 // shape[2]
+    pool = Pool(counts, shape)
+    space = pool.workspace()
+    plan = DecodePlan(space, rows, int(counts.max()), *pool.sizes(), windows=WINDOWS, softcap=softcap)
+    plan.update(pool.counts, pool.tables)
+    for b in range(rows):
+        pool.grow(b, int(pool.counts[b]) * pool.page_size)
+    full = pool.counts.astype(np.int64) * pool.page_size
+    trials = [full, np.ones_like(full), np.maximum(1, full - 128), np.minimum(full, 129), *(rng.integers(1, full + 1) for _ in range(3))]
+    for lens in trials:
+        q = pool.queries(rows) * 3
+        for layer in range(2):
+            for window in WINDOWS:
+                space.buffer.fill_(0xFF)
+                given = (q, pool.pages, layer, pool.device_tables, int32(lens.tolist()), pool.scale, plan.handle)
+                pool.close(paged_decode(*given, window, softcap), pool.dense_decode(q, layer, lens, window, softcap))
+
+
+def test_replays_of_layers_with_windows_follow_lengths_and_new_plans():
+    shape, rows, windows = LIMITED[1], 4, (200, 0)
+    pool = Pool([60, 3, 20, 40], shape)
+    for b in range(rows):
+        pool.grow(b, int(pool.counts[b]) * 16)
+    plan = DecodePlan(pool.workspace(), rows, 61, *pool.sizes(), windows=windows, softcap=5.0)
+    plan.update(np.ones(rows, np.int32), np.full((rows, 1), pool.dummy, np.int32))  # captured on padding rows
+    q, lens = pool.queries(rows), torch.ones(rows, dtype=torch.int32, device=CUDA)
+
+    def step():
+        given = [(q, pool.pages, layer, pool.device_tables, lens, pool.scale, plan.handle, windows[layer], 5.0) for layer in range(2)]
+        return [paged_decode(*each) for each in given]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+    first = [list(plan.schedules[window].info) for window in windows]
+    for start in ([1, 1, 1, 1], [199, 30, 201, 500], [900, 40, 310, 198]):
+        for grown in range(0, 40, 3):
+            now = np.minimum(np.array(start) + grown, pool.counts * 16)
+            plan.update(np.minimum(-(-now // 16) + grown % 2, pool.counts).astype(np.int32), pool.tables)
+            assert [list(plan.schedules[window].info) for window in windows] == first  # a captured launch stays valid
+            q.copy_(pool.queries(rows) * 3)
+            lens.copy_(int32(now.tolist()))
+            graph.replay()
+            for layer, window in enumerate(windows):
+                pool.close(outs[layer], pool.dense_decode(q, layer, now, window, 5.0))
 
 
 def test_unwritten_slots_of_planned_pages_are_never_read():
@@ -329,6 +406,84 @@ def test_prefill_with_hoppers_own_kernel(rows):
         pool.close(prefill(pool, plan, q, cu.tolist(), seq_lens.tolist(), layer), want)
 
 
+def limited_prefill(pool, plan, q, cu, seq_lens, layer, *rest):
+    given = (pool.device_tables, int32(seq_lens.tolist()), int32(cu.tolist()), pool.scale, plan.handle)
+    return paged_prefill(q, pool.pages, layer, *given, *rest)
+
+
+def check_windows(shape, rows, backend, softcap):
+    pool, cu, seq_lens, q, _ = prefill_case(shape, rows)
+    q = q * 3
+    space = pool.workspace()
+    plan = PrefillPlan(space, 64, 5000 // pool.page_size, *pool.sizes(), backend=backend, windows=WINDOWS, softcap=softcap)
+    plan.update(cu, seq_lens, pool.tables)
+    assert plan.chosen == backend
+    for layer in range(2):
+        for window in WINDOWS:
+            space.buffer.fill_(0xFF)
+            parts = [pool.dense(q[cu[b] : cu[b + 1]], b, layer, length, window, softcap) for b, (length, _) in enumerate(rows)]
+            pool.close(limited_prefill(pool, plan, q, cu, seq_lens, layer, None, None, window, softcap), torch.cat(parts))
+
+
+# Long rows of few queries are split; of several queries and a window their parts must lie where the merge looks for them.
+WINDOWED_ROWS = [ROWS, [(2000, 900)], [(4000, 40)], [(3000, 5), (700, 2)], [(33, 32)] * 40]
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("shape", LIMITED, ids=str)
+@pytest.mark.parametrize("rows", WINDOWED_ROWS, ids=["mixed", "long", "split", "few", "many"])
+def test_one_prefill_plan_serves_layers_of_several_windows(shape, rows, softcap):
+    check_windows(shape, rows, "fa2", softcap)
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("rows", WINDOWED_ROWS, ids=["mixed", "long", "split", "few", "many"])
+def test_windows_with_hoppers_own_kernel(rows, softcap):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 is for compute capability 9.0")
+    check_windows(LIMITED[1], rows, "fa3", softcap)
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_windows_where_new_keys_and_values_lie_together(softcap):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 is for compute capability 9.0")
+    rows = [(33, 33), (700, 700), (128, 128)]
+    pool, cu, seq_lens, q, _ = prefill_case(LIMITED[1], rows)
+    plan = PrefillPlan(pool.workspace(), 64, 200, *pool.sizes(), backend="fa3", windows=WINDOWS, softcap=softcap)
+    plan.update(cu, seq_lens, pool.tables, together=True)
+    assert plan.together
+    for layer in range(2):
+        k, v = (torch.cat([row[layer] for row in part]) for part in (pool.k, pool.v))
+        for window in WINDOWS:
+            parts = [pool.dense(q[cu[b] : cu[b + 1]], b, layer, length, window, softcap) for b, (length, _) in enumerate(rows)]
+            pool.close(limited_prefill(pool, plan, q, cu, seq_lens, layer, k, v, window, softcap), torch.cat(parts))
+
+
+def test_a_captured_prefill_of_windows_serves_other_batches():
+    """Also batches of rows that a window holds: what is captured cannot do without it."""
+    shape, windows = LIMITED[1], (0, 50)
+    longest = prefill_case(shape, [(320, 1)])[0]
+    plan = PrefillPlan(longest.workspace(), 3, 20, *longest.sizes(), max_tokens=128, windows=windows)
+    q = torch.zeros(128, 8, 128, dtype=torch.bfloat16, device=CUDA)
+    pages = torch.zeros(2, 64, 2, 2, 16, 128, dtype=torch.bfloat16, device=CUDA)
+    plan.update(np.array([0, 1], np.int32), np.array([1], np.int32), np.zeros((1, 1), np.int32))
+    run = lambda: [plan.run(q, pages, layer, 128**-0.5, window=windows[layer]) for layer in range(2)]  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for rows in [[(100, 20), (17, 17)], [(300, 60)], [(40, 1), (50, 3), (64, 64)], [(9, 9)]]:
+        pool, cu, seq_lens, real_q, _ = prefill_case(shape, rows)
+        pages[:, : pool.num_pages].copy_(pool.pages)
+        q.fill_(float("nan"))[: len(real_q)].copy_(real_q)
+        plan.update(cu, seq_lens, pool.tables)
+        graph.replay()
+        for layer, window in enumerate(windows):
+            parts = [pool.dense(real_q[cu[b] : cu[b + 1]], b, layer, length, window) for b, (length, _) in enumerate(rows)]
+            pool.close(outs[layer][: len(real_q)], torch.cat(parts))
+
+
 FRESH = [[(1500, 1500)], [(33, 33), (700, 700), (128, 128)], [(900, 900), (40, 30)]]
 
 
@@ -417,6 +572,26 @@ def test_plans_refuse_what_they_were_not_made_for():
     del plan
     with pytest.raises(UnknownPlanError):
         decode(q, handle)
+
+
+def test_plans_refuse_windows_and_soft_caps_that_they_were_not_made_for():
+    pool = Pool([2, 2], LIMITED[1])
+    pool.grow(0, 3), pool.grow(1, 3)
+    space, q, lens = pool.workspace(), pool.queries(2), int32([3, 3])
+    plain, limited = (DecodePlan(space, 2, 4, *pool.sizes(), **kw) for kw in ({}, {"windows": (0, 64), "softcap": 5.0}))
+    for plan, rest in ((plain, (64, 0.0)), (plain, (0, 5.0)), (limited, (32, 5.0)), (limited, (64, 0.0)), (limited, (64, 6.0))):
+        plan.update(pool.counts, pool.tables)
+        with pytest.raises(PlanMismatchError, match="window"):
+            paged_decode(q, pool.pages, 0, pool.device_tables, lens, pool.scale, plan.handle, *rest)
+    for windows in ((), (-1,)):
+        with pytest.raises(PlanMismatchError, match="windows"):
+            DecodePlan(space, 2, 4, *pool.sizes(), windows=windows)
+    with pytest.raises(PlanMismatchError, match="causal"):
+        PrefillPlan(space, 2, 4, *pool.sizes(), causal=False, windows=(0, 64))
+    prompts = PrefillPlan(space, 2, 4, *pool.sizes(), backend="fa2")
+    prompts.update(np.array([0, 1, 2], np.int32), np.array([3, 3], np.int32), pool.tables)
+    with pytest.raises(PlanMismatchError, match="window 64"):
+        paged_prefill(q, pool.pages, 0, pool.device_tables, lens, int32([0, 1, 2]), pool.scale, prompts.handle, None, None, 64)
 
 
 def test_the_same_bits_again():

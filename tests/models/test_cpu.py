@@ -1,6 +1,8 @@
 """The C form of a decode step beside the models' own layers: right within rounding, and a row's bits depend on no other row."""
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nanovllm.batch import Batch
-from nanovllm.config import ModelConfig
+from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.models import REGISTRY, cpu, forward
+from nanovllm.models.layers import layer, rope_angles
 from nanovllm.models.params import Params
 from nanovllm.ops.native import library
 from nanovllm.state.kv import KVState, init_kv
@@ -77,6 +80,65 @@ def test_equal_to_the_models_own_layers(
     logits, mine, exact, theirs = both(*step(config, seq_lens, page_size, torch.float32), config)
     torch.testing.assert_close(logits, exact, rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(mine.pools[0], theirs.pools[0], rtol=2e-4, atol=2e-4)
+
+
+def limited(
+    batch: Batch, config: ModelConfig, scale: float = 0.0, window: int = 0, softcap: float = 0.0
+) -> tuple[Batch, ModelConfig]:
+    """What a layer of this window and these scores is given."""
+    return replace(batch, window=window), replace(config, attention_scale=scale, attention_softcap=softcap)
+
+
+LIMITS = st.fixed_dictionaries(
+    {"scale": st.sampled_from([0.1, 1.0]), "window": st.sampled_from([0, 1, 3, 16, 17, 100]), "softcap": st.sampled_from([0.0, 0.5, 50.0])}
+)
+
+
+@given(
+    heads=st.sampled_from([(1, 1), (4, 2), (7, 1)]),
+    head_dim=st.sampled_from([2, 16, 22]),
+    seq_lens=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    page_size=st.sampled_from([1, 3, 16]),
+    limits=LIMITS,
+)
+@settings(max_examples=60)
+def test_a_layer_sees_a_window_of_capped_scores(
+    heads: tuple[int, int], head_dim: int, seq_lens: list[int], page_size: int, limits: dict[str, Any]
+) -> None:
+    config = shaped("Qwen3ForCausalLM", *heads, head_dim)
+    params, kv, batch = step(config, seq_lens, page_size, torch.float32)
+    mine, theirs, x = kv.pools[0].clone(), kv.pools[0].clone(), torch.randn(len(seq_lens), config.hidden_size)
+    given = (0, *rope_angles(batch.positions, params.inv_freq, config.rope), *limited(batch, config, **limits))
+    got = cpu.decode_layer(params.layers[0], x, mine, *given)
+    torch.testing.assert_close(got, layer(params.layers[0], x, theirs, *given), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+@given(seq_lens=st.lists(st.integers(1, 50), min_size=2, max_size=8), dtype=st.sampled_from(cpu.DTYPES), limits=LIMITS, data=st.data())
+@settings(max_examples=30)
+def test_a_row_with_limits_does_not_depend_on_the_others(
+    seq_lens: list[int], dtype: torch.dtype, limits: dict[str, Any], data: st.DataObject
+) -> None:
+    config = shaped()
+    params, kv, batch = step(config, seq_lens, 4, dtype)
+    x, angles = torch.randn(len(seq_lens), config.hidden_size).to(dtype), rope_angles(batch.positions, params.inv_freq, config.rope)
+    whole = cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), 0, *angles, *limited(batch, config, **limits))
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, len(seq_lens) - 1), min_size=1, unique=True)))
+    some = pytree.tree_map(lambda t: None if t is None else t[rows], batch)
+    alone = cpu.decode_layer(params.layers[0], x[rows], kv.pools[0], 0, *(t[rows] for t in angles), *limited(some, config, **limits))
+    assert torch.equal(alone, whole[rows])
+
+
+def test_a_window_that_holds_every_row_changes_no_bit() -> None:
+    config = shaped()
+    params, kv, batch = step(config, [5, 30, 1, 17], 4, torch.float32)
+    x, angles = torch.randn(4, config.hidden_size), rope_angles(batch.positions, params.inv_freq, config.rope)
+    plain, wide, narrow = (
+        cpu.decode_layer(params.layers[0], x, kv.pools[0].clone(), 0, *angles, *limited(batch, config, window=window))
+        for window in (0, 30, 29)
+    )
+    assert torch.equal(wide, plain)
+    assert not torch.equal(narrow, plain)
 
 
 def test_bfloat16_is_nearer_to_the_truth_than_the_small_ops() -> None:
@@ -248,3 +310,28 @@ def test_all_keys_are_written_before_any_row_attends() -> None:
         finally:
             torch.set_num_threads(1)
         torch.testing.assert_close(logits, exact, rtol=2e-4, atol=2e-4)
+
+
+OWN: dict[str, dict] = {
+    "Qwen2ForCausalLM": {"windows": (0, 9)},
+    "Qwen3ForCausalLM": {"windows": (9, 1), "attention_softcap": 3.0, "attention_scale": 0.4},
+    "MistralForCausalLM": {"windows": (7, 7)},
+    "Phi3ForCausalLM": {"rope": RopeConfig(kind="longrope", partial=0.75, factors=(1.0, 1.5, 2.0, 3.0, 4.0, 8.0), attention_factor=1.3)},
+}
+
+
+@pytest.mark.parametrize("dtype", cpu.DTYPES)
+@pytest.mark.parametrize("architecture", REGISTRY)
+def test_every_architecture_runs_in_c_or_says_why_not(architecture: str, dtype: torch.dtype) -> None:
+    config = tiny_config(architecture, **OWN.get(architecture, {}))
+    params, kv, batch = step(config, [5, 1, 33, 16], 4, dtype)
+    beyond = {"GPT2LMHeadModel": "layer norms", "Gemma": "activation|norms", "Moe": "experts", "Mixtral": "experts"}
+    why = next((words for part, words in beyond.items() if part in architecture), "")
+    assert cpu.serves(params, kv, batch, config) != bool(why)
+    assert re.search(why, cpu.unknown(params, config))
+    if why:
+        return
+    logits, mine, exact, theirs = both(params, kv, batch, config)
+    tolerance = 2e-4 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(logits, exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mine.pools[0], theirs.pools[0], rtol=tolerance, atol=tolerance)

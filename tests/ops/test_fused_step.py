@@ -107,11 +107,10 @@ def test_attention_interpreted(
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("splits", "stages"), [(4, 0), (1, 0), (1, 3), (2, 2)])
-@pytest.mark.parametrize("limits", [(1, 0.0), (3, 0.0), (7, 0.5), (8, 0.0), (9, 30.0), (33, 0.0), (500, 2.0), (0, 0.5)])
+@pytest.mark.parametrize(("splits", "stages"), [(4, 0), (1, 3), (2, 2)])
+@pytest.mark.parametrize("limits", [(1, 0.0), (7, 0.5), (8, 0.0), (9, 30.0), (33, 0.0), (500, 2.0), (0, 0.5)])
 @pytest.mark.parametrize(
-    ("lens", "heads", "kv_heads", "head_dim", "size"),
-    [([1, 5, 40, 17], 4, 2, 16, 4), ([7, 8, 9, 1], 2, 2, 12, 1), ([31, 32, 33, 64, 65], 8, 1, 16, 4)],
+    ("lens", "heads", "kv_heads", "head_dim", "size"), [([1, 5, 40, 9], 4, 2, 16, 4), ([31, 32, 33, 64, 65], 8, 1, 12, 1)]
 )
 def test_attention_in_a_window_of_capped_scores_interpreted(
     lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, limits: tuple[int, float], splits: int, stages: int

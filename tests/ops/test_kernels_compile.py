@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(os.environ.get("TRITON_INT
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 OPT_IN = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes of shared memory of a program, at most, by compute capability
 PROCESSORS = 132
+LIMITS = [(0, 0.0), (1000, 50.0)]  # window, soft cap
 
 
 class Compiled(list[Any]):
@@ -113,7 +114,7 @@ def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compil
     ("rows", "heads", "kv_heads", "head_dim", "norm"),
     [
         (1, 16, 8, 128, True), (1, 28, 4, 128, False), (4, 32, 4, 64, False), (8, 16, 8, 128, True), (16, 16, 8, 128, True),
-        (32, 6, 2, 80, True), (64, 16, 8, 128, True),
+        (32, 6, 2, 80, True), (64, 16, 8, 128, True), (2, 8, 4, 256, True), (24, 16, 8, 256, False),
     ],
 )  # fmt: skip
 def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> None:
@@ -123,13 +124,14 @@ def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_h
     qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
     plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CPU)
     near = (qkv, q_norm, k_norm, cos, sin, pages[layer])
-    triton_rope_attend.launch(*near, tables, lens, slots, scale, eps, plan, compiled.pdl)
+    for limits in LIMITS:
+        triton_rope_attend.launch(*near, tables, lens, slots, scale, eps, plan, compiled.pdl, *limits)
     for keep in (False, True):
         triton_rope_attend.write(*near, slots, eps, keep, compiled.pdl)
     compiled.check()
 
 
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(4, 16, 8, 128), (3, 32, 4, 64), (2, 6, 2, 80)])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(4, 16, 8, 128), (3, 32, 4, 64), (2, 6, 2, 80), (3, 8, 4, 256)])
 def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
     from nanovllm.ops import triton_attention
 
@@ -138,7 +140,8 @@ def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_
     plan = CascadePlan(CascadeWorkspace(rows, heads, head_dim, CPU), rows, heads, kv_heads, 16, CPU)
     every = np.arange(rows, dtype=np.int32)
     assert plan.update([Run(rows=every, start=0, stop=4), *(Run(rows=every[row : row + 1], start=4, stop=7) for row in range(rows))])
-    triton_attention.cascade_decode(q, pages, tables, lens, head_dim**-0.5, plan)
+    for limits in LIMITS:
+        triton_attention.cascade_decode(q, pages, tables, lens, head_dim**-0.5, plan, *limits)
     compiled.check()
 
 

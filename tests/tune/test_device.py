@@ -77,8 +77,8 @@ class Gpu:
 
 
 def attend(*given: Any) -> torch.Tensor:
-    assert isinstance(lookup(given[-1]), FusedDecodePlan)
-    return rope_attend(*given[:-1], 0)
+    assert isinstance(lookup(given[12]), FusedDecodePlan)
+    return rope_attend(*given[:12], 0, *given[13:])
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         for name in ("norm_linear", "linear_add_norm"):
             noted = made.noted(getattr(place, name), lambda x, weight, *_, cut=(), **__: (weight, cut))
             monkeypatch.setattr(place, name, noted)
-        monkeypatch.setattr(place, "rope_attend", made.noted(attend, lambda *given: (given[5:7], cut_of_plan(given[-1]))))
+        monkeypatch.setattr(place, "rope_attend", made.noted(attend, lambda *given: (given[5:7], cut_of_plan(given[12]))))
     return made
 
 
@@ -273,7 +273,7 @@ def test_wrong_results_and_failures_are_left_out(gpu: Gpu, closely: None, monkey
 
 def test_attention_is_looked_at_in_every_context(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(*given: Any) -> torch.Tensor:
-        return attend(*given) * (1.01 if cut_of_plan(given[-1]) == (32, 4, 0, 64) and given[8].max() > 256 else 1.0)
+        return attend(*given) * (1.01 if cut_of_plan(given[12]) == (32, 4, 0, 64) and given[8].max() > 256 else 1.0)
 
     monkeypatch.setattr(alone, "rope_attend", spoilt)
     with measuring(layer_of(2)) as measure, pytest.raises(Unfit, match=r"wrong by 0\.0"):

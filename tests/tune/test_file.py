@@ -174,7 +174,7 @@ def test_several_processes_write_whole_files(tmp_path: Path) -> None:
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As if the kernels ran on this machine; the cache is a folder of the test's own, and the path of the model's file is returned."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(use.fused, "serves", lambda params: True)
+    monkeypatch.setattr(use.fused, "serves", lambda params, config: True)
     monkeypatch.setattr(use, "machine_of", lambda model: H200)
     monkeypatch.setattr(init, "_captures", lambda model, limits, compile: compile is not False)
     path = default_path(key_of(MODEL))
@@ -491,7 +491,7 @@ def test_what_the_command_cannot_do_is_told_before_it_measures(
     tuning.parent.chmod(0o777)
     assert cli.main(["tune"]) == 2 and "name a file with --output" in capsys.readouterr().err
     tuning.parent.chmod(0o700)
-    monkeypatch.setattr(command.fused, "serves", lambda params: False)
+    monkeypatch.setattr(command.fused, "serves", lambda params, config: False)
     assert cli.main(["tune"]) == 2 and "is not served" in capsys.readouterr().err
 
 
@@ -507,7 +507,7 @@ def test_bench_records_whether_cuts_were_used(served: Path, monkeypatch: pytest.
 
 def test_the_cache_folder_is_not_made_by_looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(use.fused, "serves", lambda params: True)
+    monkeypatch.setattr(use.fused, "serves", lambda params, config: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert use.cuts_for(replace(MODEL), None) is None

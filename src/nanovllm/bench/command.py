@@ -12,9 +12,10 @@ import torch
 
 from .. import collector
 from ..arguments import TUNING, positive, positives, require_folder, tuning
-from ..config import ModelConfig
+from ..checkpoint_folder import resolve_folder
+from ..config import ModelConfig, for_length
 from ..errors import InvalidRequestError
-from ..model import Model, load_model, read_config, resolve_device, resolve_folder
+from ..model import Model, load_model, read_config, resolve_device
 from ..terminal import note
 from . import growth, report
 from .engine import Engine, host_time
@@ -100,6 +101,8 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     for line in report.left_out({"left_out": left_out}):
         note(line)
     model, name = find_model(options)
+    if model.foreign:
+        raise InvalidRequestError(f"{name} runs through transformers: what memory and arithmetic allow it, which bench tells, is not known")
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     if "start" in which:  # while the device has memory for another engine
@@ -145,7 +148,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
 
 
 def _config(name: str) -> ModelConfig:
-    return SHAPES[name] if name in SHAPES else read_config(resolve_folder(name)[0])[1]
+    return SHAPES[name] if name in SHAPES else for_length(read_config(resolve_folder(name)[0])[1], None)
 
 
 def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:

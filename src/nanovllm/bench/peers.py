@@ -5,8 +5,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ..checkpoint_folder import resolve_folder
 from ..errors import InvalidRequestError
-from ..model import Model, resolve_folder
+from ..model import Model
 from .shapes import SHAPES
 
 Make = Callable[[Model, str], "Peer"]  # from our model, and what `--model` named

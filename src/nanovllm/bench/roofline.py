@@ -71,38 +71,45 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: "int
 
     `shared` of these tokens are the same ones for all rows. Gains, the rows of the embedding and what is written are left out.
     """
-    return weight_bytes(config, dtype) + round((shared + rows * (context - shared)) * token_bytes(config, dtype))
+    return weight_bytes(config, dtype, rows) + round((shared + rows * (context - shared)) * token_bytes(config, dtype))
 
 
 def decode_bytes(config: ModelConfig, dtype: torch.dtype, work: Work) -> int:
     """Bytes that the decode steps of a workload must read together."""
-    return work.steps * weight_bytes(config, dtype) + work.kv_tokens * token_bytes(config, dtype)
+    rows = work.tokens / max(1, work.steps)
+    return work.steps * weight_bytes(config, dtype, rows) + work.kv_tokens * token_bytes(config, dtype)
 
 
 def prompt_bytes(config: ModelConfig, dtype: torch.dtype, work: Work) -> int:
     """Bytes that the prompts of a workload must read."""
-    return weight_bytes(config, dtype) * (work.num_prompts > 0) + work.found_tokens * token_bytes(config, dtype)
+    return weight_bytes(config, dtype, work.prompt_tokens) * (work.num_prompts > 0) + work.found_tokens * token_bytes(config, dtype)
 
 
 def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: Ceiling) -> float:
     """The shortest time that the ceiling leaves a workload: of decode steps and of prompts, reading or arithmetic, whichever is longer."""
-    layers, head = num_weights(config)
+    layers, head = num_weights(config, 0)
     steps = max(decode_bytes(config, dtype, work) / ceiling.read_bytes, 2 * (layers + head) * work.tokens / ceiling.flops)
     products = 2 * layers * work.prompt_tokens + 2 * head * work.num_prompts
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * work.pairs
     return steps + max(prompt_bytes(config, dtype, work) / ceiling.read_bytes, (products + attention) / ceiling.flops)
 
 
-def num_weights(config: ModelConfig) -> tuple[int, int]:
-    """Elements of the layers' matrices, and of the head, which may be the embedding table."""
+def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
+    """Elements of the layers' matrices that a step of so many tokens reads, and of the head, which may be the embedding table.
+
+    Of E experts, each token choosing k of them as if at random, a step reads `E (1 - (1 - k/E)^tokens)`; 0 tokens: those of one token, each
+    of which is multiplied with it.
+    """
     table = REGISTRY[config.architecture].param_table(config)
     matrices = [info for info in pytree.tree_leaves(table.layers) if isinstance(info, ParamInfo) and info.kind == "matrix"]
-    return sum(math.prod(info.shape) for info in matrices), config.vocab_size * config.hidden_size
+    dense, routed = (sum(math.prod(info.shape) for info in matrices if (len(info.shape) == 3) == yes) for yes in (False, True))
+    share = 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
+    return round(dense + routed * (1 - (1 - share) ** max(1.0, tokens))), config.vocab_size * config.hidden_size
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all layer matrices and the head."""
-    return sum(num_weights(config)) * dtype.itemsize
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf) -> int:
+    """Bytes of all layer matrices that a step of so many tokens reads, and of the head."""
+    return sum(num_weights(config, tokens)) * dtype.itemsize
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

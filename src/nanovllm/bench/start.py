@@ -17,9 +17,10 @@ from random import Random
 
 from safetensors import SafetensorError
 
+from ..checkpoint_folder import resolve_folder
 from ..config import ModelConfig
 from ..errors import NanoVLLMError
-from ..model import Model, resolve_folder
+from ..model import Model
 from ..types import dtype_of
 from ..weights import num_params, save_params
 from .shapes import SHAPES

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..arguments import source
 from ..errors import InvalidRequestError
 from ..model import load_model
 from ..ops.backends import installed
@@ -53,7 +54,8 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
     )
     if options.out is not None:
         _require_folder(options.out)
-    report = evaluate(load_model(options.model, options.device, options.dtype), settings, **limits)
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    report = evaluate(model, settings, **limits)
     print(table(report))
     if options.out is not None:
         options.out.with_name(options.out.name + ".json").write_text(json.dumps(report.as_json(), indent=1) + "\n")

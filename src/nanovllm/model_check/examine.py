@@ -32,6 +32,8 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16, cuts: C
     Raises `InvalidRequestError` for less than one token or more than the model has positions, and `TuningFileError` for cuts by which no
     kernel can be made.
     """
+    if model.foreign:
+        raise InvalidRequestError(f"{model.name} runs through transformers: it has no layers here to compare")
     if not 1 <= num_tokens <= model.config.max_position_embeddings:
         raise InvalidRequestError(f"num_tokens={num_tokens} must be 1 to {model.config.max_position_embeddings}, the model's positions")
     with _on_device(model), by_cuts(cuts):

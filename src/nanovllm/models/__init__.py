@@ -13,6 +13,7 @@ from . import (
     cpu,
     decoder,
     ernie4_5,
+    foreign,
     fused,
     gemma,
     gemma2,
@@ -38,7 +39,7 @@ class ModelSpec:
     """What is an architecture's own. `layer` stands alone so that it can be compiled once for all layers; `head` is the plain one.
 
     `checkpoint_name` gives a checkpoint's tensor the name by which the table asks for it, None where it is not wanted. `config_to_hf` is
-    `config_from_hf` backwards.
+    `config_from_hf` backwards. `load` reads the weights of a folder in the place of `weights.load_params`.
     """
 
     config_from_hf: Callable[[HF], ModelConfig]
@@ -47,11 +48,14 @@ class ModelSpec:
     head: Callable[..., Tensor] = layers.head
     checkpoint_name: Callable[[str], str | None] = str
     config_to_hf: Callable[[ModelConfig], HF] = config_to_hf
+    load: Callable[..., tuple[Params[Tensor], str]] | None = None
 
     def forward(
         self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig, *, layer: Callable[..., Tensor] | None = None
     ) -> tuple[Float[Tensor, "R V"], KVState]:
         """Donates `kv`. `decoder.forward` with the architecture's plain layers, or with `layer`."""
+        if isinstance(params, foreign.ForeignParams):
+            return foreign.forward(params, kv, batch, config)
         return decoder.forward(params, kv, batch, config, layer=self.layer if layer is None else layer, head=self.head)
 
 
@@ -96,6 +100,8 @@ def forward(
     by a compiled form of it. On a CPU decode batches run in C where there is a compiler (`cpu.py`), all layers of them or those of `fast`;
     an architecture's own `forward` never does.
     """
+    if isinstance(params, foreign.ForeignParams):
+        return foreign.forward(params, kv, batch, config)
     spec = REGISTRY[config.architecture]
     if layer is None and cpu.serves(params, kv, batch, config):
         if fast is None:

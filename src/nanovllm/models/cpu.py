@@ -58,7 +58,7 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
 
 
 def unknown(params: Params[Any], config: ModelConfig) -> str:
-    """What a model has that these functions do not know; empty where there is nothing."""
+    """What a model has that these functions do not know; empty where there is nothing. Windows and soft caps they do."""
     return beyond(params, config) or ("experts" if config.moe is not None else "")
 
 

@@ -8,6 +8,7 @@ turns or moves keys serves this architecture too.
 from typing import Any
 
 from ..config import ModelConfig, MoEConfig
+from ..errors import CheckpointError
 from ..hf_config import HF, read_bool, read_float, read_int, read_sizes
 from . import tables
 from .layers import layer
@@ -23,6 +24,8 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 def config_from_hf_moe(hf: HF) -> ModelConfig:
     """The same of an `Ernie4_5_MoeForCausalLM` checkpoint: routing in float32, a learned correction of the choice, shared experts."""
+    if read_bool(hf, "use_bias", False):
+        raise CheckpointError("config.json: use_bias=true is not supported with experts: the head would have a bias")
     num_layers, size = read_int(hf, "num_hidden_layers"), read_int(hf, "moe_intermediate_size", 1536)
     first, last = read_int(hf, "moe_layer_start_index", 1), read_int(hf, "moe_layer_end_index", -1)
     every = max(1, read_int(hf, "moe_layer_interval", 1))

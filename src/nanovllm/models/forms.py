@@ -11,6 +11,8 @@ def beyond(params: Params[Any], config: ModelConfig) -> str:
 
     Experts are beyond the C of a CPU alone (`cpu.py`).
     """
+    if not params.layers:
+        return "layers that transformers runs"
     like, layer = params.embed.dtype, params.layers[0]
     if params.positions is not None or layer.input_norm_bias is not None:
         return "layer norms with biases"
@@ -18,8 +20,4 @@ def beyond(params: Params[Any], config: ModelConfig) -> str:
         return "norms that are rounded behind their gain"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act}"
-    if config.attention_softcap:
-        return "a soft cap on attention's scores"
-    if config.windows:
-        return "sliding windows"
     return ""

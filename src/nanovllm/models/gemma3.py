@@ -20,8 +20,11 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "v
 
 def config_from_hf(hf: HF) -> ModelConfig:
     """The config of a `Gemma3ForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
-    every = read_int(hf, "sliding_window_pattern", 6)
-    windows = read_windows(hf, {i: SLIDING if (i + 1) % every else FULL for i in range(read_int(hf, "num_hidden_layers"))}, 4096)
+    every, most = read_int(hf, "sliding_window_pattern", 6), read_int(hf, "max_position_embeddings", 131072)
+    usual = {i: SLIDING if (i + 1) % every else FULL for i in range(read_int(hf, "num_hidden_layers"))}
+    # Windows that hide nothing are kept: they say which layers turn by the embedding of their own.
+    hides = hf.get("sliding_window", 4096) is not None
+    windows = read_windows({**hf, **({} if hides else {"sliding_window": most}), "max_position_embeddings": None}, usual, 4096)
     ropes = {"rope": _rope(hf, FULL, "rope_theta", 1e6), "local_rope": _rope(hf, SLIDING, "rope_local_base_freq", 1e4)}
     return gemma_sizes(hf, "Gemma3ForCausalLM", max_positions=131072, windows=windows, **ropes, **scores(hf, 0.0, 0.0))
 

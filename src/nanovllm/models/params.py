@@ -102,9 +102,12 @@ class Params(Generic[P]):
 
 
 def brief_count(params: Any) -> str:
-    """How many parameters there are, the speeds of rotation, which are computed, left out."""
-    held = replace(params, inv_freq=None, local_inv_freq=None) if isinstance(params, Params) else ()
-    count = sum(math.prod(leaf.shape) for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor | ParamInfo))
+    """How many parameters there are; what is computed, as the speeds of rotation are, is left out."""
+    computed = ("inv_freq", "local_inv_freq", "buffers")
+    names = params.__dataclass_fields__ if isinstance(params, Params) else ()
+    held = [getattr(params, name) for name in names if name not in computed]
+    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor | ParamInfo)}  # tied ones count once
+    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     return f"{count:,} parameters" if isinstance(count, int) else "symbolic shapes"
 
 

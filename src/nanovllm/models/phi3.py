@@ -51,7 +51,7 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
     num_heads, hidden = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
     pairs = int(read_int(hf, "head_dim", hidden // max(1, num_heads)) * partial) // 2
     short, long = (_factors(given, name, pairs) for name in ("short_factor", "long_factor"))
-    return RopeConfig(**same, factors=short), RopeConfig(**same, factors=long)
+    return RopeConfig(**same, factors=short), RopeConfig(**same, factors=long) if most > original else None
 
 
 def _factors(given: HF, name: str, pairs: int) -> tuple[float, ...]:

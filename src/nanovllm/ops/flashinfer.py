@@ -135,7 +135,7 @@ class _Plan:
             split = window_left if backend == "fa2" else -1  # what the schedule depends on
             if split not in made:
                 memory = self.memory[len(made)]
-                made[split] = memory, self.modules[backend].plan(
+                info = self.modules[backend].plan(
                     self.workspace.buffer,
                     memory,
                     staging.schedules[len(made)],
@@ -154,6 +154,7 @@ class _Plan:
                     split,
                     *((-1, False, 0) if backend == "fa2" else ()),  # fixed_split_size, disable_split_kv, num_colocated_ctas
                 )
+                made[split] = memory, info
             if window_left < 0 and backend == "fa3" and any(self.windows):
                 window_left = EVERYTHING
             self.schedules[window] = _Schedule(*made[split], window_left)
@@ -319,7 +320,7 @@ class PrefillPlan(_Plan):
 
     def update(
         self,
-        cu_seqlens: Int32[np.ndarray, "B+1"],
+        cu_seqlens: Int32[np.ndarray, "bounds"],
         seq_lens: Int32[np.ndarray, "B"],
         page_tables: Int32[np.ndarray, "B P"],
         *,

@@ -48,7 +48,7 @@ def _read(
     """
     PAGE: tl.constexpr = 2 * K * S * D
     WHOLE: tl.constexpr = N % S == 0
-    factor = 1.0 if SOFTCAP else scale
+    factor = 1.0 if SOFTCAP > 0 else scale
     d, n = tl.arange(0, DP), tl.arange(0, N)
     inside = d < D
     highest = tl.full([M], float("-inf"), tl.float32)
@@ -71,7 +71,7 @@ def _read(
         keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
         values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
         scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-        if SOFTCAP:
+        if SOFTCAP > 0:
             scores = soft_capped(scores, scale, SOFTCAP)
         scores = tl.where(ok[None, :], scores, float("-inf"))
         if WINDOWED:

@@ -98,7 +98,7 @@ def _finish(
 @triton.jit
 def _scaled(scores, scale, SOFTCAP: tl.constexpr):
     """Scores in base 2, capped where there is a cap."""
-    return soft_capped(scores, scale, SOFTCAP) if SOFTCAP else scores * scale
+    return soft_capped(scores, scale, SOFTCAP) if SOFTCAP > 0 else scores * scale
 
 
 @triton.jit
