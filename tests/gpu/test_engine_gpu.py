@@ -245,7 +245,7 @@ def test_rows_that_end_become_padding(model: nv.Model, contexts: list[list[int]]
         executor, loads = state.runtime.executor, []
         assert isinstance(executor, GraphExecutor)
         load = executor.load
-        executor.load = lambda *args, seen=loads, load=load: seen.append(len(args[-1])) or load(*args)
+        executor.load = lambda *args, seen=loads, load=load, **options: seen.append(len(args[-1])) or load(*args, **options)
         state, gens = nv.generate_many(model, state, prompts, each)
         for prompt, gen, tokens in zip(prompts, gens, want, strict=True):
             assert_same(model, prompt, gen.token_ids, tokens)
