@@ -54,8 +54,9 @@ def init_state(
     """An empty engine for `model`.
 
     `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
-    what `memory_fraction` of a GPU's memory leaves. `num_frames`: for how many pages layers with a window keep KV (where it is None,
-    `state/sizes.py` says how many that are); where all layers have one, `num_pages` says it. `max_num_batched_tokens`: None is 8,192, and
+    what `memory_fraction` of a GPU's memory leaves beside the weights and what the largest steps hold, which is measured. `num_frames`:
+    for how many pages layers with a window keep KV (where it is None, `state/sizes.py` says how many that are); where all layers have
+    one, `num_pages` says it. `max_num_batched_tokens`: None is 8,192, and
     on a GPU of 64 GiB or more what takes a prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
     steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
     requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
@@ -107,7 +108,10 @@ def init_state(
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = _cuts(model, limits, compile, tuning)
     choice, cuts = _choice(model, limits, compile, check, cuts, tuning)  # before the pool takes the memory that it needs for a moment
-    budget = _budget(model, memory_fraction) if num_pages is None else None
+    budget = None
+    if num_pages is None:
+        needed, cuts = _needed(model, limits, compile, choice, cuts, tuning)
+        budget = _budget(model, memory_fraction) - needed
     num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, model.dtype)
     limits = replace(limits, num_pages=num_pages, num_frames=frames)
     try:
@@ -221,8 +225,30 @@ def _default_tokens(model: Model) -> int:
     return 16384 + 512 if large else 8192
 
 
+def _needed(
+    model: Model,
+    limits: EngineConfig,
+    compile: bool | None,
+    choice: FastChoice | None,
+    cuts: Cuts | None,
+    tuning: bool | str | os.PathLike[str] | None,
+) -> tuple[int, Cuts | None]:
+    """Bytes that steps hold beside weights and KV, where they are captured; and the cuts by which kernels could be made."""
+    if not _captures(model, limits, compile) or model.foreign:
+        return 0, cuts
+    from .step_memory import measured
+
+    try:
+        return _by_cuts(partial(measured, model, limits, choice), cuts, tuning)
+    except AttentionUnavailableError:
+        return 0, cuts  # the executor says so
+    except torch.OutOfMemoryError as error:
+        what = f"max_num_batched_tokens={limits.max_num_batched_tokens} and max_num_seqs={limits.max_num_seqs}"
+        raise OutOfPagesError(f"a step of {what} does not fit on {model.device} beside the weights") from error
+
+
 def _budget(model: Model, memory_fraction: float) -> int:
-    """Bytes that KV may take."""
+    """Bytes that may be held beside what is held now."""
     if model.device.type != "cuda":
         return CPU_KV_BYTES
     free, total = torch.cuda.mem_get_info(model.device)
