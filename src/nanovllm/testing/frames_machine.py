@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ..invariants import check_pool
 from ..state import pool as pools
-from ..state.frames import init_frames
+from ..state.frames import Frames, init_frames
 from ..state.pool import Pool
 from .shadow import KeptValues, expect
 
@@ -53,7 +53,7 @@ class FrameMachine(RuleBasedStateMachine):
     def allocate(self, count: int) -> None:
         """Pages and frames for all that were asked for, or nothing."""
         before = self._with_frames()
-        free = self.pool.frames.used.num_free
+        free = self._frames.used.num_free
         available = min(self.pool.pages.num_free + self.pool.prefix.num_idle, free + len(self.spare))
         done = self.ops.allocate(self.pool, count)
         expect((done is None) == (count > available), f"{count} of {available} gave {done}")
@@ -122,7 +122,7 @@ class FrameMachine(RuleBasedStateMachine):
         matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
         tokens += [0] * more or ([] if tokens else [0])
         found, retired = self.ops.reusable(self.pool, np.array(tokens, np.int32), whole=whole)
-        window, there, best = self.pool.frames.window, self._with_frames(), 0
+        window, there, best = self._frames.window, self._with_frames(), 0
         for count in range(1, len(matched) + 1):
             first = 0 if whole else max(0, min(count, len(tokens) - 1) - window + 1)
             if set(matched[first:count]) <= there:
@@ -140,7 +140,7 @@ class FrameMachine(RuleBasedStateMachine):
         owners = Counter(page for holder in self.holders for page in holder.pages)
         needs = Counter(page for holder in self.holders for page in holder.pages[holder.retired :])
         check_pool(self.pool, owners, needs)
-        listed = self.pool.frames.spare.pages()
+        listed = self._frames.spare.pages()
         expect(listed == self.spare, f"pages {listed} are spare, in this order, not {self.spare}")
         for page in self._with_frames():
             held = self.memory[self._frame(page)]
@@ -151,15 +151,20 @@ class FrameMachine(RuleBasedStateMachine):
         """Invariant 5."""
         self.kept.require_unchanged()
 
+    @property
+    def _frames(self) -> Frames:
+        assert self.pool.frames is not None
+        return self.pool.frames
+
     def _move(self, pool: Pool) -> None:
         self.kept.keep(self.pool)
         self.pool = pool
 
     def _frame(self, page: int) -> int:
-        return self.pool.frames.frame_of[page]
+        return self._frames.frame_of[page]
 
     def _with_frames(self) -> set[int]:
-        return set(np.flatnonzero(self.pool.frames.frame_of.copy() >= 0).tolist())
+        return set(np.flatnonzero(self._frames.frame_of.copy() >= 0).tolist())
 
     def _become_spare(self, pages: tuple[int, ...]) -> None:
         needed = {page for holder in self.holders for page in holder.pages[holder.retired :]}
