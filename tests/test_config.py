@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.hf_config import config_to_hf, read_rope
 from nanovllm.models import REGISTRY
@@ -151,6 +151,26 @@ def test_qwen3_has_windows_where_they_are_switched_on() -> None:
     for window in (0, -1, True, "9"):
         with pytest.raises(CheckpointError, match="sliding_window"):
             read({**upper, "sliding_window": window})
+
+
+def test_windows_of_gemma3_are_kept_for_the_rope_that_comes_with_them() -> None:
+    hf = config_to_hf(tiny_config("Gemma3ForCausalLM"))
+    read: Callable[[Any], ModelConfig] = REGISTRY["Gemma3ForCausalLM"].config_from_hf
+    assert read({**hf, "sliding_window": 9}).windows == (9, 0)
+    assert read({**hf, "sliding_window": 4096}).windows == (4096, 0)
+    assert read({**hf, "sliding_window": None}).windows == (512, 0)
+    assert read({**hf, "layer_types": ["full_attention"] * 2}).windows == ()
+
+
+def test_longrope_beyond_what_a_model_has_is_one_rope() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    hf = {**config_to_hf(tiny_config("Phi3ForCausalLM")), "rope_parameters": rope}
+    read: Callable[[Any], ModelConfig] = REGISTRY["Phi3ForCausalLM"].config_from_hf
+    assert read({**hf, "original_max_position_embeddings": 512}).long_rope is None
+    long = read({**hf, "original_max_position_embeddings": 128})
+    assert long.long_rope is not None
+    assert for_length(long, 128) == for_length(long, None) == replace(long, long_rope=None, max_position_embeddings=128)
+    assert for_length(long, 129) == replace(long, rope=long.long_rope, long_rope=None)
 
 
 @pytest.mark.parametrize("architecture", FLAT)

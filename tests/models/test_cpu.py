@@ -1,5 +1,6 @@
 """The C form of a decode step beside the models' own layers: right within rounding, and a row's bits depend on no other row."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nanovllm.batch import Batch
-from nanovllm.config import ModelConfig
+from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.models import REGISTRY, cpu, forward
 from nanovllm.models.layers import layer, rope_angles
 from nanovllm.models.params import Params
@@ -309,3 +310,28 @@ def test_all_keys_are_written_before_any_row_attends() -> None:
         finally:
             torch.set_num_threads(1)
         torch.testing.assert_close(logits, exact, rtol=2e-4, atol=2e-4)
+
+
+OWN: dict[str, dict] = {
+    "Qwen2ForCausalLM": {"windows": (0, 9)},
+    "Qwen3ForCausalLM": {"windows": (9, 1), "attention_softcap": 3.0, "attention_scale": 0.4},
+    "MistralForCausalLM": {"windows": (7, 7)},
+    "Phi3ForCausalLM": {"rope": RopeConfig(kind="longrope", partial=0.75, factors=(1.0, 1.5, 2.0, 3.0, 4.0, 8.0), attention_factor=1.3)},
+}
+
+
+@pytest.mark.parametrize("dtype", cpu.DTYPES)
+@pytest.mark.parametrize("architecture", REGISTRY)
+def test_every_architecture_runs_in_c_or_says_why_not(architecture: str, dtype: torch.dtype) -> None:
+    config = tiny_config(architecture, **OWN.get(architecture, {}))
+    params, kv, batch = step(config, [5, 1, 33, 16], 4, dtype)
+    beyond = {"GPT2LMHeadModel": "layer norms", "Gemma": "activation|norms", "Moe": "experts", "Mixtral": "experts"}
+    why = next((words for part, words in beyond.items() if part in architecture), "")
+    assert cpu.serves(params, kv, batch, config) != bool(why)
+    assert re.search(why, cpu.unknown(params, config))
+    if why:
+        return
+    logits, mine, exact, theirs = both(params, kv, batch, config)
+    tolerance = 2e-4 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(logits, exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mine.pools[0], theirs.pools[0], rtol=tolerance, atol=tolerance)

@@ -73,7 +73,7 @@ def _worst(found: Sequence[Measures]) -> str:
     ratio = max((ratio for m in found for ratio in (m.prompts, m.decode)), key=lambda ratio: ratio.value)
     sure = max((ratio for m in found for ratio in (m.prompts, m.decode)), key=lambda ratio: ratio.value - 2 * ratio.deviation)
     return (
-        f"a logit is off by {soft:.1e} where the bound is 1e-4, by {share:.0%} of its bound anywhere; {agreed:,} of {clear:,} clear greedy "
-        f"tokens agree;\nour mean error in bfloat16 is at most {ratio.value:.2f} ± {ratio.deviation:.2f} of transformers', "
+        f"a logit is off by {soft:.1e} where the bound is 1e-4, by {share:.0%} of its bound anywhere;\n{agreed:,} of {clear:,} clear "
+        f"greedy tokens agree; our mean error in bfloat16 is at most {ratio.value:.2f} ± {ratio.deviation:.2f} of transformers',\n"
         f"and {sure.value:.2f} ± {sure.deviation:.2f} where that is most certain."
     )
