@@ -209,17 +209,26 @@ def test_models_without_windows_have_one_pool_and_no_frames():
     assert state.pool.frames is None and len(state.kv.pools) == 1 and state.config.num_frames == 0
     with pytest.raises(InvalidRequestError, match="num_frames=3 is for layers with a window"):
         nv.init_state(model, num_pages=4, num_frames=3)
-    with pytest.raises(InvalidRequestError, match="num_frames=0"):
-        nv.init_state(GEMMA, num_pages=4, num_frames=-1)
+    for wrong in (0, -1, True):
+        with pytest.raises(InvalidRequestError, match="must be an integer of at least 1"):
+            nv.init_state(GEMMA, num_pages=4, num_frames=wrong)
+
+
+def test_sizes_by_themselves():
+    """Neither pages nor frames are given."""
+    for model in MODELS.values():
+        state = nv.init_state(model, page_size=SIZE, max_num_seqs=2, max_num_batched_tokens=64, compile=False)
+        assert state.config.num_frames >= min(128, frames_for_all(WINDOW, state.config)) and state.config.num_pages == 2 * 128
+        assert serve(model, state, PROMPTS[:2], 4)[1] == masked(model, PROMPTS[:2], 4)
 
 
 def test_five_windowed_layers_of_six_take_a_fraction_of_the_memory():
     windows = (16, 16, 16, 16, 16, 0)
     config = tiny_config("Gemma3ForCausalLM", num_layers=6, windows=windows, max_position_embeddings=2048)
     model = random_model(config)
-    state = nv.init_state(model, num_pages=512, page_size=4, max_num_seqs=4, max_num_batched_tokens=128, compile=False)
+    state = nv.init_state(model, num_pages=2048, page_size=4, max_num_seqs=4, max_num_batched_tokens=128, compile=False)
     full, windowed = state.kv.pools
-    assert full.shape[:2] == (1, 513) and windowed.shape[0] == 5
+    assert full.shape[:2] == (1, 2049) and windowed.shape[0] == 5
     held = sum(pool.numel() * pool.element_size() for pool in state.kv.pools)
     everything = 6 * full.numel() * full.element_size()
     assert held < everything / 2
@@ -239,7 +248,7 @@ def test_sizes_fit_the_budget_and_use_it(windows):
         assert used + page + frame <= budget
         most = 8 * 128
         if config.all_windowed:
-            assert pages == most and frames <= frames_for_all(64, limits)
+            assert pages == most and frames <= max(128, frames_for_all(64, limits))
         elif windows:
             assert frames == min(pages, max(128, frames_for_all(64, limits)))
             assert pages == most or used + 2 * (page + frame) > budget - page - frame

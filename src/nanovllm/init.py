@@ -94,6 +94,8 @@ def init_state(
         raise InvalidRequestError(f"memory_fraction={memory_fraction!r} must be in (0, 1]")
     if num_frames is not None and not config.widest_window:
         raise InvalidRequestError(f"num_frames={num_frames!r} is for layers with a window, of which {model.name} has none")
+    if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
+        raise InvalidRequestError(f"num_frames={num_frames!r} must be an integer of at least 1")
     limits = EngineConfig(
         num_pages=1 if num_pages is None else num_pages,
         num_frames=1 if num_frames is None and config.widest_window else num_frames or 0,

@@ -150,7 +150,7 @@ def test_a_whole_step(architecture: str, rows: int) -> None:
         vocab_size=999, dtype="bfloat16",
     )  # fmt: skip
     model = random_model(config, device="cuda", dtype=BF16)
-    assert fused.serves(model.params) and fused.follows_closely(model.params, rows) == (rows <= 16)
+    assert fused.serves(model.params, model.config) and fused.follows_closely(model.params, rows) == (rows <= 16)
     size, width = 16, 5
     lens = torch.tensor([3 + 29 * (row % 3) for row in range(rows)], dtype=torch.int32)
     tables = torch.randperm(rows * width).view(rows, width).int()

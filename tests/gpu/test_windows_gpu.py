@@ -126,6 +126,7 @@ def test_files_carry_both_pools(model: nv.Model, tmp_path) -> None:
     assert a.token_ids == b.token_ids
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_a_cpu_draws_the_same_from_the_same_weights() -> None:
     config = tiny_config("Gemma3ForCausalLM", windows=(32, 0))
     cpu = random_model(config)

@@ -69,8 +69,8 @@ def _within(
     page, frame = bytes_by_group(config, page_size=limits.page_size, dtype=dtype)
     assert budget is not None
     left = budget - page - frame  # the dummies
-    count = (left - enough * frame) // page if page else 0
-    if not fixed and count < enough:  # a frame for each page
+    count = (left - enough * frame) // page if page else left // frame
+    if page and not fixed and count < enough:  # a frame for each page
         count = left // (page + frame)
     if min(most, count) < 1:
         raise OutOfPagesError(f"{budget / 2**20:.0f} MiB are left for KV and one page takes {(page + frame) / 2**20:.1f} MiB")
