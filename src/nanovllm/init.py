@@ -102,7 +102,7 @@ def init_state(
         page_size=page_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=_default_tokens(model) if max_num_batched_tokens is None else max_num_batched_tokens,
+        max_num_batched_tokens=default_tokens(model.device) if max_num_batched_tokens is None else max_num_batched_tokens,
         seed=seed,
     )
     if max_model_len > config.max_position_embeddings:
@@ -222,8 +222,9 @@ def _executor(
         return EagerExecutor(*pages, compiled_forward(model), cascades), None
 
 
-def _default_tokens(model: Model) -> int:
-    large = model.device.type == "cuda" and torch.cuda.get_device_properties(model.device).total_memory >= 64 << 30
+def default_tokens(device: torch.device) -> int:
+    """Tokens of a step, unless told otherwise."""
+    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 64 << 30
     return 16384 + 512 if large else 8192
 
 

@@ -1,7 +1,6 @@
 """What will happen when a model is loaded and run here, known before any weight is read: whether it runs, in how much memory, by which
 kernels."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,22 +14,19 @@ from ..checkpoint_folder import read_json, require_whole, resolve_folder
 from ..config import ModelConfig, for_length
 from ..errors import CheckpointError, InvalidRequestError
 from ..headers import TensorHeader, read_headers
-from ..init import CPU_KV_BYTES
 from ..listing import file_of
 from ..memory_text import size
 from ..model import read_config, read_generation_config, require_vocabulary, resolve_dtype
-from ..models import REGISTRY, ModelSpec
-from ..models.fast import against
+from ..models import REGISTRY, ModelSpec, fitted
 from ..models.features import features, without_memory
-from ..ops.backends import against_flashinfer
-from ..state.kv import bytes_per_page
+from ..step_memory import GRAPHS
 from ..tokenizer import Tokenizer
 from ..tokenizer_files import load_tokenizer
 from ..weights import FLOATS, header_faults, num_params, wanted
+from .kernels import Kernels, kernels
 from .report import device_name
-from .room import Room, room
+from .room import Memory, kv_memory
 
-PAGE_SIZE = 16  # an engine's, unless told otherwise
 LOADING = 32 << 20  # bytes that the host holds at most beyond the weights while they are loaded
 MESSAGE = ({"role": "user", "content": "Hello"},)  # what a chat template is tried on
 
@@ -46,36 +42,6 @@ class Weights:
     tensors: int | None
     held: int
     host: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Layers that see equally many tokens, `window` (0: all), and the bytes of a token's KV in all of them."""
-
-    layers: int
-    window: int
-    token_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes of KV a token, by groups of layers too; what is `left` for KV beside the weights, and how many `tokens` fit into it. None: the
-    system does not tell how much memory is free."""
-
-    token_bytes: int
-    groups: tuple[Group, ...]
-    room: Room | None
-    left: int | None
-    tokens: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
-    """What runs decode steps and prompts, and what stands against the fast forms; empty where nothing does."""
-
-    decode: str
-    prompts: str
-    against: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +126,12 @@ def _looked(
 ) -> Outlook:
     config, problems, notes = for_length(read, max_model_len), list[str](), list[str]()
     chosen, foreign = resolve_dtype(dtype, config, device), spec.load is not None
-    weights = _weights(folder, spec, config, device, chosen, problems)
-    memory = _memory(config, weights.held, device, chosen, memory_fraction)
+    config = fitted(config, device, chosen)
+    weights, how = _weights(folder, spec, config, device, chosen, problems), kernels(config, device, chosen, foreign=foreign)
+    memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
     _judge(config, weights, memory, device, problems, notes)
+    if how.captured:
+        notes.append("an engine measures at its start what its largest steps hold, which leaves less for KV")
     if read.long_rope is not None and config.max_position_embeddings < read.max_position_embeddings:
         most = f"{read.max_position_embeddings:,} tokens with --max-model-len, by the long factors of its rotary embedding"
         notes.append(f"it is loaded for {config.max_position_embeddings:,} tokens; for up to {most}, with KV of its own")
@@ -179,7 +148,7 @@ def _looked(
         config=config,
         weights=weights,
         memory=memory,
-        kernels=kernels(config, device, chosen, foreign=foreign),
+        kernels=how,
         texts=None if folder is None else _texts(folder, config, problems, notes),
         problems=tuple(problems),
         notes=tuple(notes),
@@ -195,40 +164,23 @@ def _weights(
             headers = wanted(read_headers(folder), spec)
         except CheckpointError as error:
             problems.append(str(error))
-    foreign = spec.load is not None
+    foreign, moved = spec.load is not None, 0
     if foreign:
         held = sum((h.stop - h.start) * dtype.itemsize // FLOATS[h.dtype].itemsize for h in headers.values() if h.dtype in FLOATS)
     else:
-        held = sum(leaf.nbytes for leaf in pytree.tree_leaves(without_memory(config, dtype)) if leaf is not None)
+        table, empty = spec.param_table(config), without_memory(config, dtype)
+        pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))
+        held = sum(leaf.nbytes for _, leaf in pairs if leaf is not None)
+        moved = max((leaf.nbytes for info, leaf in pairs if info is not None and (info.transposed or info.channels)), default=0)
         if headers:
-            problems += shortened(header_faults(headers, spec.param_table(config), config))
+            problems += shortened(header_faults(headers, table, config))
     return Weights(
         parameters=None if foreign else num_params(config),
         stored=None if folder is None else sum(h.stop - h.start for h in headers.values()),
         stored_dtypes=tuple(sorted({h.dtype for h in headers.values()})),
         tensors=None if folder is None else len(headers),
         held=held,
-        host=LOADING + (held if foreign or device.type == "cpu" else 0),
-    )
-
-
-def _memory(config: ModelConfig, held: int, device: torch.device, dtype: torch.dtype, fraction: float) -> Memory:
-    page = bytes_per_page(config, page_size=PAGE_SIZE, dtype=dtype)
-    a_layer = bytes_per_page(config, page_size=1, dtype=dtype) // config.num_layers
-    counts = Counter(config.window(layer) for layer in range(config.num_layers))
-    found = room(device)
-    if found is None:
-        left = None
-    elif device.type == "cuda":
-        left = int(found.total * fraction) - (found.total - found.free) - held
-    else:
-        left = min(CPU_KV_BYTES, found.free - held)
-    return Memory(
-        token_bytes=a_layer * config.num_layers,
-        groups=tuple(Group(layers=count, window=window, token_bytes=count * a_layer) for window, count in sorted(counts.items())),
-        room=found,
-        left=left,
-        tokens=None if left is None else max(0, left // page - 1) * PAGE_SIZE,  # one page is the dummy
+        host=LOADING + (held + moved if foreign or device.type == "cpu" else 0),  # what is kept in another order is there twice
     )
 
 
@@ -242,23 +194,8 @@ def _judge(
         problems.append(f"the weights take {size(weights.held)}, and {device} has {size(memory.room.free)} free")
     elif not memory.tokens:
         problems.append(f"the weights take {size(weights.held)}, which leaves {size(max(0, memory.left))} on {device}: no room for KV")
-    elif memory.tokens < config.max_position_embeddings:
-        notes.append(f"a request of the whole context does not fit: KV for {memory.tokens:,} tokens does")
-
-
-def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, foreign: bool = False) -> Kernels:
-    """What runs the model's steps on a device, as `init_state` decides by default; `foreign`: transformers' module."""
-    if foreign:
-        how = "transformers' module, attention in plain torch"
-        return Kernels(decode=how, prompts=how, against="the architecture is not built in")
-    why = against(without_memory(config, dtype), config, device, dtype)
-    if device.type != "cuda":
-        return Kernels(decode="plain torch" if why else "C", prompts="plain torch", against=why)
-    if other := against_flashinfer(device, dtype, config.head_dim, PAGE_SIZE):
-        how = "compiled layers, attention in plain torch"
-        return Kernels(decode=how, prompts=how, against=f"FlashInfer does not serve it: {other}")
-    how = "compiled layers" if why else "fused kernels"
-    return Kernels(decode=f"{how} in CUDA graphs", prompts=f"{how}, attention by FlashInfer", against=why)
+    elif memory.tokens < config.max_position_embeddings and not config.all_windowed:
+        notes.append(f"a request of the whole context does not fit: one of {memory.tokens:,} tokens does")
 
 
 def _texts(folder: Path, config: ModelConfig, problems: list[str], notes: list[str]) -> Texts:

@@ -59,7 +59,9 @@ def _kv(look: Outlook) -> Iterator[str]:
             sees = f"see the last {g.window:,} tokens" if g.window else "see all tokens"
             yield f"of it {size(g.token_bytes)} in {g.layers} layers that {sees}"
     if m.room is not None and m.left is not None and m.tokens is not None:
-        yield f"{size(m.room.free)} of {size(m.room.total)} are free, {size(max(0, m.left))} left for KV: {m.tokens:,} tokens"
+        yield f"{size(m.room.free)} of {size(m.room.total)} are free, {size(max(0, m.left))} left for KV: room for {m.tokens:,} tokens"
+        if m.window_tokens is not None:
+            yield f"for {m.window_tokens:,} in layers with a window, which keep what requests see and chunks hold"
 
 
 def _texts(look: Outlook) -> Iterator[str]:

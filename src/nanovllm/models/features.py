@@ -44,8 +44,11 @@ def _of_config(c: ModelConfig) -> Iterator[str]:
         yield "learned positions"
     elif c.rope.kind != "default":
         yield f"{c.rope.kind} rotary positions"
-    if c.rope.partial != 1.0:
-        yield f"{c.rope.partial:g} of a head's channels turn"
+    stored = c.stored_head_dim or c.head_dim
+    if int(c.head_dim * c.rope.partial) != stored:
+        yield f"{int(c.head_dim * c.rope.partial)} of {stored} channels of a head turn"
+    if stored != c.head_dim:
+        yield f"heads of {stored} channels kept as {c.head_dim}"
     if c.attention_softcap:
         yield "a soft cap on scores"
     if c.logit_softcap:
@@ -77,5 +80,5 @@ def _of_table(table: Params[ParamInfo], c: ModelConfig) -> Iterator[str]:
         yield "matrices stored transposed"
     if len(layer.qkv.sources) == 1:
         yield "q, k and v stored as one"
-    if layer.qkv.channels:
+    if layer.qkv.channels and not c.stored_head_dim:
         yield "channels of heads kept in another order than stored"
