@@ -40,22 +40,22 @@ class Nothing:
         self.steps: list[float] = []
         self.refreshed: Any = None
 
-    def prefill(self, model: nv.Model, kv: Any, rows: Any, *, draw: bool = True) -> tuple[Drawn | None, Any]:
+    def prefill(self, model: nv.Model, kv: Any, rows: Any, *, draw: bool = True, frames: Any = None) -> tuple[Drawn | None, Any]:
         """See `Executor`, as for all that follows."""
         self.prompts.append(time.perf_counter())
         whole = sum(count == sequence.todo for sequence, count in rows)
         return (_zeros(whole) if draw and whole else None), kv
 
-    def load(self, model: nv.Model, kv: Any, rows: Any) -> Any:
+    def load(self, model: nv.Model, kv: Any, rows: Any, *, frames: Any = None) -> Any:
         """The number of rows stands for the carry."""
         return len(rows)
 
-    def refresh(self, model: nv.Model, carry: Any, rows: Any) -> Any:
+    def refresh(self, model: nv.Model, carry: Any, rows: Any, *, frames: Any = None) -> Any:
         """The same rows."""
         self.refreshed = rows
         return len(rows)
 
-    def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any) -> Any:
+    def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any, *, frames: Any = None) -> Any:
         """Those that are left."""
         return len(rows)
 
@@ -68,7 +68,7 @@ class Nothing:
         """Nothing runs ahead."""
         return 0
 
-    def begin(self, model: nv.Model, kv: Any, rows: Any, ticket: int) -> Any:
+    def begin(self, model: nv.Model, kv: Any, rows: Any, ticket: int, *, frames: Any = None) -> Any:
         """As `load`."""
         return len(rows)
 

@@ -11,6 +11,7 @@ from nanovllm.compile import Drawn, EagerExecutor, Runtime
 from nanovllm.decode import DecodeCarry
 from nanovllm.model import Model
 from nanovllm.run_ahead import RunAhead, longest_first, placed, steps_ahead
+from nanovllm.state.frames import Frames
 from nanovllm.state.kv import KVState
 from nanovllm.state.request import Request, Sequence
 from nanovllm.state.vector import IntVector
@@ -25,9 +26,9 @@ class Counting(EagerExecutor):
 
     rows = padding = loads = 0
 
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         self.loads += 1
-        return super().load(model, kv, rows)
+        return super().load(model, kv, rows, frames=frames)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         self.rows += carry.active.shape[0]

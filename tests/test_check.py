@@ -503,7 +503,7 @@ def test_prompts_at_the_start_run_every_form_that_later_ones_do(monkeypatch: pyt
     assert [w is of for w, of in zip(warm.layers, model.params.layers, strict=False)] == [True, True] and len(model.params.layers) == 3
     limits = EngineConfig(num_pages=4, page_size=16, max_model_len=300, max_num_seqs=8, max_num_batched_tokens=256, seed=0)
     kv = init_kv(model.config, num_pages=4, page_size=16, dtype=model.dtype, device=model.device)
-    for host in compile.sample_prompts(limits, FUSED_PROMPTS):
+    for host in compile.sample_prompts(limits, FUSED_PROMPTS, model.config):
         fused.forward(warm, kv, to_device(host, model.device), model.config)
     rows = ((160, 1), (161, 1), (224, 1), (225, 1), (256, 1), (256, 2))
     assert widths == [size for tokens, wanted in rows for size in (tokens, tokens, wanted, wanted)]

@@ -1,6 +1,7 @@
 """The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all its plans share."""
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from .batch import HostBatch
@@ -68,6 +69,31 @@ class Cascades:
         return self._prompts.handle
 
 
+@dataclass(frozen=True, slots=True)
+class DecodePlans:
+    """What a decode batch follows in layers of the first KV pool, and in those of the second, where there is one."""
+
+    first: DecodePlan
+    windowed: DecodePlan | None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.first.batch_size
+
+    @property
+    def handles(self) -> tuple[int, int]:
+        """What goes into `Batch.plan` and `Windowed.plan`."""
+        return self.first.handle, 0 if self.windowed is None else self.windowed.handle
+
+    def update(self, host: HostBatch) -> None:
+        """Plan for the pages, and their frames, that the rows of a batch hold, until the next update."""
+        self.first.update(host.page_counts, host.page_tables)
+        if self.windowed is not None:
+            assert host.frame_tables is not None
+            self.windowed.update(host.page_counts, host.frame_tables)
+
+
 class Attention:
     """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine."""
 
@@ -82,9 +108,14 @@ class Attention:
             model.device,
         )  # fmt: skip
         self._workspace = AttentionWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.num_kv_heads, c.head_dim, model.device)
-        self._windows, self._softcap = windows, c.attention_softcap
+        # Plans hold page tables: layers with another pool follow others.
+        groups = [(0,), tuple(filter(None, windows))] if len(c.pool_sizes) == 2 else [windows]
+        self._groups, self._softcap = groups, c.attention_softcap
         try:
+            windows, self._windowed = groups[0], None
             self._prompt = self._prompt_plan(limits.max_num_seqs, windows)
+            if len(groups) == 2:
+                self._windowed = self._prompt_plan(limits.max_num_seqs, groups[1])
             own, windowed = (self._prompt_plan(limits.max_num_seqs), self._prompt) if any(windows) else (self._prompt, None)
             self._cascade = FlashInferCascade(own, self._prompt_plan(limits.max_num_seqs, causal=False), windowed)
         except (ImportError, OSError, RuntimeError) as error:  # what building or loading kernels ends in without a compiler
@@ -97,16 +128,23 @@ class Attention:
         except (ImportError, OSError, RuntimeError):
             return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2", **options)
 
-    def decode_plan(self, size: int) -> DecodePlan:
-        """A plan of its own for decode batches of `size` rows."""
-        return DecodePlan(self._workspace, size, *self._shape, self._windows, self._softcap)
+    def decode_plans(self, size: int) -> DecodePlans:
+        """Plans of their own for decode batches of `size` rows."""
+        plans = [DecodePlan(self._workspace, size, *self._shape, windows, self._softcap) for windows in self._groups]
+        return DecodePlans(plans[0], plans[1] if len(plans) == 2 else None)
 
-    def plan_prompt(self, host: HostBatch, *, together: bool) -> int:
-        """The handle for a batch of prompts. `together`: `paged_prefill` is given the new tokens' keys and values, too."""
+    def plan_prompt(self, host: HostBatch, *, together: bool) -> tuple[int, int]:
+        """The handles for a batch of prompts, of layers of the first KV pool and of the second. `together`: `paged_prefill` is given the
+        new tokens' keys and values, too."""
         assert host.cu_seqlens is not None
+        windowed = 0
+        if self._windowed is not None:
+            assert host.frame_tables is not None
+            self._windowed.update(host.cu_seqlens, host.seq_lens, host.frame_tables, together=together)
+            windowed = self._windowed.handle
         runs: list[Run] | None = None if self.policy is None else self.policy.prompts(host)
         if runs is not None:
             self._cascade.update(host.seq_lens, host.cu_seqlens, host.page_tables, runs)
-            return self._cascade.handle
+            return self._cascade.handle, windowed
         self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables, together=together)
-        return self._prompt.handle
+        return self._prompt.handle, windowed

@@ -7,6 +7,7 @@ Neither holds more of a chunk than three windows of 32 MiB in host memory, pinne
 import os
 import secrets
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from fcntl import LOCK_EX, flock
@@ -21,14 +22,15 @@ from .chunk_format import Head
 from .chunks import chunk_of
 from .config import RopeConfig
 from .context import require_live
-from .engine import commit_state, enter, enter_with, guarded
+from .engine import capacity, commit_state, enter, enter_with, guarded
 from .errors import ChunkFileError, InvalidRequestError, OutOfPagesError
 from .fill import plain_request
 from .model import Model
 from .state import pool as pools
 from .state.chunk import Chunk, offset_after
-from .state.engine_state import EngineState
-from .state.kv import pages_for
+from .state.engine_state import EngineState, windowed_pools
+from .state.frames import frame_slots
+from .state.kv import KVState, pages_for
 from .state.pages import require_writable
 from .state.request import Sequence
 from .state.vector import IntVector
@@ -77,57 +79,69 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
     head = chunk_format.decode(fd, path)
     require_model(head, model, path)
     count, size, gaps = len(head.tokens), state.config.page_size, head.gaps
-    limit = min(state.config.max_model_len - offset_after(gaps), state.config.num_pages * size)
+    limit = min(state.config.max_model_len - offset_after(gaps), capacity(state))
     if count > limit:
         raise InvalidRequestError(f"{path}: the chunk has {count} tokens; this engine holds at most {limit}")
-    shared = pools.match(state.pool, head.tokens[: head.num_exact])
+    shared, _ = pools.reusable(state.pool, head.tokens[: head.num_exact], whole=True)
     pool = pools.acquire(state.pool, shared)
     missing = pages_for(count, size) - len(shared)
     if missing > pool.num_available:
         raise pools.too_few(pool, f"{path}: the chunk needs {missing} pages")
-    if missing > pool.pages.num_free:  # pages would be taken from the index: for a file that is known to be good only
+    if missing > pool.num_free:  # pages would be taken from the index: for a file that is known to be good only
         verify(fd, head, path, model.device)
     with guarded(state) as taken:
         pool, fresh = pools.allocate(pool, missing) or (pool, ())
-        taken.extend(fresh)
+        taken.note(pool, fresh)
         require_writable(pool.pages, fresh)
         pages = IntVector.of(shared).extend(fresh)
         start = len(shared) * size
         at = np.arange(count)
-        slots = torch.from_numpy((pages.array()[at // size] * size + at % size).astype(np.int32)).to(model.device)
+        slots = (pages.array()[at // size] * size + at % size).astype(np.int32)
+        state = replace(state, pool=pool)
+        of_pools = [
+            torch.from_numpy(frame_slots(pool.frames, slots, size) if framed and pool.frames is not None else slots).to(model.device)
+            for framed in windowed_pools(state)
+        ]
         with closing(chunk_format.read_kv(fd, head, path, model.device)) as windows:
             for first, raw in windows:
                 rows = raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:])
-                _scatter(state.kv.pools[0], rows, first, slots, start)
+                _scatter(state.kv, model.config.places, rows, first, of_pools, start)
         sequence = Sequence(
             request=plain_request(count), tokens=IntVector.of(head.tokens), pages=pages, num_filled=count, most_filled=count,
             provenance=head.provenance, exact_len=head.num_exact, gaps=gaps,
         )  # fmt: skip
-        state = replace(state, pool=pool, stats=state.stats.add(reused_tokens=count))
+        state = replace(state, stats=state.stats.add(reused_tokens=count))
         state, chunk = chunk_of(model, state, sequence)
         return commit_state(state), chunk
 
 
 def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
     """A whole chunk file into an empty file, and to the disk; returns its head."""
-    (pool,) = state.kv.pools
-    bits = pool.view(torch.int64) if pool.shape[-1] * pool.itemsize % 8 == 0 else pool  # the same bytes, several times as fast
+    held, frames = chunk.pages.array(), state.pool.frames
+    like = state.kv.pools[0]
+    whole = like.shape[-1] * like.itemsize % 8 == 0  # the same bytes in larger numbers, several times as fast
+    sources = [
+        (pool.view(torch.int64) if whole else pool, torch.from_numpy(frames.of(held) if framed and frames else held.copy()).to(pool.device))
+        for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True)
+    ]
+    by_layer = [(sources[pool][0][index], sources[pool][1]) for pool, index in state.runtime.lease.model.places]
 
     def gather(first: int, out: Tensor) -> None:
-        _gather(bits, chunk, first, out.view(bits.dtype).view(-1, *bits.shape[2:4], bits.shape[5]))
+        _, _, heads, _, dim = by_layer[0][0].shape
+        _gather(by_layer, len(chunk), first, out.view(by_layer[0][0].dtype).view(-1, 2, heads, dim))
 
     head = head_of(state, chunk)
-    return chunk_format.write_file(fd, head, gather, pool.device)
+    return chunk_format.write_file(fd, head, gather, like.device)
 
 
 def head_of(state: EngineState, chunk: Chunk) -> Head:
     """What a file of this chunk says of it, the digest of the KV not yet."""
-    (pool,) = state.kv.pools
-    layers, _, _, heads, page_size, head_dim = pool.shape
+    pool = state.kv.pools[0]
+    _, _, _, heads, page_size, head_dim = pool.shape
     return Head(
         fingerprint=chunk.fingerprint,
         dtype=pool.dtype,
-        shape=(layers, len(chunk), 2, heads, head_dim),
+        shape=(len(state.runtime.lease.model.places), len(chunk), 2, heads, head_dim),
         page_size=page_size,
         rope=_rope(state.runtime.lease.model.rope),
         provenance=chunk.provenance,
@@ -238,25 +252,28 @@ def _spans(first: int, count: int, num_tokens: int) -> Iterator[tuple[int, int, 
         row += stop - token
 
 
-def _gather(pool: Tensor, chunk: Chunk, first: int, out: Tensor) -> None:
-    """Rows `[n, 2, K, ...]` of a chunk from a pool `[L, N, 2, K, S, ...]` into host memory: whole pages are
+def _gather(by_layer: Seq[tuple[Tensor, Tensor]], num_tokens: int, first: int, out: Tensor) -> None:
+    """Rows `[n, 2, K, ...]` of a chunk, whose pages lie in a tensor `[N, 2, K, S, ...]` of each layer, into host memory: whole pages are
     gathered on the device, brought into the order of tokens, and copied, a layer at a time.
     """
-    size = pool.shape[4]
-    pages = torch.from_numpy(chunk.pages.array().astype(np.int32)).to(pool.device)
-    for layer, token, stop, at in _spans(first, len(out), len(chunk)):
+    device = by_layer[0][0].device
+    for layer, token, stop, at in _spans(first, len(out), num_tokens):
+        memory, pages = by_layer[layer]
+        size = memory.shape[3]
         before = token // size
-        held = pool[layer].index_select(0, pages[before : -(-stop // size)])  # n 2 K S ...
+        held = memory.index_select(0, pages[before : -(-stop // size)])  # n 2 K S ...
         rows = held.permute(0, 3, 1, 2, 4).flatten(0, 1)[token - before * size : stop - before * size]
         out[at : at + len(rows)].copy_(rows, non_blocking=True)
-    if pool.device.type == "cuda":
-        torch.cuda.current_stream(pool.device).synchronize()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
-def _scatter(pool: Float[Tensor, "L N 2 K S D"], rows: Float[Tensor, "n 2 K D"], first: int, slots: Int32[Tensor, "T"], start: int) -> None:
-    """Rows into their slots, those of tokens before `start` left out."""
-    for layer, token, stop, at in _spans(first, len(rows), len(slots)):
-        low = max(token, start)
+def _scatter(
+    kv: KVState, places: Seq[tuple[int, int]], rows: Float[Tensor, "n 2 K D"], first: int, slots: Seq[Int32[Tensor, "T"]], start: int
+) -> None:
+    """Rows into their slots, which each pool has its own of; those of tokens before `start` are left out."""
+    for layer, token, stop, at in _spans(first, len(rows), len(slots[0])):
+        low, (pool, index) = max(token, start), places[layer]
         if low < stop:
             part = rows[at + low - token : at + stop - token]
-            ops.kv_write(pool, layer, part[:, 0], part[:, 1], slots[low:stop])
+            ops.kv_write(kv.pools[pool], index, part[:, 0], part[:, 1], slots[pool][low:stop])

@@ -8,7 +8,7 @@ import torch
 
 from .context import parts_of, require_chunk, require_live, resolve
 from .engine import capacity, commit_state, enter, enter_with, guarded
-from .errors import InvalidRequestError, OutOfPagesError
+from .errors import BrokenInvariantError, InvalidRequestError, OutOfPagesError
 from .fill import adopt, fill, plain_sequence, reserve_all
 from .keywords import explain_unknown_keywords
 from .model import Model
@@ -102,6 +102,8 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[Engi
     if sequence.num_filled != len(sequence.tokens):
         raise OutOfPagesError(f"{sequence.todo} of {len(sequence.tokens)} tokens are not filled")
     count = pages_for(len(sequence.tokens), state.config.page_size)
+    if sequence.retired:
+        raise BrokenInvariantError(f"a chunk needs all its pages and {sequence.retired} are retired")
     spare, num_exact = sequence.pages.array(count), sequence.num_exact
     chunk = Chunk(
         tokens=sequence.tokens,

@@ -24,13 +24,15 @@ from .models.choice import FastChoice, LayerFunction
 from .models.cuts import Cuts, with_cuts
 from .ops.cascade import CascadePlan
 from .state.engine_state import Lease
+from .state.frames import Frames
 from .state.kv import KVState, pages_for
 from .state.request import Sequence
+from .state.sizes import dummies
 from .types import Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
 COMPILED_PROMPTS = ((1, 8), (2, 8))  # rows and tokens: all that compiled layers distinguish
-COMPILES = 16  # of an engine's layer: one row, any other number, prompts; for the first layer and the others; and what varies unforeseen
+COMPILES = 32  # of an engine's layer: one row, any other number, prompts; first and others, with a window or not; the unforeseen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,21 +60,26 @@ class Drawn:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values."""
+    """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values, and from `frames`, those of
+    their pages, where layers have windows."""
 
-    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
+    def prefill(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+    ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens; draw for the sequences that are whole afterwards (None where none is, or not `draw`)."""
         ...
 
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """The carry of a decode step over these rows."""
         ...
 
-    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Donates `carry`. The same rows after some got other pages."""
         ...
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None
+    ) -> DecodeCarry:
         """Donates `carry`. Of its rows those at the places `keep`, ascending, go on: `rows`. The others have ended."""
         ...
 
@@ -84,7 +91,7 @@ class Executor(Protocol):
         """Tokens run before they were asked for, and then not used, since the last call of this."""
         ...
 
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
         """A carry over tensors of its own for steps that the caller runs; what it needs beside lives until `end` of its ticket."""
         ...
 
@@ -115,26 +122,32 @@ class EagerExecutor:
         self._plan: CascadePlan | None = None  # of the last carry; a session's lives until its end
         self._sessions: dict[int, CascadePlan | None] = {}
 
-    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
+    def prefill(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+    ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
-        host = prefill_batch(rows, draw=draw, **self._layout)
-        batch = to_device(host, model.device, 0 if self._cascades is None else self._cascades.prompts(host))
+        host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
+        plan = 0 if self._cascades is None else self._cascades.prompts(host)
+        batch = to_device(host, model.device, plan, plan)
         logits, kv = self._forward(model.params, kv, batch, model.config)
         return draw_first(logits, rows, model) if draw else None, kv
 
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`."""
-        host = decode_batch(rows, **self._layout)
+        host = decode_batch(rows, frames=frames, **self._layout)
         return decode_carry(model, kv, rows, host, self._follow(host))
 
-    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`."""
-        host = decode_batch(rows, **self._layout)
-        return replace(carry, batch=to_device(host, carry.active.device, self._follow(host)))
+        host = decode_batch(rows, frames=frames, **self._layout)
+        plan = self._follow(host)
+        return replace(carry, batch=to_device(host, carry.active.device, plan, plan))
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None
+    ) -> DecodeCarry:
         """See `Executor`."""
-        return self.load(model, carry.kv, rows)
+        return self.load(model, carry.kv, rows, frames=frames)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
@@ -145,9 +158,9 @@ class EagerExecutor:
         """See `Executor`. Nothing runs ahead here."""
         return 0
 
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`."""
-        loaded, carry = self._plan, self.load(model, kv, rows)
+        loaded, carry = self._plan, self.load(model, kv, rows, frames=frames)
         self._sessions[ticket], self._plan = self._plan, loaded
         return carry
 
@@ -212,10 +225,10 @@ def fused_forward(model: Model, choice: FastChoice | None, cuts: Cuts | None = N
     return partial(forward, plain=plain, choice=choice)
 
 
-def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]]) -> list[HostBatch]:
+def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]], config: ModelConfig) -> list[HostBatch]:
     """Prompts on the dummy page, each so many rows of so many tokens, as far as there is room for them: what they need is compiled and
     loaded when they run."""
-    dummy, size = limits.num_pages, limits.page_size
+    (dummy, frame), size = dummies(config, limits), limits.page_size
     fitting = [(rows, min(count, limits.max_model_len, limits.max_num_batched_tokens // rows)) for rows, count in shapes]
     return [
         HostBatch(
@@ -223,6 +236,8 @@ def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]]) -> list[H
             positions=np.tile(np.arange(count, dtype=np.int32), rows),
             slots=np.full(rows * count, dummy * size, np.int32),
             page_tables=np.full((rows, max(2, pages_for(count, size))), dummy, np.int32),  # one page would be compiled for that alone
+            frame_tables=None if frame is None else np.full((rows, max(2, pages_for(count, size))), frame, np.int32),
+            frame_slots=None if frame is None else np.full(rows * count, frame * size, np.int32),
             seq_lens=np.full(rows, count, np.int32),
             page_counts=np.full(rows, pages_for(count, size), np.int32),
             cu_seqlens=np.arange(0, (rows + 1) * count, count, dtype=np.int32),
@@ -233,11 +248,13 @@ def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]]) -> list[H
     ]
 
 
-def decode_carry(model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch, plan: int = 0) -> DecodeCarry:
-    """A carry over fresh tensors."""
+def decode_carry(
+    model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch, plan: int = 0, windowed_plan: int | None = None
+) -> DecodeCarry:
+    """A carry over fresh tensors. `windowed_plan`: None where it is the plan for all layers."""
     return DecodeCarry(
         kv=kv,
-        batch=to_device(host, model.device, plan),
+        batch=to_device(host, model.device, plan, plan if windowed_plan is None else windowed_plan),
         sampling=sampling_of(rows, model),
         active=torch.ones(len(rows), dtype=torch.int32, device=model.device),
     )

@@ -22,7 +22,9 @@ from .model import Model
 from .state import pages as page_ops
 from .state import pool as pools
 from .state.chunk import Chunk, Provenance
-from .state.engine_state import EngineState
+from .state.engine_state import EngineState, windowed_pools
+from .state.frames import frame_slots
+from .state.pool import Taken
 from .state.request import Sequence
 from .state.vector import IntVector
 
@@ -88,7 +90,7 @@ def drop(
 
 
 def dropped(
-    model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: list[int]
+    model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken
 ) -> tuple[EngineState, Chunk]:
     """`drop`, uncommitted. Pages taken go into `taken`."""
     require_live(state, chunk)
@@ -145,13 +147,13 @@ def _placed(
     layout: Layout,
     operation: str,
     sources: Seq[Chunk],
-    taken: list[int],
+    taken: Taken,
     recompute: int | float = 0,
 ) -> tuple[EngineState, Chunk]:
     """Build the run, uncommitted: pages, moves, tokens to run again, the chunk."""
     total = len(layout.tokens)
     # Free pages are written while the host counts their owners: nobody has KV in them. Others are not taken over before that.
-    early = page_ops.upcoming(state.pool.pages, layout.num_fresh)
+    early = page_ops.upcoming(state.pool.pages, layout.num_fresh) if state.pool.frames is None else None
     if early is not None:
         _move(model, state, layout, early)
     pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
@@ -159,9 +161,9 @@ def _placed(
     if found is None:
         raise pools.too_few(pool, f"the chunk needs {layout.num_fresh} pages")
     pool, fresh = found
-    taken.extend(fresh)
+    taken.note(pool, fresh)
     if early is None:
-        _move(model, state, layout, fresh)
+        _move(model, replace(state, pool=pool), layout, fresh)
     pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
     operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
     sequence = Sequence(
@@ -182,16 +184,18 @@ def _move(model: Model, state: EngineState, layout: Layout, fresh: tuple[int, ..
     count = len(layout.source)
     if not count:
         return
-    moves = torch.empty(3, count, dtype=torch.int32, pin_memory=model.device.type == "cuda")
-    target = slots_of(np.array(fresh, np.int32), state.config.page_size)  # what moves begins with the first of them
-    moves.numpy()[:] = layout.source, target[:count], layout.shift
-    source, target, shift = moves.to(model.device, non_blocking=True).unbind(0)
-    (pool,), windows, local = state.kv.pools, model.config.windows, model.params.local_inv_freq
-    if local is None:
-        ops.move_kv(pool, source, target, shift, model.params.inv_freq)
-        return
-    for layer, window in enumerate(windows):  # those with a window turn by their own speeds
-        ops.move_kv(pool[layer : layer + 1], source, target, shift, local if window else model.params.inv_freq)
+    moves = torch.empty(1 + 2 * len(state.kv.pools), count, dtype=torch.int32, pin_memory=model.device.type == "cuda")
+    target = slots_of(np.array(fresh, np.int32), state.config.page_size)[:count]  # what moves begins with the first of them
+    moves[0].numpy()[:] = layout.shift
+    windowed = windowed_pools(state)
+    for pool, framed in enumerate(windowed):
+        frames = state.pool.frames if framed else None
+        for row, slots in enumerate((layout.source, target), 1 + 2 * pool):
+            moves[row].numpy()[:] = slots if frames is None else frame_slots(frames, slots, state.config.page_size)
+    shift, *slots = moves.to(model.device, non_blocking=True).unbind(0)
+    for pool, (pages, framed) in enumerate(zip(state.kv.pools, windowed, strict=True)):
+        local = model.params.local_inv_freq if framed else None  # by which layers with a window turn, where they have speeds of their own
+        ops.move_kv(pages, slots[2 * pool], slots[2 * pool + 1], shift, model.params.inv_freq if local is None else local)
 
 
 def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Chunk], recompute: int | float) -> np.ndarray:
@@ -212,13 +216,14 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
     It runs the first layers over these tokens, in place: their KV there is the better for it.
     """
     probe = replace(model, params=replace(model.params, layers=model.params.layers[:PROBED]))
-    last, size = len(probe.params.layers) - 1, state.config.page_size
-    at = np.arange(start, len(sequence.tokens))
-    pages, inside = (torch.from_numpy(part.astype(np.int64)).to(model.device) for part in (sequence.pages.array()[at // size], at % size))
+    (pool, index), size = model.config.places[len(probe.params.layers) - 1], state.config.page_size
+    at, held = np.arange(start, len(sequence.tokens)), sequence.pages.array()
+    if windowed_pools(state)[pool] and state.pool.frames is not None:
+        held = state.pool.frames.of(held)
+    pages, inside = (torch.from_numpy(part.astype(np.int64)).to(model.device) for part in (held[at // size], at % size))
 
     def there() -> torch.Tensor:
-        (pool,) = state.kv.pools
-        return pool[last, pages, :, :, inside].float()
+        return state.kv.pools[pool][index, pages, :, :, inside].float()
 
     before = there()
     run_again(probe, state, sequence, at)
@@ -226,7 +231,7 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
 
 
 def run_after(
-    model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: list[int]
+    model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: Taken
 ) -> tuple[EngineState, Chunk]:
     """A chunk of all tokens, those behind `base` run now; uncommitted. Pages taken go into `taken`."""
     if len(tokens) > capacity(state, base):

@@ -55,6 +55,7 @@ class MoEConfig:
 class ModelConfig:
     """The sizes of one model, made from a Hugging Face `config.json` by its architecture's own function.
 
+    `head_dim` is what is kept of a head; where a checkpoint's heads are narrower, `stored_head_dim`, the rest is zero (`tables.heads`).
     `windows`: for each layer how many tokens a token attends to, itself included, 0 meaning all; empty: all, in every layer. Layers with a
     window turn by `local_rope` where there is one. A soft cap c turns x into c tanh(x / c); 0: none.
     """
@@ -76,6 +77,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
     long_rope: RopeConfig | None = None  # by which positions turn where more than those of `rope` are wanted; see `for_length`
+    stored_head_dim: int = 0  # 0: `head_dim`
     attention_scale: float = 0.0  # of a query's products with keys; 0: 1 / sqrt(head_dim)
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -112,6 +114,38 @@ class ModelConfig:
         """How many tokens a token attends to in a layer, itself included; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    @property
+    def widest_window(self) -> int:
+        """The most tokens that a layer with a window attends to; 0: no layer has one."""
+        return max(self.windows, default=0)
+
+    @property
+    def all_windowed(self) -> bool:
+        """Whether every layer has a window."""
+        return bool(self.windows) and all(self.windows)
+
+    @property
+    def pool_sizes(self) -> tuple[int, ...]:
+        """How many layers each KV pool holds: those without a window, then those with one; a group without layers has no pool."""
+        windowed = sum(map(bool, self.windows))
+        return tuple(count for count in (self.num_layers - windowed, windowed) if count)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer its KV pool and its index there."""
+        if len(self.pool_sizes) == 1:
+            return tuple((0, index) for index in range(self.num_layers))
+        found, counts = list[tuple[int, int]](), [0, 0]
+        for window in self.windows:
+            pool = 1 if window else 0
+            found.append((pool, counts[pool]))
+            counts[pool] += 1
+        return tuple(found)
+
+    def layer_at(self, window: int, index: int) -> int:
+        """The layer that stands at this index of the KV pool for layers with a window, or without one (0)."""
+        return index if len(self.pool_sizes) == 1 else self.places.index((1 if window else 0, index))
+
 
 def for_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
     """The config for requests of so many tokens. Where a model turns long ones otherwise (LongRoPE), None means those that it was first
@@ -132,7 +166,10 @@ def loaded_for_short(config: ModelConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The limits of one engine. `num_pages` excludes the dummy page; lengths are in tokens."""
+    """The limits of one engine. `num_pages` and `num_frames` exclude the dummies; lengths are in tokens.
+
+    `num_frames`: for how many pages there is KV memory in the layers with a window (`state/frames.py`); 0: no layer has one.
+    """
 
     num_pages: int
     page_size: int
@@ -140,8 +177,11 @@ class EngineConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     seed: int
+    num_frames: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.num_frames, bool) or not isinstance(self.num_frames, int) or self.num_frames < 0:
+            raise InvalidRequestError(f"num_frames={self.num_frames!r} must be an integer of at least 1, or 0 where no layer has a window")
         for name in ("num_pages", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from . import sample
-from .attention_plans import EXTENSION, Attention, Cascades, cascade_policy
+from .attention_plans import EXTENSION, Attention, Cascades, DecodePlans, cascade_policy
 from .batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
 from .compile import (
     COMPILED_PROMPTS,
@@ -38,11 +38,12 @@ from .models import FastChoice, fused
 from .models.cuts import Cuts
 from .models.params import Params, two_of_each
 from .ops.cascade import CascadePlan
-from .ops.flashinfer import DecodePlan
 from .run_ahead import RunAhead, longest_first, placed
 from .sampling_params import SamplingParams, from_generation_config
+from .state.frames import Frames
 from .state.kv import KVState
 from .state.request import Sequence
+from .state.sizes import dummies
 from .step_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
 from .types import Int64, Tensor
 
@@ -100,10 +101,12 @@ class GraphExecutor:
         `choice`: the layers that the fused kernels may run; None: all. `cuts`: how they cut their work; None: by their defaults.
         """
         self._device, self._model = model.device, model
-        self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
+        self._layout = {"page_size": limits.page_size, "dummy_page": dummies(model.config, limits)[0]}
         served = fused.serves(model.params, model.config) and (choice is None or any(choice.layers))
         self._forward = fused_forward(model, choice, cuts) if served else compiled_forward(model)
-        policy = None if cascade is False else cascade_policy(model, limits, always=bool(cascade))
+        # Where all layers have a window what is shared is seldom seen, and its pages may have no frames.
+        apart = cascade is False or (cascade is None and model.config.all_windowed)
+        policy = None if apart else cascade_policy(model, limits, always=bool(cascade))
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
@@ -118,25 +121,27 @@ class GraphExecutor:
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
         self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
-        self._sessions: dict[int, DecodePlan | CascadePlan] = {}
-        self._spare: list[DecodePlan] = []
+        self._sessions: dict[int, DecodePlans | CascadePlan] = {}
+        self._spare: list[DecodePlans] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
         self._ahead = RunAhead(limits.page_size)
         self._warm_up(model, kv, limits, warm, progress)
 
     @_on_device
-    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
+    def prefill(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+    ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         features = sample.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
         if few and features in self._extend.usual and model.params is self._model.params:
-            return self._extension(kv, rows, features, draw), kv
-        host = prefill_batch(rows, draw=draw, **self._layout)
+            return self._extension(kv, rows, features, draw, frames), kv
+        host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
         return draw_first(logits, rows, model) if draw else None, kv
 
     @_on_device
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`. The carry is the static memory of the graph for these rows, the longest first."""
         self._require_weights(model)
         features = sample.features([s.request.sampling for s in rows])
@@ -145,28 +150,30 @@ class GraphExecutor:
         places = longest_first(rows)
         carried = placed(rows, places)
         drawing = () if features == GREEDY else sampling_rows(carried)
-        step = self._decode.load(kv, decode_batch(carried, **self._layout), drawing, features)
+        step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, features)
         self._loaded = step, len(rows)
         self._restart(step, rows, places)
         return step.carry
 
     @_on_device
-    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`."""
         step, held = self._current(carry)
         self._ahead.drop()
         places = self._ahead.places
-        if len(rows) == held and self._decode.refresh(step, decode_batch(placed(rows, places), **self._layout)):
+        if len(rows) == held and self._decode.refresh(step, decode_batch(placed(rows, places), frames=frames, **self._layout)):
             self._restart(step, rows, places)
             return step.carry
-        return self.load(model, carry.kv, rows)
+        return self.load(model, carry.kv, rows, frames=frames)
 
     @_on_device
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None
+    ) -> DecodeCarry:
         """See `Executor`. The rows that have ended become padding, until fewer rows than another graph holds are left."""
         step, _ = self._current(carry)
         if step.kind.size != self._decode.size(len(rows)) or step.kind.features.penalties or step.kind.way == "shared":
-            return self.load(model, carry.kv, rows)  # what stands for shared pages may be a row that has ended
+            return self.load(model, carry.kv, rows, frames=frames)  # what stands for shared pages may be a row that has ended
         self._decode.retire(step, self._ahead.narrow(keep, rows))
         return step.carry
 
@@ -187,9 +194,9 @@ class GraphExecutor:
         return self._ahead.thrown_away()
 
     @_on_device
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`. The plan covers every page that the rows hold, so that it stays valid for all steps there is room for."""
-        host = decode_batch(rows, **self._layout)
+        host = decode_batch(rows, frames=frames, **self._layout)
         shared = None if self._cascades is None else self._cascades.decode(host)
         if shared is not None:
             carry = decode_carry(model, kv, rows, host, shared.handle)
@@ -197,9 +204,9 @@ class GraphExecutor:
             return carry
         plan = next((p for p in self._spare if p.batch_size == len(rows)), None)
         if plan is None:
-            plan = self._attention.decode_plan(len(rows))
-        plan.update(host.page_counts, host.page_tables)
-        carry = decode_carry(model, kv, rows, host, plan.handle)
+            plan = self._attention.decode_plans(len(rows))
+        plan.update(host)
+        carry = decode_carry(model, kv, rows, host, *plan.handles)
         self._spare = [p for p in self._spare if p is not plan]
         self._sessions[ticket] = plan
         return carry
@@ -207,12 +214,14 @@ class GraphExecutor:
     def end(self, ticket: int) -> None:
         """See `Executor`."""
         plan = self._sessions.pop(ticket, None)
-        if isinstance(plan, DecodePlan):
+        if isinstance(plan, DecodePlans):
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
 
-    def _extension(self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sample.Features, draw: bool) -> Drawn | None:
+    def _extension(
+        self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sample.Features, draw: bool, frames: Frames | None
+    ) -> Drawn | None:
         """Few tokens of prompts as the rows of one captured step; a row that is not the last of a whole prompt draws for nobody."""
-        host = prefill_batch(rows, draw=draw, **self._layout)
+        host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         assert host.logit_indices is not None
         drawing = [NOTHING] * len(host.input_ids)
         whole = sampling_rows([s for s, count in rows if draw and count == s.todo])
@@ -223,7 +232,7 @@ class GraphExecutor:
         return step.fetch().wait(len(drawing)).at(host.logit_indices) if whole else None
 
     def _prompt(self, host: HostBatch) -> Batch:
-        return to_device(host, self._device, self._attention.plan_prompt(host, together=self._together))
+        return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))
 
     def _restart(self, step: CapturedStep, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> None:
         # Counts of drawn tokens are written in place: a step that is thrown away would have counted.
@@ -239,7 +248,7 @@ class GraphExecutor:
 
     @torch.no_grad()
     def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, warm: Params[Tensor], progress: bool | None) -> None:
-        prompts = sample_prompts(limits, FUSED_PROMPTS if self._together else COMPILED_PROMPTS)
+        prompts = sample_prompts(limits, FUSED_PROMPTS if self._together else COMPILED_PROMPTS, model.config)
         # The largest first: the others find its memory in the pool.
         kinds = [(graphs, size) for graphs in (self._decode, self._extend) for size in reversed(graphs.sizes)]
         # None: tqdm stays quiet where stderr is not a terminal.

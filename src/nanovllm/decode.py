@@ -139,11 +139,16 @@ def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
     """
     batch, token_ids = carry.batch, sampled.token_ids
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
-    positions, slots, seq_lens = next_places(batch.positions, batch.seq_lens, batch.page_tables, carry.active, num_pages, page_size)
+    places = batch.positions, batch.seq_lens
+    positions, slots, seq_lens = next_places(*places, batch.page_tables, carry.active, num_pages, page_size)
+    windowed = batch.windowed
+    if windowed is not None:
+        _, frame_slots, _ = next_places(*places, windowed.page_tables, carry.active, kv.pools[1].shape[1], page_size)
+        windowed = replace(windowed, slots=frame_slots)
     return replace(
         carry,
         kv=kv,
-        batch=replace(batch, input_ids=token_ids, positions=positions, slots=slots, seq_lens=seq_lens),
+        batch=replace(batch, input_ids=token_ids, positions=positions, slots=slots, seq_lens=seq_lens, windowed=windowed),
         sampling=record(carry.sampling, token_ids),
         log=None if carry.log is None else _write(carry.log, sampled),
     )

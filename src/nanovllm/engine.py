@@ -28,8 +28,9 @@ from .settle import counted, draw_token, finish_reason, result
 from .state import pool as pools
 from .state.chunk import Chunk, offset_after
 from .state.engine_state import EngineState, ModelKey
+from .state.frames import least_frames, num_retired, pages_with
 from .state.kv import KVState
-from .state.pool import Pool
+from .state.pool import Pool, Taken
 from .state.request import Request, Sequence, StepOutput, StopScan
 from .state.steady import Steady
 from .state.vector import IntVector
@@ -45,7 +46,7 @@ def submit(model: Model, state: EngineState, context: Context, sampling_params: 
     state = enter_with(model, state)
     state, sequence, _ = new_sequence(model, state, context, sampling_params)
     if sequence.pages.length:
-        state = replace(state, pool=pools.acquire(state.pool, sequence.pages))
+        state = replace(state, pool=pools.acquire(state.pool, sequence.pages, sequence.retired))
     return commit_state(state, waiting=state.waiting.push(sequence)), sequence.request.request_id
 
 
@@ -62,12 +63,12 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
         return commit_state(after), outputs
 
 
-def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[EngineState, list[StepOutput]]:
-    """A step without the lease: what `step` and `generate_many` share. Pages that it takes over are noted in `taken`."""
+def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineState, list[StepOutput]]:
+    """A step without the lease: what `step` and `generate_many` share. What it takes over is noted in `taken`."""
     if not state.running and not state.waiting:
         return state, []
     if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
-        loaded, decoded = _decode(model, state, running.ids, running, state.kv)
+        loaded, decoded = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded)
     plan = schedule(state.pool, tuple(state.running), state.waiting, state.config)
     for sequence in plan.stuck:
@@ -76,15 +77,16 @@ def run_step(model: Model, state: EngineState, taken: list[int]) -> tuple[Engine
                 f"request {sequence.request.request_id} has {sequence.tokens.length} tokens and the live chunks leave it "
                 f"{plan.pool.num_available} of {state.config.num_pages} pages: release chunks, or cancel it"
             )
-    taken.extend(plan.allocated)
-    kv = copy_pages(state.kv, plan.copies)
+    taken.pages.extend(plan.allocated)
+    taken.frames.extend(plan.frames)
+    kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry follows its rows from step to step: after a step without them it is stale, even where the same rows come back later.
     prefilled, loaded, decoded = None, None, None
     if plan.prefill:
-        prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill)
+        prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill, frames=plan.pool.frames)
     if plan.decode:
         ids = tuple([s.request.request_id for s in plan.decode])
-        loaded, decoded = _decode(model, state, ids, plan.decode, kv, grew=plan.grew)
+        loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
         # Only now: the step does not wait for what is found out here.
         if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, state.config)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
@@ -133,7 +135,7 @@ def new_sequence(
         raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
     validate_for(params, model.config.vocab_size)
     resolved = resolve(model, state, context)
-    num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base)
+    num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
     if num_prompt >= limit:
         raise InvalidRequestError(f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated")
     ends = () if params.ignore_eos else model.config.eos_token_ids
@@ -152,6 +154,9 @@ def new_sequence(
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, and this model has none")
     stops = StopScan(detokenizer=Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
     sequence = begin_sequence(request, resolved.tokens, resolved.base, stops)
+    if (frames := state.pool.frames) is not None and not keep:
+        retired = num_retired(sequence.num_filled, num_prompt, frames.window, state.config.page_size)
+        sequence = replace(sequence, retired=retired)
     return replace(state, next_id=rid + 1), sequence, resolved.base
 
 
@@ -165,10 +170,16 @@ def begin_sequence(request: Request, tokens: IntVector, base: Chunk | None, stop
     )  # fmt: skip
 
 
-def capacity(state: EngineState, base: Chunk | None = None) -> int:
-    """The most tokens that one request can have, prompt and reply; after a chunk with gaps fewer, because positions end too."""
-    offset = 0 if base is None else offset_after(base.gaps)
-    return min(state.config.max_model_len - offset, state.config.num_pages * state.config.page_size)
+def capacity(state: EngineState, base: Chunk | None = None, *, whole: bool = True) -> int:
+    """The most tokens that one request can have, prompt and reply; after a chunk with gaps fewer, because positions end too.
+
+    `whole`: all its KV stays, as a chunk's does; a request without that gives up what is outside of the windows of layers that have one.
+    """
+    offset, config, frames = 0 if base is None else offset_after(base.gaps), state.config, state.pool.frames
+    pages = config.num_pages
+    if frames is not None and (whole or frames.num_frames < least_frames(frames.window, config.page_size)):
+        pages = min(pages, frames.num_frames)
+    return min(config.max_model_len - offset, pages * config.page_size)
 
 
 def enter(state: EngineState, model: Model | None = None) -> EngineState:
@@ -187,7 +198,7 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
     lost, pool, waiting, kept = lease.lost, state.pool, state.waiting, []
     for sequence in (*state.running, *state.waiting):
         if not lost.isdisjoint(sequence.pages):
-            pool = pools.release(pool, sequence.pages)
+            pool = pools.release(pool, sequence.pages, sequence.retired)
             waiting = waiting.push(sequence.restart(IntVector.of(), 0))
         elif sequence.request.request_id not in waiting.items:
             kept.append(sequence)
@@ -209,7 +220,8 @@ def require_model(model: Any) -> None:
 
 def model_key(model: Model) -> ModelKey:
     """What a state and its model must agree in."""
-    return ModelKey(fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=model.config.rope)
+    config = model.config
+    return ModelKey(fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=config.rope, places=config.places)
 
 
 def commit_state(state: EngineState, **changes) -> EngineState:
@@ -218,38 +230,40 @@ def commit_state(state: EngineState, **changes) -> EngineState:
 
 
 @contextmanager
-def guarded(state: EngineState) -> Iterator[list[int]]:
-    """Device work of one call up to its commit, which notes the pages that it takes in the list. Where it raises, Ctrl-C included, what it
+def guarded(state: EngineState) -> Iterator[Taken]:
+    """Device work of one call up to its commit, which notes what it takes in what this gives. Where it raises, Ctrl-C included, what it
     took over from the index or from preempted sequences, and the decode carry, count as lost for the old state."""
-    taken: list[int] = []
+    taken, pool = Taken(), state.pool
     try:
         yield taken
     except BaseException as error:
-        state.runtime.lease.lose(page for page in taken if state.pool.pages.refcount(page))
+        overwritten = [] if pool.frames is None else pages_with(pool.frames, taken.frames)
+        state.runtime.lease.lose([*(page for page in taken.pages if pool.pages.refcount(page)), *overwritten])
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfPagesError("the device's memory ran out in the middle of a step; the state is as it was before the call") from error
         raise
 
 
-def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...]) -> KVState:
-    """Donates `kv`. Copy whole pages, all layers, from the first to the second of each pair."""
+def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...], frame_copies: tuple[tuple[int, int], ...] = ()) -> KVState:
+    """Donates `kv`. Copy whole pages, all layers, from the first to the second of each pair; `frame_copies` are these pages' frames."""
     if copies:
-        for pages in kv.pools:
-            source, target = torch.tensor(copies, dtype=torch.int32).to(pages.device).unbind(1)
+        of_pools = (copies,) * len(kv.pools) if not frame_copies else (copies, frame_copies)[-len(kv.pools) :]
+        for pages, pairs in zip(kv.pools, of_pools, strict=True):
+            source, target = torch.tensor(pairs, dtype=torch.int32).to(pages.device).unbind(1)
             ops.copy_pages(pages, source.contiguous(), target.contiguous())
     return kv
 
 
-def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, *, grew: bool = False):
+def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, pool: Pool, *, grew: bool = False):
     """One decode step, on the carry of the last one where no other rows have come; `grew` where some have other pages."""
     executor = state.runtime.executor
     before, carry = ((), None) if state.loaded is None else state.loaded
     if carry is not None and before == ids:
-        carry = executor.refresh(model, carry, rows) if grew else carry
+        carry = executor.refresh(model, carry, rows, frames=pool.frames) if grew else carry
     elif carry is not None and not grew and (keep := _places(before, ids)) is not None:
-        carry = executor.narrow(model, carry, keep, rows)
+        carry = executor.narrow(model, carry, keep, rows, frames=pool.frames)
     else:
-        carry = executor.load(model, kv, rows)
+        carry = executor.load(model, kv, rows, frames=pool.frames)
     carry, drawn = executor.decode(model, carry)
     return (ids, carry), drawn
 

@@ -8,13 +8,14 @@ import numpy as np
 from .engine import begin_sequence, copy_pages
 from .model import Model
 from .sampling_params import SamplingParams
-from .schedule import reserve, worth_taking, written_pages
+from .schedule import frames_of_copies, reserve, worth_taking, written_pages
 from .settle import counted
 from .state import pool as pools
 from .state.chunk import Chunk
 from .state.engine_state import EngineState
 from .state.kv import pages_for
 from .state.pages import require_writable
+from .state.pool import Taken
 from .state.request import Request, Sequence
 from .state.vector import IntVector
 
@@ -30,13 +31,14 @@ def plain_request(count: int) -> Request:
 
 
 def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:
-    """Make each sequence an owner of its base chunk's pages, or of what the index has of its tokens where that serves better.
+    """Make each sequence an owner of its base chunk's pages, or of what the index has of its tokens where that serves better; with
+    all frames, because it is to become a chunk.
 
     `logits`: the last token will run even where it is filled, so it does not count as reused.
     """
     pool, held, reused = state.pool, [], 0
     for asked in sequences:
-        matched = pools.match(pool, asked.tokens.array())
+        matched, _ = pools.reusable(pool, asked.tokens.array(), whole=True)
         better = worth_taking(pool, matched, asked, state.config.page_size)
         sequence = asked.restart(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
         pool = pools.acquire(pool, sequence.pages)
@@ -47,7 +49,7 @@ def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False)
 
 
 def reserve_all(
-    state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: list[int]
+    state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken
 ) -> tuple[EngineState, list[Sequence]]:
     """Give each sequence pages of its own up to `lengths` tokens; partly filled shared pages are copied. Donates the KV.
 
@@ -62,9 +64,10 @@ def reserve_all(
         pool, held[i], copied, fresh = done
         pages.extend(fresh)
         copies.extend(copied)
-    taken.extend(pages)  # not before all is reserved: what a refused call would have taken over still holds its KV
+    taken.note(pool, pages)  # not before all is reserved: what a refused call would have taken over still holds its KV
+    kv = copy_pages(state.kv, tuple(copies), frames_of_copies(pool, copies))
     pool = pools.release(pool, [source for source, _ in copies])
-    return replace(state, kv=copy_pages(state.kv, tuple(copies)), pool=pool), held
+    return replace(state, kv=kv, pool=pool), held
 
 
 def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: int = 0) -> tuple[EngineState, list[Sequence]]:
@@ -84,7 +87,7 @@ def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: 
             return replace(state, kv=kv, pool=pool, stats=stats), done
         for i, count in rows:
             require_writable(pool.pages, written_pages(done[i], count, state.config.page_size).tolist())
-        _, kv = state.runtime.executor.prefill(model, kv, [(done[i], count) for i, count in rows], draw=False)
+        _, kv = state.runtime.executor.prefill(model, kv, [(done[i], count) for i, count in rows], draw=False, frames=pool.frames)
         for i, count in rows:
             prompt, again = counted(done[i], count)
             stats = stats.add(prefill_tokens=prompt, decode_tokens=count - prompt, rerun_tokens=again)
@@ -109,5 +112,5 @@ def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.n
         batch.append((replace(sequence, tokens=sequence.tokens.truncate(stop), num_filled=start), stop - start))
         following = len(pieces[i + 1]) if i + 1 < len(pieces) else budget
         if sum(count for _, count in batch) + following > budget or len(batch) == state.config.max_num_seqs:
-            state.runtime.executor.prefill(model, state.kv, batch, draw=False)
+            state.runtime.executor.prefill(model, state.kv, batch, draw=False, frames=state.pool.frames)
             batch = []

@@ -4,6 +4,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,8 +23,10 @@ from .models import FastChoice
 from .models.cuts import Cuts
 from .ops.backends import attention_backend
 from .state.engine_state import EngineState, Lease
-from .state.kv import KVState, bytes_per_page, init_kv, pages_for
+from .state.frames import init_frames
+from .state.kv import KVState, init_kv
 from .state.pool import init_pool
+from .state.sizes import bytes_of, pool_sizes
 from .tune.use import cuts_for, plain, require_tuning
 
 R = TypeVar("R")
@@ -35,6 +38,7 @@ def init_state(
     model: Model,
     *,
     num_pages: int | None = None,
+    num_frames: int | None = None,
     page_size: int = 16,
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
@@ -50,8 +54,10 @@ def init_state(
     """An empty engine for `model`.
 
     `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
-    what `memory_fraction` of a GPU's memory leaves. `max_num_batched_tokens`: None is 8,192, and on a GPU of 64 GiB or more what takes a
-    prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
+    what `memory_fraction` of a GPU's memory leaves beside the weights and what the largest steps hold, which is measured. `num_frames`:
+    for how many pages layers with a window keep KV (where it is None, `state/sizes.py` says how many that are); where all layers have
+    one, `num_pages` says it. `max_num_batched_tokens`: None is 8,192, and
+    on a GPU of 64 GiB or more what takes a prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
     steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
     requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
     `check`: whether the fast form of each decode layer is compared with the plain one on the model's own weights before it is used; a
@@ -86,8 +92,11 @@ def init_state(
     max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
         raise InvalidRequestError(f"memory_fraction={memory_fraction!r} must be in (0, 1]")
+    if num_frames is not None and not config.widest_window:
+        raise InvalidRequestError(f"num_frames={num_frames!r} is for layers with a window, of which {model.name} has none")
     limits = EngineConfig(
         num_pages=1 if num_pages is None else num_pages,
+        num_frames=1 if num_frames is None and config.widest_window else num_frames or 0,
         page_size=page_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -99,17 +108,22 @@ def init_state(
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = _cuts(model, limits, compile, tuning)
     choice, cuts = _choice(model, limits, compile, check, cuts, tuning)  # before the pool takes the memory that it needs for a moment
+    budget = None
     if num_pages is None:
-        num_pages = _default_pages(model, limits, memory_fraction)
-        limits = EngineConfig(**{**_fields(limits), "num_pages": num_pages})
+        needed, cuts = _needed(model, limits, compile, choice, cuts, tuning)
+        budget = _budget(model, memory_fraction) - needed
+    num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, model.dtype)
+    limits = replace(limits, num_pages=num_pages, num_frames=frames)
     try:
-        kv = init_kv(config, num_pages=num_pages, page_size=page_size, dtype=model.dtype, device=model.device)
+        kv = init_kv(config, num_pages=num_pages, num_frames=frames, page_size=page_size, dtype=model.dtype, device=model.device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        size = num_pages * bytes_per_page(config, page_size=page_size, dtype=model.dtype)
+        size = bytes_of(config, limits, model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
     executor, cuts = _executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
     runtime = Runtime(Lease(model_key(model)), executor, cuts)
-    return EngineState(config=limits, kv=kv, pool=init_pool(num_pages, page_size), runtime=runtime)
+    windows = {"window": config.widest_window, "alone": config.all_windowed}
+    pool = init_pool(num_pages, page_size, init_frames(frames, num_pages, **windows) if frames else None)
+    return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)
 
 
 def _captures(model: Model, limits: EngineConfig, compile: bool | None) -> bool:
@@ -211,20 +225,31 @@ def _default_tokens(model: Model) -> int:
     return 16384 + 512 if large else 8192
 
 
-def _default_pages(model: Model, limits: EngineConfig, memory_fraction: float) -> int:
-    size = bytes_per_page(model.config, page_size=limits.page_size, dtype=model.dtype)
-    wanted = limits.max_num_seqs * pages_for(limits.max_model_len, limits.page_size)
-    if model.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.device)
-        used = total - free
-        budget = int(total * memory_fraction) - used
-    else:
-        budget = CPU_KV_BYTES
-    pages = min(wanted, budget // size - 1)
-    if pages < 1:
-        raise OutOfPagesError(f"{budget / 2**20:.0f} MiB are left for KV and one page takes {size / 2**20:.1f} MiB")
-    return pages
+def _needed(
+    model: Model,
+    limits: EngineConfig,
+    compile: bool | None,
+    choice: FastChoice | None,
+    cuts: Cuts | None,
+    tuning: bool | str | os.PathLike[str] | None,
+) -> tuple[int, Cuts | None]:
+    """Bytes that steps hold beside weights and KV, where they are captured; and the cuts by which kernels could be made."""
+    if not _captures(model, limits, compile) or model.foreign:
+        return 0, cuts
+    from .step_memory import measured
+
+    try:
+        return _by_cuts(partial(measured, model, limits, choice), cuts, tuning)
+    except AttentionUnavailableError:
+        return 0, cuts  # the executor says so
+    except torch.OutOfMemoryError as error:
+        what = f"max_num_batched_tokens={limits.max_num_batched_tokens} and max_num_seqs={limits.max_num_seqs}"
+        raise OutOfPagesError(f"a step of {what} does not fit on {model.device} beside the weights") from error
 
 
-def _fields(limits: EngineConfig) -> dict[str, int]:
-    return {name: getattr(limits, name) for name in EngineConfig.__dataclass_fields__}
+def _budget(model: Model, memory_fraction: float) -> int:
+    """Bytes that may be held beside what is held now."""
+    if model.device.type != "cuda":
+        return CPU_KV_BYTES
+    free, total = torch.cuda.mem_get_info(model.device)
+    return int(total * memory_fraction) - (total - free)

@@ -8,6 +8,7 @@ import numpy as np
 
 from .errors import BrokenInvariantError, InvalidRequestError
 from .state.engine_state import EngineState
+from .state.frames import Frames
 from .state.kv import pages_for
 from .state.pages import PageState, free_pages
 from .state.pool import Pool
@@ -30,9 +31,13 @@ def check(state: EngineState) -> None:
     sequences = [*state.running, *state.waiting, *state.kept.values(), *(s for v in state.sessions.values() for s in v.sequences)]
     owners = Counter(page for s in sequences for page in s.pages)
     owners.update(page for chunk in state.chunks.values() for page in chunk.pages)
-    check_pool(state.pool, owners)
+    needs = Counter(page for s in sequences for page in s.pages.array(s.retired).tolist())
+    needs.update(page for chunk in state.chunks.values() for page in chunk.pages)
+    check_pool(state.pool, owners, needs)
+    _require(state.config.num_frames == (state.pool.frames.num_frames if state.pool.frames else 0), "frames", "their number changed")
     for sequence in sequences:
         _check_sequence(sequence, size, state.config.num_pages)
+        _check_retired(sequence, size, 0 if state.pool.frames is None else state.pool.frames.window)
         if not sequence.provenance.exact:
             _check_exact(state, sequence.tokens, sequence.pages, sequence.exact_len)
     for chunk in state.chunks.values():
@@ -51,8 +56,9 @@ def check(state: EngineState) -> None:
     _require(all(v >= 0 for v in vars_of(state.stats)), "stats", f"a counter is negative: {state.stats}")
 
 
-def check_pool(pool: Pool, owners: Counter[int]) -> None:
-    """The invariants of pages and index, given the references that others than the index hold (page -> number)."""
+def check_pool(pool: Pool, owners: Counter[int], needs: Counter[int] | None = None) -> None:
+    """The invariants of pages, index and frames, given the references that others than the index hold (page -> number), and how many of
+    these need the page's frame (None: all)."""
     expected = Counter(owners)
     indexed, idle_pages = pool.prefix.pages(), set(pool.prefix.idle_pages())
     expected.update(indexed)
@@ -61,6 +67,29 @@ def check_pool(pool: Pool, owners: Counter[int]) -> None:
     for page in indexed:
         idle, alone = page in idle_pages, pool.pages.refcount(page) == 1
         _require(idle == alone, "idle pages", f"page {page} is {'idle' if idle else 'not idle'} and has {pool.pages.refcount(page)} owners")
+    if pool.frames is not None:
+        _check_frames(pool.frames, pool.pages, owners if needs is None else needs)
+
+
+def _check_frames(frames: Frames, pages: PageState, needed: Counter[int]) -> None:
+    frame_of, needs, spare = frames.frame_of.copy(), frames.needs.copy(), frames.spare.pages()
+    for page in needed.keys() | set(np.flatnonzero(needs).tolist()):
+        counted, real = int(needs[page]), needed[page]
+        _require(counted == real, "needs", f"the frame of page {page} counts {counted} needs and has {real}")
+        _require(counted == 0 or frame_of[page] >= 0, "needs", f"page {page} is needed and has no frame")
+    with_frame = np.flatnonzero(frame_of >= 0).tolist()
+    held = frame_of[with_frame].tolist()
+    _require(len(set(held)) == len(held), "frames", f"two pages have one of the frames {sorted(held)[:8]}")
+    _check_pages(frames.used, Counter(held))
+    free = [page for page in with_frame if pages.refcount(page) == 0]
+    _require(not free, "frames", f"pages {free[:8]} are free and have frames")
+    _require(len(spare) == len(set(spare)) == frames.spare.count, "spare frames", f"{frames.spare.count} counted, {spare[:8]} listed")
+    expected = {page for page in with_frame if needs[page] == 0}
+    _require(set(spare) == expected, "spare frames", f"pages {sorted(set(spare) ^ expected)[:8]} are spare and needed, or neither")
+    since = np.flatnonzero(frames.spare.since.copy() >= 0).tolist()
+    _require(set(since) == expected, "spare frames", "the two directions of their order disagree")
+    oldest, now = frames.spare.oldest, frames.spare.now
+    _require(all(oldest <= time < now for time in frames.spare.groups), "spare frames", f"some came outside of times {oldest} ... {now}")
 
 
 def vars_of(value: object) -> list[int]:
@@ -131,6 +160,14 @@ def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:
     _require(filled <= len(pages) * page_size, "capacity", f"{name} has {filled} tokens in {len(pages)} pages")
     _require(length <= sequence.request.max_len, "capacity", f"{name} has {length} tokens of {sequence.request.max_len}")
     _require(sequence.num_generated >= 0, "sequences", f"{name} has fewer tokens than its prompt")
+
+
+def _check_retired(sequence: Sequence, page_size: int, window: int) -> None:
+    """Pages whose frames a sequence gave up are seen by no token that still runs, the last of a filled context among them."""
+    seen = max(0, min(sequence.num_filled, len(sequence.tokens) - 1) - window + 1) if window else 0
+    name = f"request {sequence.request.request_id}"
+    _require(0 <= sequence.retired * page_size <= seen, "windows", f"{name} retired {sequence.retired} pages and sees token {seen}")
+    _require(not sequence.retired or not sequence.request.keep, "windows", f"{name} is kept and has retired pages")
 
 
 @no_type_check  # called for every page: run-time checks would cost more than all else

@@ -56,6 +56,7 @@ class LLM:
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         num_pages: int | None = None,
+        num_frames: int | None = None,
         page_size: int = 16,
         memory_fraction: float = 0.9,
         max_model_len: int | None = None,
@@ -86,6 +87,7 @@ class LLM:
         self.state: EngineState = init_state(
             self.model,
             num_pages=num_pages,
+            num_frames=num_frames,
             page_size=page_size,
             memory_fraction=memory_fraction,
             max_model_len=max_model_len,

@@ -17,6 +17,7 @@ from .state.engine_state import EngineState
 from .state.kv import KVState
 from .state.prefix import ROOT, PrefixIndex
 from .state.request import Sequence
+from .types import Tensor
 
 Kind = Literal["chunk", "running", "waiting", "kept", "session"]
 Path = tuple[int, ...]
@@ -75,6 +76,31 @@ class PageRun:
         return f"PageRun(pages {ranges(self.pages, 3)} behind {self.start}, {len(self.owners)} owners)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameReport:
+    """The frames of an engine whose model has layers with windows: the KV memory of these layers (the dummy frame aside).
+
+    `num_needed` are those that an owner needs, each for a page of its own; `num_spare` hold what a later request may find, and go to
+    whoever needs one.
+    """
+
+    num_frames: int
+    num_needed: int
+    num_spare: int
+    frame_bytes: int  # of one frame, over the layers with a window
+    num_held: int  # pages with an owner
+
+    @property
+    def num_free(self) -> int:
+        """Frames that no page has."""
+        return self.num_frames - self.num_needed - self.num_spare
+
+    @property
+    def num_saved(self) -> int:
+        """Pages with an owner whose frame nobody needs: what their owners would hold if layers with windows kept all KV."""
+        return self.num_held - self.num_needed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class MemoryReport:
     """The pages of an engine's pool (the dummy page aside) by who holds them. `print` it, or write `svg()` to a file.
@@ -85,12 +111,13 @@ class MemoryReport:
     """
 
     page_size: int  # tokens
-    page_bytes: int  # of one page, over all layers
+    page_bytes: int  # of one page, over all layers, its frame included
     owners: tuple[PageOwner, ...]
     runs: tuple[PageRun, ...]
     page_owners: tuple[tuple[PageOwner, ...], ...]
     idle: frozenset[int]
     num_indexed: int  # pages that the prefix index can find, with and without owners
+    frames: FrameReport | None = None  # where layers have windows
 
     @property
     def num_pages(self) -> int:
@@ -213,6 +240,7 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
         page_owners=tuple(map(tuple, page_owners)),
         idle=frozenset(index.idle_pages()),
         num_indexed=len(index.pages()),
+        frames=_frames(state, sum(map(bool, page_owners))),
     )
 
 
@@ -265,7 +293,26 @@ def _called(state: EngineState, names: Mapping[str, Chunk | int] | None, request
 
 
 def _page_bytes(kv: KVState) -> int:
-    return sum(pool.numel() // pool.shape[1] * pool.element_size() for pool in kv.pools)
+    return sum(map(_bytes_in, kv.pools))
+
+
+def _bytes_in(pool: Tensor) -> int:
+    """Bytes of a page, or a frame, of one pool."""
+    return pool.numel() // pool.shape[1] * pool.element_size()
+
+
+def _frames(state: EngineState, num_held: int) -> FrameReport | None:
+    frames = state.pool.frames
+    if frames is None:
+        return None
+    spare = frames.spare.count
+    return FrameReport(
+        num_frames=frames.num_frames,
+        num_needed=frames.used.num_used - spare,
+        num_spare=spare,
+        frame_bytes=_bytes_in(state.kv.pools[-1]),
+        num_held=num_held,
+    )
 
 
 def _idle_paths(index: PrefixIndex) -> list[Path]:

@@ -50,7 +50,8 @@ def _head(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
         (f"{report.num_idle:,}", "pages only in the index"),
     )
     parts = [text(MARGIN, top + 8, "KV memory", size=20, weight=600)]
-    parts.append(text(WIDTH - MARGIN, top + 8, f"{report.page_size} tokens, {size(report.page_bytes)} a page", FAINT, anchor="end"))
+    told = f"{report.page_size} tokens, {size(report.page_bytes)} a page{_frames(report)}"
+    parts.append(text(WIDTH - MARGIN, top + 8, told, FAINT, anchor="end"))
     for i, (figure, what) in enumerate(cards):
         x = MARGIN + i * INNER / len(cards)
         parts += [text(x, top + 50, figure, size=24, weight=600), text(x, top + 69, what, FAINT)]
@@ -203,3 +204,8 @@ def _short(text: str, most: int) -> str:
 def _mark(x: Length, y: Length, count: str, dark: bool) -> str:
     style = f'font-size="8.5" text-anchor="middle" fill="{"#ffffff" if dark else INK}" pointer-events="none"'
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{count}</text>'
+
+
+def _frames(report: MemoryReport) -> str:
+    frames = report.frames
+    return "" if frames is None else f"; {frames.num_needed:,} of {frames.num_frames:,} frames needed, {frames.num_spare:,} spare"

@@ -131,13 +131,18 @@ def clean(text: str) -> str:
 
 
 def figures(report: MemoryReport) -> list[str]:
-    """The sums, a line each for what is used and what is saved."""
+    """The sums, a line each for what is used and what is saved, and one for frames."""
     both = f", {report.num_both:,} of these by both" if report.num_both else ""
     by = f"{report.num_chunk:,} held by chunks, {report.num_request:,} by requests{both}, {report.num_idle:,} only in the index"
     used = f"{report.num_used:,} of {_count(report.num_pages, 'page')} used ({by}), {report.num_free:,} free"
     saved = f"{report.num_saved:,} of {_count(report.num_references, 'page')} saved ({report.saved_share:.2%})"
     held, wanted = (size(count * report.page_bytes) for count in (report.num_held, report.num_references))
-    return [used, f"{report.num_shared:,} shared; {saved}: {held} held in place of {wanted}, {size(report.page_bytes)} a page"]
+    told = [used, f"{report.num_shared:,} shared; {saved}: {held} held in place of {wanted}, {size(report.page_bytes)} a page"]
+    if (frames := report.frames) is not None:
+        what = f"{_count(frames.num_frames, 'frame')} for layers with windows, {size(frames.frame_bytes)} each"
+        use = f"{frames.num_needed:,} needed, {frames.num_spare:,} spare, {frames.num_free:,} free"
+        told.append(f"{what}: {use}; windows save {frames.num_saved:,} ({size(frames.num_saved * frames.frame_bytes)})")
+    return told
 
 
 def draw(report: MemoryReport, *, color: bool) -> str:

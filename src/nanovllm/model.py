@@ -15,7 +15,7 @@ from .config import ModelConfig, for_length
 from .errors import CheckpointError, InvalidRequestError
 from .hf_config import HF, read_ids
 from .keywords import explain_unknown_keywords
-from .models import REGISTRY, ModelSpec, Params
+from .models import REGISTRY, ModelSpec, Params, fitted
 from .models.foreign import ForeignParams
 from .models.params import brief_count
 from .tokenizer import Tokenizer
@@ -97,6 +97,7 @@ def load_model(
     if encoder is not None and encoder.max_token_id >= config.vocab_size:
         raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
     chosen = resolve_dtype(dtype, config, target)
+    config = fitted(config, target, chosen)
     load = load_params if spec.load is None else spec.load
     params, fingerprint = load(folder, config, device=target, dtype=chosen, progress=progress)
     return Model(

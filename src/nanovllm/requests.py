@@ -30,7 +30,7 @@ def submit_many(
         except NanoVLLMError as error:
             raise (error if len(contexts) == 1 else type(error)(f"prompt {place}: {error}")) from None
         if sequence.pages.length:
-            state = replace(state, pool=pools.acquire(state.pool, sequence.pages))
+            state = replace(state, pool=pools.acquire(state.pool, sequence.pages, sequence.retired))
         state = replace(state, waiting=state.waiting.push(sequence))
         ids.append(sequence.request.request_id)
     return commit_state(state), ids
@@ -53,6 +53,8 @@ def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineSta
         if sequence is None:
             raise InvalidRequestError(f"request {request_id!r} is neither kept, waiting nor running")
         running = tuple(s for s in running if s is not sequence)
+    if state.pool.frames is not None and not sequence.request.keep:
+        raise InvalidRequestError(f"request {request_id} was not queued to be kept, and gives up what is outside of the model's windows")
     state = replace(state, waiting=waiting, running=running, kept=kept)
     if not sequence.num_filled:
         return commit_state(state, pool=give_up_pages(state.pool, sequence)), None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .batch import Batch
+from .state.kv import KVState
 from .state.request import Sequence
 from .types import Int32, Int64, Tensor
 
@@ -86,8 +87,13 @@ def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
     return max(0, min([most, *(room - tokens for room, tokens, wanted in rooms if room < wanted)]))
 
 
-def retire(batch: Batch, active: Int32[Tensor, "B"], places: Int64[np.ndarray, "gone"], *, page_size: int, dummy_page: int) -> None:
+def retire(kv: KVState, batch: Batch, active: Int32[Tensor, "B"], places: Int64[np.ndarray, "gone"]) -> None:
     """Make rows of a decode batch padding, in place: they write into the dummy page from now on, and do not move."""
     at = torch.from_numpy(places).to(active.device, non_blocking=True)
-    for tensor, value in ((active, 0), (batch.seq_lens, 1), (batch.slots, dummy_page * page_size), (batch.page_tables, dummy_page)):
+    for tensor, value in ((active, 0), (batch.seq_lens, 1)):
         tensor.index_fill_(0, at, value)
+    for pages, tables in zip(kv.pools, (batch, batch.windowed), strict=False):
+        if tables is not None:
+            dummy, page_size = pages.shape[1] - 1, pages.shape[4]
+            tables.slots.index_fill_(0, at, dummy * page_size)
+            tables.page_tables.index_fill_(0, at, dummy)

@@ -14,21 +14,22 @@ import numpy as np
 from .config import EngineConfig
 from .errors import BrokenInvariantError
 from .state import pool as pools
+from .state.frames import least_frames, num_retired
 from .state.kv import pages_for
 from .state.pages import require_writable
-from .state.pool import Pool
+from .state.pool import Pool, Taken
 from .state.request import Queue, Sequence
+from .state.sizes import LOOKAHEAD
 from .state.steady import Steady
 from .state.vector import IntVector, joined
-
-LOOKAHEAD = 64  # tokens whose pages a decoding sequence gets ahead of need, while an eighth of the pool stays available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """What one step runs, and the values that stand once it has. `decode` runs one token a sequence, `prefill` the given number.
 
-    `copies` are (source, destination) pages to be copied before anything is written; `allocated` are the pages handed out by this plan.
+    `copies` are (source, destination) pages to be copied before anything is written, `frame_copies` their frames; `allocated` are
+    the pages handed out by this plan, and `frames` what they got.
     `stuck` sequences can never get another page while the live chunks stay: they end with what they have. `grew` tells that a decoding
     sequence has other pages than before.
     """
@@ -39,7 +40,9 @@ class Plan:
     decode: tuple[Sequence, ...]
     prefill: tuple[tuple[Sequence, int], ...]
     copies: tuple[tuple[int, int], ...]
+    frame_copies: tuple[tuple[int, int], ...]
     allocated: tuple[int, ...]
+    frames: tuple[int, ...]
     stuck: tuple[Sequence, ...]
     grew: bool
     num_preempted: int
@@ -54,7 +57,8 @@ class Plan:
 def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig) -> Plan:
     """Choose the tokens of one step and find pages for them. Nothing that is passed in changes."""
     draft = _Draft(pool, list(running), waiting, config)
-    decoding = [s for s in running if s.todo <= 1]
+    draft.retire()
+    decoding = [s for s in draft.running if s.todo <= 1]
     budget = config.max_num_batched_tokens - len(decoding)
     if budget < 0:  # each of them ran in the last step, within its budget
         raise BrokenInvariantError(f"{len(decoding)} sequences decode and a step runs {config.max_num_batched_tokens} tokens")
@@ -128,11 +132,19 @@ def reserve(pool: Pool, sequence: Sequence, length: int, page_size: int) -> Rese
     return pool, sequence.with_pages(held, filled), copies, fresh
 
 
+def frames_of_copies(pool: Pool, copies: Seq[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The frames of (source, destination) pages, while the sources are held; empty where no layer has a window."""
+    if pool.frames is None or not copies:
+        return ()
+    source, target = pool.frames.frame_of.get(np.array(copies, np.int32).ravel()).reshape(-1, 2).T.tolist()
+    return tuple(zip(source, target, strict=True))
+
+
 def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     """Index what is filled and exact, then take the sequence's references back: full pages stay reusable until they are evicted."""
     tokens = sequence.tokens.array(0, sequence.num_exact)
     pool = pools.insert(pool, tokens, sequence.pages.array(), 0)
-    return pools.release(pool, sequence.pages)
+    return pools.release(pool, sequence.pages, sequence.retired)
 
 
 def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size: int) -> bool:
@@ -147,8 +159,11 @@ def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size:
 
 
 def num_busy(pool: Pool, indexed: np.ndarray) -> int:
-    """How many of these indexed pages somebody else holds too, so that they are not counted as available."""
-    return int(np.count_nonzero(pool.pages.owners(indexed) > 1))
+    """How many of these indexed pages somebody else holds too, with their frames, so that they are not counted as available."""
+    busy = pool.pages.owners(indexed) > 1
+    if pool.frames is not None:
+        busy &= pool.frames.needs.get(indexed) > 0
+    return int(np.count_nonzero(busy))
 
 
 def written_pages(sequence: Sequence, count: int, page_size: int) -> np.ndarray:
@@ -166,12 +181,26 @@ class _Draft:
 
     def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig):
         self.pool, self.running, self.waiting, self.config = pool, running, waiting, config
-        self.allocated: list[int] = []
+        self.taken = Taken()
         self.copies: dict[int, list[tuple[int, int]]] = {}
         self.sources: list[int] = []  # read by a copy: released last, so that none is handed out again before
         self.stuck: list[Sequence] = []
         self.num_preempted = self.num_reused = 0
         self.grew = False
+
+    def retire(self) -> None:
+        """What no token that still runs sees in layers with windows is needed no more, but by requests that keep all their pages."""
+        frames, size = self.pool.frames, self.config.page_size
+        if frames is None:
+            return
+        parts = []
+        for at, s in enumerate(self.running):
+            retired = num_retired(s.num_filled, s.tokens.length, frames.window, size)
+            if retired > s.retired and not s.request.keep:
+                parts.append((s.pages, s.retired, retired))
+                self.running[at] = replace(s, retired=retired)
+        if parts:
+            self.pool = pools.retire(self.pool, joined(parts))
 
     def place_decode(self, decoding: list[Sequence]) -> set[int]:
         """Room for a token of each that decodes; returns the ids of those that are to."""
@@ -206,7 +235,7 @@ class _Draft:
         """
         first = self.waiting.first()
         back = first is not None and first.most_filled > 0
-        spare = (self.pool.pages.num_free if back else self.pool.num_available) - self.config.num_pages // 8
+        spare = self.pool.spare(only_free=back)
         size, wanted = self.config.page_size, dict[int, int]()
         for sequence in self.running:
             length = min(sequence.request.max_len, sequence.num_filled + 1 + LOOKAHEAD)
@@ -226,7 +255,7 @@ class _Draft:
             if count := wanted.get(_id(sequence), 0):
                 held = sequence.pages.extend(pages[start : start + count])
                 self.running[at], start = sequence.with_pages(held, sequence.num_filled), start + count
-        self.allocated.extend(fresh)
+        self.taken.note(self.pool, fresh)
         return True
 
     def place_prefill(self, sequence: Sequence, budget: int) -> int:
@@ -237,6 +266,8 @@ class _Draft:
         sequence = self.running[at]
         size, count = self.config.page_size, min(sequence.todo, budget)
         spare = self.pool.num_available - self.shares_tail(sequence)
+        if self.pool.frames is not None:  # as many as a window holds come back behind the prompt; those that decode go on beside it
+            spare -= min(len(self.running) - 1, spare // 2)
         fits = (len(sequence.pages) + spare) * size - sequence.num_filled
         count = min(count, max(1, fits))
         return count if self.make_room(sequence, sequence.num_filled + count) else 0
@@ -264,7 +295,7 @@ class _Draft:
         if done is None:
             return False
         self.pool, self.running[at], copies, fresh = done
-        self.allocated.extend(fresh)
+        self.taken.note(self.pool, fresh)
         if copies:
             self.copies[_id(sequence)] = copies
             self.sources.extend(source for source, _ in copies)
@@ -294,24 +325,42 @@ class _Draft:
         if not self.running:
             return True
         # Shared pages that the index would give count as missing here: the estimate errs on the side of waiting.
-        missing = pages_for(first.tokens.length + 1, self.config.page_size) - len(first.pages)
-        if missing <= self.pool.num_available:
+        wanted = pages_for(first.tokens.length + 1, self.config.page_size)
+        if wanted - len(first.pages) <= self.pool.num_available:
             return True
-        matched = pools.match(self.pool, first.tokens.array())
-        missing = pages_for(first.tokens.length + 1, self.config.page_size) - max(len(matched), len(first.pages))
-        idle = len(matched) - num_busy(self.pool, matched)
-        return missing <= self.pool.num_available - idle
+        matched, retired = self.reusable(first)
+        if self.pool.frames is not None and not self.frames_suffice(first, matched, retired):
+            return False
+        free = self.pool.pages.num_free + self.pool.prefix.num_idle
+        missing = wanted - max(len(matched), len(first.pages))
+        idle = int(np.count_nonzero(self.pool.pages.owners(matched) == 1))
+        return missing <= free - idle
+
+    def reusable(self, sequence: Sequence) -> tuple[np.ndarray, int]:
+        return pools.reusable(self.pool, sequence.tokens.array(), whole=sequence.request.keep)
+
+    def frames_suffice(self, sequence: Sequence, matched: np.ndarray, retired: int) -> bool:
+        """Whether frames are there for what a request would need at once: all its pages where it keeps them, else a window and what it runs
+        in a step."""
+        frames, size = self.pool.frames, self.config.page_size
+        assert frames is not None
+        wanted = pages_for(sequence.tokens.length + 1, size)
+        if not sequence.request.keep:
+            wanted = min(wanted, least_frames(frames.window, size) + pages_for(self.config.max_num_batched_tokens, size))
+        spare = np.count_nonzero(frames.needs.get(matched[retired:]) == 0)
+        have = max(len(matched) - retired, len(sequence.pages) - sequence.retired)
+        return wanted - have <= frames.num_available - int(spare)
 
     def admit(self) -> Sequence:
         sequence = self.waiting.first()
         if sequence is None:
             raise BrokenInvariantError("nothing waits and a request was to be admitted")
         self.waiting = self.waiting.pop(_id(sequence))
-        matched = pools.match(self.pool, sequence.tokens.array())
+        matched, retired = self.reusable(sequence)
         if worth_taking(self.pool, matched, sequence, self.config.page_size):
-            self.pool = pools.acquire(self.pool, matched)
-            self.pool = pools.release(self.pool, sequence.pages)
-            sequence = sequence.restart(IntVector.of(matched), len(matched) * self.config.page_size)
+            self.pool = pools.acquire(self.pool, matched, retired)
+            self.pool = pools.release(self.pool, sequence.pages, sequence.retired)
+            sequence = sequence.restart(IntVector.of(matched), len(matched) * self.config.page_size, retired)
         there = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even where it is filled
         self.num_reused += max(0, there - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else there
@@ -325,6 +374,8 @@ class _Draft:
         return at if at >= 0 and _id(self.running[at]) == rid else None
 
     def finish(self, chosen: set[int], prefill: dict[int, int]) -> Plan:
+        copies = tuple(pair for pairs in self.copies.values() for pair in pairs)
+        frame_copies = frames_of_copies(self.pool, copies)
         pool, size = pools.release(self.pool, self.sources), self.config.page_size
         decode = tuple([s for s in self.running if s.request.request_id in chosen])
         held = {_id(s): s for s in self.running} if prefill else {}
@@ -338,8 +389,10 @@ class _Draft:
             waiting=self.waiting,
             decode=decode,
             prefill=prompts,
-            copies=tuple(pair for pairs in self.copies.values() for pair in pairs),
-            allocated=tuple(self.allocated),
+            copies=copies,
+            frame_copies=frame_copies,
+            allocated=tuple(self.taken.pages),
+            frames=tuple(self.taken.frames),
             stuck=tuple(self.stuck),
             grew=self.grew,
             num_preempted=self.num_preempted,

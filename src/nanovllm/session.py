@@ -62,7 +62,7 @@ def begin(
         inner, sequences = adopt(inner, sequences, logits=True)
         inner, sequences = reserve_all(inner, sequences, [len(s.tokens) + room for s in sequences], taken)
         inner, sequences = fill(model, inner, sequences, keep_back=1)
-        carry = state.runtime.executor.begin(model, inner.kv, sequences, ticket)
+        carry = state.runtime.executor.begin(model, inner.kv, sequences, ticket, frames=inner.pool.frames)
         log = TokenLog(
             session=torch.tensor(ticket, device=model.device),
             ran=torch.tensor(0, dtype=torch.int32, device=model.device),
@@ -118,17 +118,20 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
             text = reply_text(model, sequence)
             generations.append(Generation(chunk=chunk, token_ids=token_ids, text=text, finish_reason=reason, logprobs=logprobs))
         after = commit_state(inner, sessions=inner.sessions.delete(ticket))
-    _retire(carry, dummy_page=state.config.num_pages)
+    _retire(carry)
     state.runtime.executor.end(ticket)
     return after, generations
 
 
-def _retire(carry: DecodeCarry, dummy_page: int) -> None:
+def _retire(carry: DecodeCarry) -> None:
     """The pages belong to chunks now: whoever steps on from an old carry, in traced code, writes into the dummy page alone."""
     assert carry.log is not None
     carry.log.ran.fill_(-1)
-    carry.batch.page_tables.fill_(dummy_page)
-    carry.batch.slots.fill_(dummy_page * carry.kv.pools[0].shape[4])
+    for pages, tables in zip(carry.kv.pools, (carry.batch, carry.batch.windowed), strict=False):
+        if tables is not None:
+            dummy, page_size = pages.shape[1] - 1, pages.shape[4]
+            tables.page_tables.fill_(dummy)
+            tables.slots.fill_(dummy * page_size)
     carry.active.fill_(0)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from . import sample
-from .attention_plans import Attention, Cascades
-from .batch import Batch, HostBatch, aligned, padded
+from .attention_plans import Attention, Cascades, DecodePlans
+from .batch import Batch, HostBatch, Windowed, aligned, padded
 from .compile import Drawn, Forward
 from .config import EngineConfig
 from .decode import DecodeCarry, DecodeOutput, decode_step
@@ -24,11 +24,11 @@ from .model import Model
 from .models.cuts import Cuts
 from .models.params import Params
 from .ops.cascade import CascadePlan
-from .ops.flashinfer import DecodePlan
 from .ops.rope_attend import FusedDecodePlan
 from .run_ahead import retire
 from .sharing import own_runs
 from .state.kv import KVState, pages_for
+from .state.sizes import dummies
 from .types import Int64, Tensor
 
 GREEDY = sample.Features()
@@ -115,13 +115,21 @@ class StepGraphs:
         `fused`: `forward` takes a `FusedDecodePlan`, cut by `cuts`, and no row reads what another one writes. Graphs of `usual` features
         are kept for good. `warm`: the weights that a step runs with before it is recorded, with layers enough to load every kernel."""
         self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
-        self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
+        dummy_page, dummy_frame = dummies(model.config, limits)
+        self._layout = {"page_size": limits.page_size, "dummy_page": dummy_page}
+        if dummy_frame is not None:
+            self._layout["dummy_frame"] = dummy_frame
         self._width = pages_for(limits.max_model_len, limits.page_size)
         self._device, self._attention, self._cascades = model.device, attention, cascades
-        self._ints = torch.zeros((len(MOVED) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
-        self._tables = torch.full((max(sizes), self._width), limits.num_pages, dtype=torch.int32, device=self._device)
+        self._moved = MOVED if dummy_frame is None else (*MOVED, "frame_slots")
+        self._ints = torch.zeros((len(self._moved) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
+        self._tables = [
+            torch.full((max(sizes), self._width), dummy, dtype=torch.int32, device=self._device)
+            for dummy in (dummy_page, dummy_frame)
+            if dummy is not None
+        ]  # of pages, and where there is a second KV pool of frames
         self._width_used = 0  # columns of the page tables: beyond them all rows have the dummy page
-        self._decode_plans: dict[int, DecodePlan] = {}
+        self._decode_plans: dict[int, DecodePlans] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
         self._fused, self._cuts, self._warm = fused, cuts, warm
         self._fused_plans: dict[int, FusedDecodePlan] = {}
@@ -159,7 +167,7 @@ class StepGraphs:
 
     def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> None:
         """Make some of the rows of a loaded step, which shares no pages, padding."""
-        retire(step.carry.batch, step.carry.active, places, **self._layout)
+        retire(step.carry.kv, step.carry.batch, step.carry.active, places)
 
     def size(self, rows: int) -> int:
         """The rows of the smallest graph that holds so many."""
@@ -171,6 +179,7 @@ class StepGraphs:
         Overwrites the buffers and the plans of its size.
         """
         size, dummy, page_size = kind.size, self._layout["dummy_page"], self._layout["page_size"]
+        frame = self._layout.get("dummy_frame")
         nothing = HostBatch(
             input_ids=np.zeros(size, np.int32),
             positions=np.zeros(size, np.int32),
@@ -178,12 +187,14 @@ class StepGraphs:
             page_tables=np.full((size, 1), dummy, np.int32),
             seq_lens=np.ones(size, np.int32),
             page_counts=np.ones(size, np.int32),
+            frame_tables=None if frame is None else np.full((size, 1), frame, np.int32),
+            frame_slots=None if frame is None else np.full(size, frame * page_size, np.int32),
         )
         match kind.way:
             case "shared":
                 self._cascade_plan(size).update(own_runs(nothing.page_counts))
             case "planned":
-                self._decode_plan(size).update(nothing.page_counts, nothing.page_tables)
+                self._decode_plan(size).update(nothing)
             case "fused":
                 pass
         carry = self._carry(kv, kind)
@@ -220,7 +231,7 @@ class StepGraphs:
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for a run of each")
             return "shared"
-        self._decode_plan(size).update(host.page_counts, host.page_tables)
+        self._decode_plan(size).update(host)
         return "planned"
 
     def _note_use(self, features: sample.Features) -> None:
@@ -230,10 +241,10 @@ class StepGraphs:
             self._steps = {kind: step for kind, step in self._steps.items() if kind.features != old}
         self._recent = self._recent[-RARE_FEATURES:]
 
-    def _decode_plan(self, size: int) -> DecodePlan:
+    def _decode_plan(self, size: int) -> DecodePlans:
         assert self._attention is not None
         if size not in self._decode_plans:
-            self._decode_plans[size] = self._attention.decode_plan(size)
+            self._decode_plans[size] = self._attention.decode_plans(size)
         return self._decode_plans[size]
 
     def _cascade_plan(self, size: int) -> CascadePlan:
@@ -250,30 +261,39 @@ class StepGraphs:
 
     def _lines(self, size: int) -> Tensor:
         """The memory of the tensors with an int a row, for batches of `size`: one line each, of whole 16 bytes."""
-        return self._ints[: (len(MOVED) + 1) * aligned(size)].view(-1, aligned(size))
+        return self._ints[: (len(self._moved) + 1) * aligned(size)].view(-1, aligned(size))
 
     def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int) -> None:
         """A padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
-        (size, width), lines, tables = host.page_tables.shape, self._lines(len(host.input_ids)), carry.batch.page_tables
-        fresh = torch.empty(lines.numel() + host.page_tables.size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        new_lines, new_tables = fresh[: lines.numel()].view_as(lines), fresh[lines.numel() :].view(size, width)
+        (size, width), lines = host.page_tables.shape, self._lines(len(host.input_ids))
+        given = [table for table in (host.page_tables, host.frame_tables) if table is not None]
+        fresh = torch.empty(lines.numel() + len(given) * size * width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        new_lines, new_tables = fresh[: lines.numel()].view_as(lines), fresh[lines.numel() :].view(-1, size, width)
         *moved, active = new_lines.numpy()
-        for line, name in zip(moved, MOVED, strict=True):
+        for line, name in zip(moved, self._moved, strict=True):
             line[:size] = getattr(host, name)
         active[:rows], active[rows:] = 1, 0
-        new_tables.numpy()[:] = host.page_tables
+        for new, table in zip(new_tables.numpy(), given, strict=True):
+            new[:] = table
         lines.copy_(new_lines, non_blocking=True)
-        tables[:, :width].copy_(new_tables, non_blocking=True)
-        tables[:, width : self._width_used].fill_(self._layout["dummy_page"])
+        held = (carry.batch, carry.batch.windowed)
+        for new, view, name in zip(new_tables, held, ("dummy_page", "dummy_frame"), strict=False):
+            assert view is not None
+            view.page_tables[:, :width].copy_(new, non_blocking=True)
+            view.page_tables[:, width : self._width_used].fill_(self._layout[name])
         self._width_used = max(self._width_used, width)
 
     def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
         size = kind.size
         plans = {"fused": self._fused_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
         *moved, active = self._lines(size)[:, :size]
+        made, windowed = plans[kind.way](size), None
+        first, second = made.handles if isinstance(made, DecodePlans) else (made.handle, made.handle)
+        if len(self._tables) == 2:
+            windowed = Windowed(page_tables=self._tables[1][:size], slots=moved.pop(), plan=second)
         return DecodeCarry(
             kv=kv,
-            batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[:size], plan=plans[kind.way](size).handle),
+            batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[0][:size], plan=first, windowed=windowed),
             sampling=sample.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
             active=active,
         )
@@ -281,10 +301,13 @@ class StepGraphs:
     def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [getattr(carry.batch, name) for name in MOVED], [getattr(after.batch, name) for name in MOVED]
-        )
+        torch._foreach_copy_(_moving(carry.batch), _moving(after.batch))  # pyright: ignore[reportPrivateImportUsage]
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
+
+
+def _moving(batch: Batch) -> list[Tensor]:
+    """What a step moves on by itself."""
+    return [*(getattr(batch, name) for name in MOVED), *(() if batch.windowed is None else (batch.windowed.slots,))]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from .errors import InvalidRequestError
 from .model import Model
 from .state.chunk import Chunk
 from .state.engine_state import EngineState
+from .state.pool import Taken
 from .tokenizer import Tokenizer
 
 Retain = Literal["all", "recompute", "shift", "gap"]
@@ -47,7 +48,7 @@ def think_spans(tokenizer: Tokenizer, token_ids: np.ndarray, start: int = 0, end
 
 
 def without_thinking(
-    model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain, taken: list[int]
+    model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain, taken: Taken
 ) -> tuple[EngineState, Chunk]:
     """A chunk in the place of `chunk`, without the think blocks behind token `start`; nothing is committed. Pages taken go into `taken`.
 

@@ -88,7 +88,7 @@ def load_params(
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
         def read(info: ParamInfo) -> Tensor:
-            flat, at = torch.empty(math.prod(info.shape), dtype=dtype_for(info, dtype), device=device), 0
+            flat, at = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 0
             for name in info.sources:
                 header, size = headers[name], math.prod(headers[name].shape)
                 _read_into(flat[at : at + size], header, files[header.file], stage)
@@ -144,7 +144,7 @@ def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype
 
 def num_params(config: ModelConfig) -> int:
     """Elements of all parameters that a checkpoint holds."""
-    return sum(math.prod(info.shape) for info in _infos(REGISTRY[config.architecture].param_table(config)) if info.sources)
+    return sum(num_stored(info) for info in _infos(REGISTRY[config.architecture].param_table(config)) if info.sources)
 
 
 def random_params(
@@ -159,11 +159,11 @@ def random_params(
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
     def draw(info: ParamInfo) -> Tensor:
-        param, mean = torch.empty(info.shape, dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
-        for part in param.view(-1).split(DRAWN):
+        flat, mean = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
+        for part in flat.split(DRAWN):
             drawn = torch.empty(part.shape, device=drawn_on).normal_(mean - info.offset, std, generator=generator)
             part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # what a checkpoint in this dtype could hold
-        return param.add_(info.offset) if info.offset else param
+        return as_kept(info, flat)
 
     return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
 
@@ -171,6 +171,11 @@ def random_params(
 def drawn_by(device: torch.device) -> str:
     """Whose generator draws on a device. How a GPU deals numbers to threads depends on the size of the GPU, so each kind has its name."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def num_stored(info: ParamInfo) -> int:
+    """Elements of a parameter in a checkpoint."""
+    return sum(math.prod(shape) for shape in info.source_shapes)
 
 
 def dtype_for(info: ParamInfo, dtype: torch.dtype) -> torch.dtype:

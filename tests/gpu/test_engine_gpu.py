@@ -245,9 +245,31 @@ def test_rows_that_end_become_padding(model: nv.Model, contexts: list[list[int]]
         executor, loads = state.runtime.executor, []
         assert isinstance(executor, GraphExecutor)
         load = executor.load
-        executor.load = lambda *args, seen=loads, load=load: seen.append(len(args[-1])) or load(*args)
+        executor.load = lambda *args, seen=loads, load=load, **options: seen.append(len(args[-1])) or load(*args, **options)
         state, gens = nv.generate_many(model, state, prompts, each)
         for prompt, gen, tokens in zip(prompts, gens, want, strict=True):
             assert_same(model, prompt, gen.token_ids, tokens)
         assert len(loads) <= 12, loads
         nv.check(state)
+
+
+def test_the_largest_steps_hold_no_more_than_was_measured():
+    """What the pool leaves for them: prompts that fill a step, and draws of all rows by what asks for the most memory."""
+    from nanovllm.init import init_state
+    from nanovllm.step_memory import GRAPHS, measured
+
+    config = tiny_config(vocab_size=50000, num_layers=6, head_dim=64, hidden_size=512, intermediate_size=2048, max_position_embeddings=4096)
+    model = random_model(config, dtype="bfloat16", device="cuda", std=0.05)
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 4096}
+    state = init_state(model, num_pages=2048, **limits)
+    needed = measured(model, state.config, None, None)
+    assert GRAPHS + 64 * 50000 * 4 < needed < GRAPHS + (2 << 30)
+    params = nv.SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, max_tokens=4, ignore_eos=True)
+    for start in range(64):
+        state, _ = nv.submit(model, state, [start % 50000, *range(400)], params)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    while state.running or state.waiting:
+        state, _ = nv.step(model, state)
+    assert torch.cuda.max_memory_reserved() - before <= needed

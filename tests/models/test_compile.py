@@ -79,7 +79,7 @@ def test_what_a_warm_up_compiles_serves_all_prompts() -> None:
         assert kept[-1].update(own_runs(np.ones(rows, np.int32)))
         batch = step_batch(at, [(row, [5], 0) for row in range(rows)], model.device, decode=True)
         num_graphs(to_device(_host(batch), model.device, kept[-1].handle))
-    samples, compiled = sample_prompts(limits, COMPILED_PROMPTS), 0
+    samples, compiled = sample_prompts(limits, COMPILED_PROMPTS, model.config), 0
     assert [len(host.seq_lens) for host in samples] == [1, 2]
     for host in samples:
         kept.append(_followed(host))

@@ -13,12 +13,16 @@ from nanovllm.testing import (
     CascadeMachine,
     ChunkMachine,
     EngineMachine,
+    FrameMachine,
+    MixedWindowMachine,
     ModelChunkMachine,
     ModelWorld,
     PageMachine,
     PrefixMachine,
     ScheduleMachine,
     SymbolicWorld,
+    WindowChunkMachine,
+    WindowMachine,
 )
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -56,6 +60,32 @@ class SharedPages(CascadeMachine):
     world = RealLlama.world
 
 
+WINDOWED = ModelWorld(
+    random_model(
+        tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8, windows=(3, 0))
+    )
+)
+
+
+class RealWindows(MixedWindowMachine):
+    """A layer with a window and one without, against uncached forwards that keep all KV."""
+
+    world = WINDOWED
+
+
+class RealWindowChunks(WindowChunkMachine):
+    """The same model against the decoder in numpy."""
+
+    world = WINDOWED
+
+
+class SharedFrames(CascadeMachine):
+    """Shared pages are read once, by frames in one of the layers."""
+
+    world = SymbolicWorld(windows=(0, 3))
+    num_frames = (6, 30)
+
+
 @pytest.mark.parametrize(
     ("machine", "examples", "rules"),
     [
@@ -72,6 +102,13 @@ class SharedPages(CascadeMachine):
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),
+        (FrameMachine, 40, 40),
+        (WindowMachine, 6, 50),
+        (MixedWindowMachine, 6, 50),
+        (WindowChunkMachine, 10, 30),
+        (RealWindows, 2, 40),
+        (RealWindowChunks, 5, 30),
+        (SharedFrames, 3, 50),
     ],
 )
 def test_machine(machine, examples, rules):

@@ -30,24 +30,24 @@ class Stopwatch:
     def __init__(self, inner: Executor):
         self.inner, self.seconds, self.steps = inner, 0.0, 0
 
-    def prefill(self, model: Model, kv: KVState, rows: Any, *, draw: bool = True) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Any, **options: Any) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
         start = time.perf_counter()
-        result = self.inner.prefill(model, kv, rows, draw=draw)
+        result = self.inner.prefill(model, kv, rows, **options)
         self.seconds += time.perf_counter() - start
         return result
 
-    def load(self, model: Model, kv: KVState, rows: Any) -> DecodeCarry:
+    def load(self, model: Model, kv: KVState, rows: Any, **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self.inner.load(model, kv, rows)
+        return self.inner.load(model, kv, rows, **options)
 
-    def refresh(self, model: Model, carry: DecodeCarry, rows: Any) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Any, **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self.inner.refresh(model, carry, rows)
+        return self.inner.refresh(model, carry, rows, **options)
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Any, rows: Any) -> DecodeCarry:
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Any, rows: Any, **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self.inner.narrow(model, carry, keep, rows)
+        return self.inner.narrow(model, carry, keep, rows, **options)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
@@ -61,9 +61,9 @@ class Stopwatch:
         """See `Executor`."""
         return self.inner.thrown_away()
 
-    def begin(self, model: Model, kv: KVState, rows: Any, ticket: int) -> DecodeCarry:
+    def begin(self, model: Model, kv: KVState, rows: Any, ticket: int, **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self.inner.begin(model, kv, rows, ticket)
+        return self.inner.begin(model, kv, rows, ticket, **options)
 
     def end(self, ticket: int) -> None:
         """See `Executor`."""

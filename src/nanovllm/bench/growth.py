@@ -176,7 +176,8 @@ def obstacle(limits: EngineConfig, rows: int, length: int, steps: int) -> str | 
     if whole > limits.max_model_len:
         return f"with its steps a row takes {whole:,} tokens, the context has {limits.max_model_len:,}"
     pages = rows * pages_for(whole + 64, limits.page_size)  # 64: a sequence takes pages ahead
-    return f"its KV takes {pages:,} pages, the pool has {limits.num_pages:,}" if pages > limits.num_pages else None
+    there = min(limits.num_pages, limits.num_frames or limits.num_pages)
+    return f"its KV takes {pages:,} pages, the pool has {there:,}" if pages > there else None
 
 
 def _decode_times(model: Model, state: EngineState, prompts: Sequence[list[int]], steps: int) -> tuple[EngineState, StepTimes]:

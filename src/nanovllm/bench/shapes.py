@@ -4,7 +4,7 @@ import torch
 
 from ..config import ModelConfig, MoEConfig, RopeConfig
 from ..model import Model, resolve_device, resolve_dtype
-from ..models import REGISTRY
+from ..models import REGISTRY, fitted
 from ..weights import drawn_by, random_fingerprint, random_params
 
 SHAPES: dict[str, ModelConfig] = {
@@ -111,6 +111,7 @@ def random_model(
     """A model of any config with no tokenizer and random weights, drawn where they will lie: of values, only speed is asked."""
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, config, target)
+    config = fitted(config, target, chosen)
     return Model(
         name=name,
         config=config,

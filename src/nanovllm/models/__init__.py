@@ -1,12 +1,16 @@
 """The architectures: one file each, found by the name that a Hugging Face `config.json` gives in `architectures`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
+
+import torch
 
 from ..batch import Batch
-from ..config import ModelConfig
+from ..config import ModelConfig, RopeConfig
 from ..hf_config import HF, config_to_hf
+from ..ops.backends import FLASHINFER_HEAD_DIMS, attention_backend
 from ..state.kv import KVState
 from ..types import Float, Tensor
 from . import (
@@ -31,7 +35,7 @@ from . import (
 from .choice import FastChoice, by_layer
 from .params import Layer, ParamInfo, Params
 
-__all__ = ["REGISTRY", "FastChoice", "Layer", "ModelSpec", "ParamInfo", "Params", "forward", "fused"]
+__all__ = ["REGISTRY", "FastChoice", "Layer", "ModelSpec", "ParamInfo", "Params", "fitted", "forward", "fused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,24 @@ REGISTRY: Mapping[str, ModelSpec] = MappingProxyType(
         ),
     }
 )  # fmt: skip
+
+
+def fitted(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
+    """The config by which a model is kept on a device: heads of a width that the GPU's attention kernels do not serve get zeros behind
+    their channels up to the next that they do, where the architecture's table can do that and no norm of a head would count them."""
+    served = attention_backend(device, dtype, config.head_dim, 16) == "flashinfer"
+    wider = [width for width in FLASHINFER_HEAD_DIMS if width > config.head_dim]
+    if served or not wider or attention_backend(device, dtype, wider[0], 16) != "flashinfer" or config.architecture not in REGISTRY:
+        return config
+    share = config.head_dim / wider[0]
+
+    def turned(rope: RopeConfig | None) -> Any:
+        return None if rope is None else replace(rope, partial=rope.partial * share)
+
+    ropes = {name: turned(getattr(config, name)) for name in ("rope", "local_rope", "long_rope")}
+    padded = replace(config, head_dim=wider[0], stored_head_dim=config.head_dim, attention_scale=config.scale, **ropes)
+    layer = REGISTRY[config.architecture].param_table(padded).layers[0]
+    return padded if layer.qkv.channels and layer.q_norm is None else config
 
 
 def forward(

@@ -41,7 +41,7 @@ def by_layer(fast: LayerFunction, plain: LayerFunction, layers: tuple[bool, ...]
         return fast
 
     def layer(w: object, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
-        if not layers[index]:
+        if not layers[config.layer_at(batch.window, index)]:
             return plain(w, x, pages, index, cos, sin, batch, config)
         return fast(w, x, pages, index, cos, sin, batch if plan is None else replace(batch, plan=plan), config)
 

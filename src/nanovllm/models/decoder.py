@@ -23,12 +23,11 @@ def forward(
 
     `layer` is an architecture's, and it and `head` may be other forms of these: compiled ones, or kernels.
     """
-    (pages,) = kv.pools
     # Not strict: some callers run the first layers alone.
     x_TM = layers.embed(params, batch, config)
-    for index, (w, given) in enumerate(zip(params.layers, layers.by_layer(params, batch, config), strict=False)):
+    for w, (pool, index), given in zip(params.layers, config.places, layers.by_layer(params, batch, config), strict=False):
         cos, sin, view = given
-        x_TM = layer(w, x_TM, pages, index, cos, sin, view, config)
+        x_TM = layer(w, x_TM, kv.pools[pool], index, cos, sin, view, config)
     x_RM = x_TM if batch.logit_indices is None else x_TM[batch.logit_indices]
     return logits(head, x_RM, params, config), kv
 

@@ -49,8 +49,7 @@ def _config(hf: HF, architecture: str, **fields) -> ModelConfig:
 
 def param_table(c: ModelConfig) -> Params[ParamInfo]:
     """Every parameter's shape and its tensors in the checkpoint."""
-    even_first = (*range(0, c.head_dim, 2), *range(1, c.head_dim, 2))
-    pairs: dict[str, Any] = {"channels": even_first, "turned": (c.num_heads + c.num_kv_heads) * c.head_dim}
+    bias = {"qkv_bias": c.attention_bias, "o_bias": c.attention_bias}
 
     def layer_table(prefix: str, index: int) -> Layer[ParamInfo]:
         routed, mlp = c.moe is not None and index in c.moe.layers, f"{prefix}.mlp"
@@ -58,7 +57,7 @@ def param_table(c: ModelConfig) -> Params[ParamInfo]:
         dense = tables.gated_mlp(c, f"{mlp}.shared_experts" if routed else mlp, size, bias=c.mlp_bias) if size else tables.no_mlp()
         return Layer(
             input_norm=tables.gain(f"{prefix}.input_layernorm", c.hidden_size),
-            **tables.attention(c, f"{prefix}.self_attn", qkv_bias=c.attention_bias, o_bias=c.attention_bias, **pairs),
+            **tables.attention(c, f"{prefix}.self_attn", **bias, interleaved=True),
             q_norm=None,
             k_norm=None,
             post_norm=tables.gain(f"{prefix}.post_attention_layernorm", c.hidden_size),

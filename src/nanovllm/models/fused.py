@@ -57,7 +57,6 @@ def forward(
     `plain` runs the layers that `choice` leaves out (None: there are none), and `layers.head` the head; then `batch.plan` is what
     `paged_decode` takes. `cuts`: how the kernels cut their work; None: by their defaults.
     """
-    (pages,) = kv.pools
     # The kernels read the angles before they wait; the lookup behind them, an ordinary launch, sees to it that they are there.
     given = layers.by_layer(params, batch, config)
     x = layers.embed(params, batch, config)
@@ -68,15 +67,16 @@ def forward(
     if follows_closely(params, x.shape[0]):
         closely = with_cuts(decode_layer, here)
         layer = closely if plain is None else by_layer(closely, plain, fast)
-        for index, (w, (cos, sin, view)) in enumerate(zip(params.layers, given, strict=False)):
-            x = layer(w, x, pages, index, cos, sin, view, config)
+        for w, (pool, index), (cos, sin, view) in zip(params.layers, config.places, given, strict=False):
+            x = layer(w, x, kv.pools[pool], index, cos, sin, view, config)
         return decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config), kv
     h = _norm(x, params.layers[0].input_norm, eps)
     widely = with_cuts(wide_layer, here)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
-    for index, (w, (_, gain), (cos, sin, view)) in enumerate(zip(params.layers, pairwise(gains), given, strict=False)):
-        ends = index == len(params.layers) - 1
-        if fast[index] or plain is None:
+    each = zip(params.layers, pairwise(gains), config.places, given, strict=False)
+    for at, (w, (_, gain), (pool, index), (cos, sin, view)) in enumerate(each):
+        ends, pages = at == len(params.layers) - 1, kv.pools[pool]
+        if fast[at] or plain is None:
             x, h = widely(w, x, h, gain, pages, index, cos, sin, view, config, wanted=batch.logit_indices if ends else None)
         else:
             x = plain(w, x, pages, index, cos, sin, view, config)

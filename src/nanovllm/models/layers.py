@@ -86,14 +86,16 @@ def embed(params: Params[Tensor], batch: Batch, config: ModelConfig) -> Float[Te
 
 
 def by_layer(params: Params[Tensor], batch: Batch, config: ModelConfig) -> list[tuple[Tensor, Tensor, Batch]]:
-    """What each layer is given of a step: cos and sin of its angles (`rope_angles`), and the batch with its window."""
+    """What each layer is given of a step: cos and sin of its angles (`rope_angles`), and the batch with its window and its pool's."""
     far = rope_angles(batch.positions, params.inv_freq, config.rope)
     if not config.windows:
         return [(*far, batch)] * config.num_layers
     near = far
     if params.local_inv_freq is not None and config.local_rope is not None:
         near = rope_angles(batch.positions, params.local_inv_freq, config.local_rope)
-    views = {window: replace(batch, window=window) for window in set(config.windows)}
+    tables, own = replace(batch, windowed=None), batch.windowed
+    of_pool = (tables, tables if own is None else replace(tables, page_tables=own.page_tables, slots=own.slots, plan=own.plan))
+    views = {window: replace(of_pool[window > 0], window=window) for window in set(config.windows)}
     return [(*(near if window else far), views[window]) for window in config.windows]
 
 

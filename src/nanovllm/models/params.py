@@ -24,7 +24,8 @@ class ParamInfo:
     `source_shapes` are the checkpoint's shapes, in the order of `sources`. `dtype`: the least that holds it; None: the model's own.
     `kind`: a `matrix` is multiplied with, a `table` indexed by row, a `gain` starts near one, a `bias` near zero; `rope` are the speeds of
     `rope`, computed and not loaded. What is kept differs from what is stored where `transposed` (axes swapped), by `offset` (added), and
-    where `channels` name the order in which each head's channels are kept in the first `turned` entries of axis 0.
+    where `channels` say which of a head's `stored_dim` stored channels is kept at each of its places, -1 a zero: in the first `turned`
+    heads along axis 0, or 1 where `columns`; in the others they follow in their order, zeros behind them.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +36,9 @@ class ParamInfo:
     transposed: bool = False
     offset: float = 0.0
     channels: tuple[int, ...] = ()
+    stored_dim: int = 0
     turned: int = 0
+    columns: bool = False
     rope: RopeConfig | None = None
 
 
@@ -145,22 +148,39 @@ def rope_info(rope: RopeConfig, head_dim: int) -> ParamInfo:
 
 
 def as_kept(info: ParamInfo, stored: Tensor) -> Tensor:
-    """What is kept of a parameter whose checkpoint tensors, one behind the other, are `stored`; may write into its memory."""
-    kept = stored.view(info.shape[::-1]).T.contiguous() if info.transposed else stored.view(info.shape)
-    if info.channels:
-        heads = kept[: info.turned].unflatten(0, (-1, len(info.channels)))
-        heads.copy_(heads[:, list(info.channels)])
-    return kept.add_(info.offset) if info.offset else kept
+    """What is kept of a parameter whose checkpoint tensors, one behind the other, are `stored`, flat; may write into its memory."""
+    if info.transposed:
+        return stored.view(info.shape[::-1]).T.contiguous()
+    if not info.channels:
+        kept = stored.view(info.shape)
+        return kept.add_(info.offset) if info.offset else kept
+    kept = stored.new_zeros(info.shape)
+    shape = (*info.shape[:1], -1) if info.columns else (-1, *info.shape[1:])
+    for to, where, by, which in _moves(info, kept, stored.view(shape)):
+        to[:, where] = by[:, which]
+    return kept
 
 
 def as_stored(info: ParamInfo, kept: Tensor) -> list[Tensor]:
     """The checkpoint tensors of a parameter: `as_kept` backwards. Views of it where nothing stands between."""
-    if info.offset:
-        kept = kept - info.offset
+    flat = kept.T.contiguous() if info.transposed else kept - info.offset if info.offset else kept.contiguous()
     if info.channels:
-        kept = kept.clone()
-        heads = kept[: info.turned].unflatten(0, (-1, len(info.channels)))
-        heads[:, list(info.channels)] = heads.clone()
-    flat = (kept.T.contiguous() if info.transposed else kept.contiguous()).view(-1)
+        flat = kept.new_empty(sum(math.prod(shape) for shape in info.source_shapes))
+        shape = (*info.shape[:1], -1) if info.columns else (-1, *info.shape[1:])
+        for to, where, by, which in _moves(info, kept, flat.view(shape)):
+            by[:, which] = to[:, where]
     sizes = [math.prod(shape) for shape in info.source_shapes]
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), info.source_shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(flat.view(-1).split(sizes), info.source_shapes, strict=True)]
+
+
+def _moves(info: ParamInfo, kept: Tensor, stored: Tensor) -> list[tuple[Tensor, list[int], Tensor, list[int]]]:
+    """Heads first, channels second, as views of both: which places hold which stored channels, of heads that turn and of others."""
+    if info.columns:
+        kept, stored = kept.T, stored.T
+    kept, stored = kept.unflatten(0, (-1, len(info.channels))), stored.unflatten(0, (-1, info.stored_dim))
+    where = [place for place, channel in enumerate(info.channels) if channel >= 0]
+    plain = list(range(info.stored_dim))
+    return [
+        (kept[: info.turned], where, stored[: info.turned], [info.channels[place] for place in where]),
+        (kept[info.turned :], plain, stored[info.turned :], plain),
+    ]

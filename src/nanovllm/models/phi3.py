@@ -63,20 +63,18 @@ def _factors(given: HF, name: str, pairs: int) -> tuple[float, ...]:
 
 def param_table(c: ModelConfig) -> Params[ParamInfo]:
     """Every parameter's shape and its tensors in the checkpoint."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    half, most = int(c.head_dim * c.rope.partial) // 2, c.head_dim // 2
-    rest = (2 * half + most - half, c.head_dim)
-    order = (*range(half), *range(2 * half, rest[0]), *range(half, 2 * half), *range(*rest))
-    kept: dict[str, Any] = {"channels": order, "turned": q + kv} if half < most else {}
+    width, kept, behind = tables.heads(c)
+    q, rows, kept_rows = c.num_heads * width, c.num_heads + 2 * c.num_kv_heads, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
 
     def layer_table(prefix: str, _: int) -> Layer[ParamInfo]:
+        attn = f"{prefix}.self_attn"
         return Layer(
             input_norm=tables.gain(f"{prefix}.input_layernorm", c.hidden_size),
-            qkv=loaded("matrix", (f"{prefix}.self_attn.qkv_proj.weight", (q + 2 * kv, c.hidden_size)), **kept),
+            qkv=loaded("matrix", (f"{attn}.qkv_proj.weight", (rows * width, c.hidden_size)), shape=(kept_rows, c.hidden_size), **kept),
             qkv_bias=None,
             q_norm=None,
             k_norm=None,
-            o=loaded("matrix", (f"{prefix}.self_attn.o_proj.weight", (c.hidden_size, q))),
+            o=loaded("matrix", (f"{attn}.o_proj.weight", (c.hidden_size, q)), **behind),
             o_bias=None,
             post_norm=tables.gain(f"{prefix}.post_attention_layernorm", c.hidden_size),
             gate_up=loaded("matrix", (f"{prefix}.mlp.gate_up_proj.weight", (2 * c.intermediate_size, c.hidden_size))),

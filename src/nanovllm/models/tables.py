@@ -26,15 +26,36 @@ def gain(name: str, size: int, **how) -> ParamInfo:
     return loaded("gain", (f"{name}.weight", (size,)), **how)
 
 
-def attention(c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bool = False, **how) -> dict[str, Any]:
-    """The projections of `prefix`, a layer's attention; `how` are fields of the description of qkv, weight and bias."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    bias = loaded("bias", *((f"{prefix}.{name}.bias", (size,)) for name, size in parts), **how) if qkv_bias else None
+def heads(c: ModelConfig, *, interleaved: bool = False) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """The width of a head in the checkpoint, and how q, k and v, and the projection behind them, are kept: fields of their descriptions.
+
+    Whatever turns keys takes channels i and i + D/2 of the D that are kept for a pair. In a checkpoint a pair of the first R channels,
+    those that turn, is i and i + R/2, or 2i and 2i + 1 where `interleaved`; the channels that do not turn, and zeros, fill the rest.
+    """
+    stored, turning = c.stored_head_dim or c.head_dim, int(c.head_dim * c.rope.partial)
+    first, second = (range(0, turning, 2), range(1, turning, 2)) if interleaved else (range(turning // 2), range(turning // 2, turning))
+    rest, missing = list(range(turning, c.head_dim)), (c.head_dim - turning) // 2
+    order = (*first, *rest[:missing], *second, *rest[missing:])
+    if order == tuple(range(stored)):
+        return stored, {}, {}
+    kept: dict[str, Any] = {"channels": tuple(i if i < stored else -1 for i in order), "stored_dim": stored}
+    behind = {} if stored == c.head_dim else {**kept, "columns": True, "shape": (c.hidden_size, c.num_heads * c.head_dim)}
+    return stored, {**kept, "turned": c.num_heads + c.num_kv_heads}, behind
+
+
+def attention(
+    c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bool = False, interleaved: bool = False
+) -> dict[str, Any]:
+    """The projections of `prefix`, a layer's attention; `interleaved` as in `heads`."""
+    width, kept, behind = heads(c, interleaved=interleaved)
+    parts = (("q_proj", c.num_heads * width), ("k_proj", c.num_kv_heads * width), ("v_proj", c.num_kv_heads * width))
+    rows = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    weights = ((f"{prefix}.{name}.weight", (size, c.hidden_size)) for name, size in parts)
+    biases = ((f"{prefix}.{name}.bias", (size,)) for name, size in parts)
     return {
-        "qkv": loaded("matrix", *((f"{prefix}.{name}.weight", (size, c.hidden_size)) for name, size in parts), **how),
-        "qkv_bias": bias,
-        "o": loaded("matrix", (f"{prefix}.o_proj.weight", (c.hidden_size, q))),
+        "qkv": loaded("matrix", *weights, shape=(rows, c.hidden_size), **kept),
+        "qkv_bias": loaded("bias", *biases, shape=(rows,), **kept) if qkv_bias else None,
+        "o": loaded("matrix", (f"{prefix}.o_proj.weight", (c.hidden_size, c.num_heads * width)), **behind),
         "o_bias": loaded("bias", (f"{prefix}.o_proj.bias", (c.hidden_size,))) if o_bias else None,
     }
 

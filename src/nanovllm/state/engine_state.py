@@ -49,6 +49,7 @@ class ModelKey:
     dtype: torch.dtype
     device: torch.device
     rope: RopeConfig
+    places: tuple[tuple[int, int], ...]  # for each layer its KV pool and its index there
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +130,12 @@ class EngineState:
     def prefix(self) -> PrefixIndex:
         """The index of reusable pages."""
         return self.pool.prefix
+
+
+def windowed_pools(state: EngineState) -> tuple[bool, ...]:
+    """Of each KV pool whether it is that of layers with a window, and found by frames."""
+    frames = state.pool.frames
+    return (False,) if frames is None else (True,) if frames.alone else (False, True)
 
 
 register_value(EngineState, static=tuple(name for name in EngineState.__dataclass_fields__ if name != "kv"))

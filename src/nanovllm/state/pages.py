@@ -84,7 +84,7 @@ def _upcoming(pages: PageState, count: int) -> tuple[tuple[int, ...], FreeList, 
 
 def retain(pages: PageState, held: Ints) -> PageState:
     """Add an owner to each page. Raises `BrokenInvariantError` for a free page."""
-    unique, times = _distinct(as_array(held))
+    unique, times = distinct(as_array(held))
     owners = pages.owners(unique)
     if not owners.all():
         raise BrokenInvariantError(f"page {unique[owners == 0][0]} is free and cannot be retained")
@@ -100,7 +100,7 @@ def release(pages: PageState, held: Ints) -> PageState:
 def give_back(pages: PageState, held: Ints) -> tuple[PageState, np.ndarray, np.ndarray]:
     """`release`; returns, too, each page once, in the order given, and how many owners it has left."""
     held = as_array(held)
-    unique, times = _distinct(held)
+    unique, times = distinct(held)
     left = pages.owners(unique) - times
     if (left < 0).any():
         raise BrokenInvariantError(f"page {unique[left < 0][0]} is free already: a double free")
@@ -115,7 +115,7 @@ def give_back(pages: PageState, held: Ints) -> tuple[PageState, np.ndarray, np.n
     return PageState(num_pages=pages.num_pages, num_used=used, counts=counts, returned=returned, unused=pages.unused), unique, left
 
 
-def _distinct(held: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
+def distinct(held: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
     """Each page once, and how often it was given."""
     if len(held) < 2:
         return held, 1

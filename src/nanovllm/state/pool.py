@@ -1,12 +1,18 @@
-"""The page pool: `PageState` and `PrefixIndex` together, since a page held by the index alone counts as available."""
+"""The page pool: `PageState`, `PrefixIndex` and, for layers with windows, `Frames` together.
 
-from dataclasses import dataclass
+A page held by the index alone counts as available, and so does a frame that nobody needs: the index is an owner of pages and needs no
+frames.
+"""
+
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..errors import BrokenInvariantError, OutOfPagesError
+from . import frames as frame_ops
 from . import pages as page_ops
 from . import prefix as prefix_ops
+from .frames import Frames, num_retired
 from .pages import PageState, init_pages
 from .prefix import PrefixIndex, init_prefix
 from .vector import Ints, as_array
@@ -14,61 +20,106 @@ from .vector import Ints, as_array
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
-    """Owners of the pages, and the index of reusable ones."""
+    """Owners of the pages, the index of reusable ones, and the frames of layers with windows (None: no layer has one)."""
 
     pages: PageState
     prefix: PrefixIndex
+    frames: Frames | None = None
 
     @property
     def num_available(self) -> int:
-        """Pages that an allocation could get: free ones, and those only the index holds."""
-        return self.pages.num_free + self.prefix.num_idle
+        """Pages that an allocation could get, with a frame each: free ones, and those only the index holds."""
+        count = self.pages.num_free + self.prefix.num_idle
+        return count if self.frames is None else min(count, self.frames.num_available)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that an allocation could get, with a frame each, without taking from what a later request might find."""
+        return self.pages.num_free if self.frames is None else min(self.pages.num_free, self.frames.used.num_free)
+
+    def spare(self, *, only_free: bool) -> int:
+        """Pages beyond an eighth of the pool that an allocation could get; `only_free`: without what a later request might find."""
+        pages = self.pages.num_free + (0 if only_free else self.prefix.num_idle) - self.pages.num_pages // 8
+        if self.frames is None:
+            return pages
+        return min(pages, (self.frames.used.num_free if only_free else self.frames.num_available) - self.frames.num_frames // 8)
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a call takes before it writes: pages, and the frames that they got."""
+
+    pages: list[int] = field(default_factory=list)
+    frames: list[int] = field(default_factory=list)
+
+    def note(self, pool: Pool, fresh: Ints) -> None:
+        """Pages that this pool has just handed out."""
+        fresh = as_array(fresh)
+        self.pages.extend(fresh.tolist())
+        if pool.frames is not None:
+            self.frames.extend(pool.frames.frame_of.get(fresh).tolist())
 
 
 def too_few(pool: Pool, what: str) -> OutOfPagesError:
     """What is raised where the pool cannot give the pages that `what` needs."""
     there = f"{pool.num_available} of {pool.pages.num_pages} pages are available"
+    if pool.frames is not None:
+        there += f", and {pool.frames.num_available} of {pool.frames.num_frames} frames for layers with windows"
     return OutOfPagesError(f"{what}; {there}: release chunks, cancel requests, or make the pool larger")
 
 
-def init_pool(num_pages: int, page_size: int) -> Pool:
+def init_pool(num_pages: int, page_size: int, frames: Frames | None = None) -> Pool:
     """A pool of free pages and an empty index."""
-    return Pool(pages=init_pages(num_pages), prefix=init_prefix(num_pages, page_size))
+    return Pool(pages=init_pages(num_pages), prefix=init_prefix(num_pages, page_size), frames=frames)
 
 
 def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
-    """Take `count` pages, evicting idle ones where needed; None, and nothing changed, when there are too few."""
+    """Take `count` pages, and a frame for each, evicting idle ones where needed; None, and nothing changed, when there are too few."""
     if count > pool.num_available:
         return None
-    pages, prefix = pool.pages, pool.prefix
+    pages, prefix, frames = pool.pages, pool.prefix, pool.frames
     if count > pages.num_free:
         prefix, evicted = prefix_ops.evict(prefix, count - pages.num_free)
-        pages = page_ops.release(pages, evicted)
+        pages, given, left = page_ops.give_back(pages, evicted)
+        frames = frames and frame_ops.vacate(frames, given[left == 0])
     taken = page_ops.allocate(pages, count)
     if taken is None:
         raise BrokenInvariantError(f"{count} pages were promised, {pages.num_free} are free")
-    return Pool(pages=taken[0], prefix=prefix), taken[1]
+    if frames is not None and count:
+        frames = frame_ops.give(frames, np.array(taken[1], np.int32))
+    return Pool(pages=taken[0], prefix=prefix, frames=frames), taken[1]
 
 
-def acquire(pool: Pool, held: Ints) -> Pool:
-    """Add an owner to pages that are in use or indexed."""
+def acquire(pool: Pool, held: Ints, retired: int = 0) -> Pool:
+    """Add an owner to pages that are in use or indexed. It needs the frames of those from place `retired` on."""
     held = as_array(held)
     if not len(held):
         return pool
-    return Pool(pages=page_ops.retain(pool.pages, held), prefix=prefix_ops.set_busy(pool.prefix, held))
+    pages, prefix = page_ops.retain(pool.pages, held), prefix_ops.set_busy(pool.prefix, held)
+    return Pool(pages=pages, prefix=prefix, frames=pool.frames and frame_ops.need(pool.frames, held[retired:]))
 
 
-def release(pool: Pool, held: Ints) -> Pool:
-    """Take an owner from each page of a run, given in order; the deepest page is the first to become evictable.
+def release(pool: Pool, held: Ints, retired: int = 0) -> Pool:
+    """Take an owner from each page of a run, given in order, which needed the frames of those from place `retired` on; the deepest page is
+    the first to become evictable.
 
     A page that stands there twice loses two.
     """
-    backwards = as_array(held)[::-1]
+    held = as_array(held)
+    backwards = held[::-1]
     if not len(backwards):
         return pool
     pages, given, left = page_ops.give_back(pool.pages, backwards)
     idle = given[(left == 1) & pool.prefix.contains(given)]
-    return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle))
+    frames = pool.frames
+    if frames is not None:
+        frames = frame_ops.vacate(frame_ops.retire(frames, held[retired:][::-1]), given[left == 0])
+    return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle), frames=frames)
+
+
+def retire(pool: Pool, pages: Ints) -> Pool:
+    """An owner of each of these pages needs its frame no more."""
+    return Pool(pages=pool.pages, prefix=pool.prefix, frames=pool.frames and frame_ops.retire(pool.frames, pages))
 
 
 def match(pool: Pool, tokens: np.ndarray) -> np.ndarray:
@@ -76,13 +127,55 @@ def match(pool: Pool, tokens: np.ndarray) -> np.ndarray:
     return prefix_ops.match(pool.prefix, tokens)
 
 
+def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray, int]:
+    """The pages of the longest indexed prefix of `tokens` that a request for these can begin with, and how many of them, from the first
+    on, it needs no frames of. `whole`: it needs all, as what may become a chunk does.
+
+    All pages that tokens behind the prefix see in layers with windows must have frames still.
+    """
+    matched, frames = match(pool, tokens), pool.frames
+    if frames is None or not len(matched):
+        return matched, 0
+    size, counts = pool.prefix.page_size, np.arange(1, len(matched) + 1)
+    behind = np.maximum.accumulate(np.where(frames.have(matched), 0, counts))  # pages up to the last one that has no frame
+    retired = 0 if whole else np.maximum(0, np.minimum(counts * size, len(tokens) - 1) - frames.window + 1) // size
+    served = np.flatnonzero(behind <= retired)
+    count = int(counts[served[-1]]) if len(served) else 0
+    return matched[:count], 0 if whole else num_retired(count * size, len(tokens), frames.window, size)
+
+
 def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool:
-    """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones."""
+    """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones.
+
+    Where it has others for the same tokens, of which fewer have frames, these leave it: what was run again takes their place.
+    """
+    if pool.frames is not None:
+        pool = _make_way(pool, pool.frames, tokens, held)
     prefix, added = prefix_ops.insert(pool.prefix, tokens, held, start)
-    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix) if len(added) else pool
+    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames) if len(added) else pool
 
 
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:
-    """Take pages whose KV was lost, and all indexed behind them, out of the index."""
-    prefix, dropped = prefix_ops.forget(pool.prefix, lost)
-    return Pool(pages=page_ops.release(pool.pages, dropped), prefix=prefix) if len(dropped) else pool
+    """Take pages whose KV was lost, and all indexed behind them, out of the index; those that are left lose their frames, which nobody may
+    need."""
+    pool = _unindex(pool, lost)
+    return pool if pool.frames is None else replace(pool, frames=frame_ops.vacate(pool.frames, as_array(sorted(lost))))
+
+
+def _unindex(pool: Pool, gone: frozenset[int]) -> Pool:
+    prefix, dropped = prefix_ops.forget(pool.prefix, gone)
+    if not len(dropped):
+        return pool
+    pages, given, left = page_ops.give_back(pool.pages, dropped)
+    return Pool(pages=pages, prefix=prefix, frames=pool.frames and frame_ops.vacate(pool.frames, given[left == 0]))
+
+
+def _make_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray) -> Pool:
+    """The pool without indexed pages that have lost frames where a run has others, with more of them, for the same tokens."""
+    matched = match(pool, tokens)[: len(held)]
+    differs = matched != held[: len(matched)]
+    if not differs.any():
+        return pool
+    at = int(differs.argmax())
+    mine, theirs = (np.count_nonzero(frames.have(pages[at : len(matched)])) for pages in (held, matched))
+    return _unindex(pool, frozenset((int(matched[at]),))) if mine > theirs else pool

@@ -46,7 +46,8 @@ class Sequence:
 
     Every token but the newest is filled once it decodes. `most_filled` is the highest `num_filled` ever reached: what is run again below
     it was lost to preemption. `logprobs` is a linked list, newest first: (older, entry). `provenance` is that of the KV, of which at
-    least the first `exact_len` tokens are exact; `gaps` are those of the chunk that it began with.
+    least the first `exact_len` tokens are exact; `gaps` are those of the chunk that it began with. Of the first `retired` pages it does
+    not need the KV of layers with a window.
     """
 
     request: Request
@@ -61,6 +62,7 @@ class Sequence:
     provenance: Provenance = EXACT
     exact_len: int = 0
     gaps: Gaps = ()
+    retired: int = 0
 
     @property
     def offset(self) -> int:
@@ -88,12 +90,12 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=self.tokens, pages=pages, num_filled=num_filled, most_filled=self.most_filled,
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired,
         )  # fmt: skip
 
-    def restart(self, pages: IntVector, num_filled: int) -> "Sequence":
+    def restart(self, pages: IntVector, num_filled: int, retired: int = 0) -> "Sequence":
         """The sequence over pages of the prefix index, or none: what it was made of is forgotten, all its KV is exact."""
-        return replace(self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=())
+        return replace(self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=(), retired=retired)
 
     def advance(self, count: int) -> "Sequence":
         """The sequence with `count` more tokens filled."""
@@ -101,7 +103,7 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=self.tokens, pages=self.pages, num_filled=filled, most_filled=max(self.most_filled, filled),
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired,
         )  # fmt: skip
 
     def drew(self, token_ids: np.ndarray) -> "Sequence":
@@ -110,7 +112,7 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=tokens, pages=self.pages, num_filled=tokens.length - 1, most_filled=tokens.length - 1,
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired,
         )  # fmt: skip
 
 

@@ -8,9 +8,11 @@ from .ahead_machine import AheadMachine
 from .cascade_machine import CascadeChunkMachine, CascadeMachine
 from .chunk_machine import ChunkMachine, ModelChunkMachine
 from .engine_machine import EngineMachine
+from .frames_machine import FrameMachine
 from .pages_machine import PageMachine
 from .prefix_machine import PrefixMachine
 from .schedule_machine import ScheduleMachine
+from .window_machine import MixedWindowMachine, WindowChunkMachine, WindowMachine
 from .worlds import ModelWorld, SymbolicWorld, World
 
 __all__ = [
@@ -19,11 +21,15 @@ __all__ = [
     "CascadeMachine",
     "ChunkMachine",
     "EngineMachine",
+    "FrameMachine",
+    "MixedWindowMachine",
     "ModelChunkMachine",
     "ModelWorld",
     "PageMachine",
     "PrefixMachine",
     "ScheduleMachine",
     "SymbolicWorld",
+    "WindowChunkMachine",
+    "WindowMachine",
     "World",
 ]

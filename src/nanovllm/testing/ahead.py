@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from ..compile import Drawn, Executor
 from ..decode import DecodeCarry
 from ..model import Model
 from ..run_ahead import RunAhead, longest_first, placed, retire
+from ..state.frames import Frames
 from ..state.kv import KVState
 from ..state.request import Sequence
 from ..types import Int64
@@ -28,31 +30,33 @@ class AheadExecutor:
         """The executor with nothing run yet."""
         return cls(inner, page_size, RunAhead(page_size))
 
-    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], **options: Any) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
-        return self.inner.prefill(model, kv, rows, draw=draw)
+        return self.inner.prefill(model, kv, rows, **options)
 
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`."""
         self.ahead.drop()
         places = longest_first(rows)
-        return self._restarted(self.inner.load(model, kv, placed(rows, places)), rows, places)
+        return self._restarted(self.inner.load(model, kv, placed(rows, places), frames=frames), rows, places)
 
-    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`."""
         if len(rows) != len(carry.active):
-            return self.load(model, carry.kv, rows)
+            return self.load(model, carry.kv, rows, frames=frames)
         self.ahead.drop()
         places = self.ahead.places
-        return self._restarted(self.inner.refresh(model, carry, placed(rows, places)), rows, places)
+        return self._restarted(self.inner.refresh(model, carry, placed(rows, places), frames=frames), rows, places)
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None
+    ) -> DecodeCarry:
         """See `Executor`."""
         newest = self.ready[0] if self.ready is not None and self.ahead.launched else carry
         if newest.batch.plan or newest.sampling.penalties is not None:
-            return self.load(model, carry.kv, rows)
+            return self.load(model, carry.kv, rows, frames=frames)
         gone = self.ahead.narrow(keep, rows)
-        retire(newest.batch, newest.active, gone, page_size=self.page_size, dummy_page=newest.kv.pools[0].shape[1] - 1)
+        retire(newest.kv, newest.batch, newest.active, gone)
         return carry
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
@@ -65,9 +69,9 @@ class AheadExecutor:
         """See `Executor`."""
         return self.ahead.thrown_away() + self.inner.thrown_away()
 
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self.inner.begin(model, kv, rows, ticket)
+        return self.inner.begin(model, kv, rows, ticket, **options)
 
     def end(self, ticket: int) -> None:
         """See `Executor`."""

@@ -18,7 +18,7 @@ from ..engine import cancel, capacity, enter, step
 from ..errors import InvalidRequestError, OutOfPagesError
 from ..invariants import check
 from ..state.chunk import Chunk
-from ..state.engine_state import EngineState
+from ..state.engine_state import EngineState, windowed_pools
 from ..state.kv import pages_for
 from ..state.request import StepOutput
 from .chunk_shadow import ChunkShadow, ShadowChunk
@@ -187,7 +187,7 @@ class ChunkDriver(RuleBasedStateMachine):
         made = chunk.provenance.operations
         expect(made == told.operations, f"{chunk!r} was made by {told.operations}")
         expect(chunk.num_exact == told.num_exact, f"{chunk!r} calls {chunk.num_exact} tokens exact, not {told.num_exact}")
-        self.world.require_cells(state.kv, list(chunk.pages), told.cells)
+        self.world.require_cells(state.kv, list(chunk.pages), told.cells, state.pool.frames)
 
     def _keep_file(self, path: Path, told: ShadowChunk) -> None:
         self.files.append(Saved(path=path, told=told))
@@ -263,14 +263,16 @@ class ChunkDriver(RuleBasedStateMachine):
         """Every indexed page holds exact KV of the tokens that find it."""
         size = state.config.page_size
         for run, page in indexed_runs(state.prefix):
-            self.world.require_cells(state.kv, [page], self.shadow.exact(run).cells[-size:])
+            self.world.require_cells(state.kv, [page], self.shadow.exact(run).cells[-size:], state.pool.frames, 1)
 
 
 def kv_bytes(state: EngineState, chunk: Chunk) -> bytes:
     """The KV of a chunk's tokens."""
-    (pool,) = state.kv.pools
-    at, size = np.arange(len(chunk)), state.config.page_size
-    return pool.numpy()[:, chunk.pages.array()[at // size], :, :, at % size].tobytes()
+    at, size, held, frames, parts = np.arange(len(chunk)), state.config.page_size, chunk.pages.array(), state.pool.frames, []
+    for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
+        table = frames.of(held) if framed and frames is not None else held
+        parts.append(pool.numpy()[:, table[at // size], :, :, at % size].tobytes())
+    return b"".join(parts)
 
 
 def offset_of(told: ShadowChunk) -> int:

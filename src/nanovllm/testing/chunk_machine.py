@@ -22,6 +22,7 @@ from ..state.chunk import Chunk
 from ..state.engine_state import EngineState
 from .chunk_driver import Asked, ChunkDriver, Held, offset_of
 from .chunk_files import damaged
+from .engine_driver import room_of
 from .shadow import expect, freeze
 from .strategies import limits, token_ids
 from .worlds import ModelWorld
@@ -39,15 +40,18 @@ class ChunkMachine(ChunkDriver):
 
     max_tokens: ClassVar[int] = 48  # that a pool holds
     cascade: ClassVar[tuple[bool | None, ...]] = (None, True)  # one of these is drawn
+    num_frames: ClassVar[tuple[int, int] | None] = None  # at least and at most, where the world's model has windows
 
     @initialize(data=st.data(), hoards=st.integers(0, 3))
     def start(self, data: st.DataObject, hoards: int) -> None:
         """Two fresh engines. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
-        self.state = self.world.init_state(data.draw(limits(self.max_tokens, min_tokens=8, min_model_len=12, cascade=self.cascade)))
-        other = limits(self.max_tokens, max_page_size=4, min_tokens=8, min_model_len=12, cascade=self.cascade)
+        frames = None if self.num_frames is None else st.integers(*self.num_frames)
+        mine = limits(self.max_tokens, min_tokens=8, min_model_len=12, cascade=self.cascade, num_frames=frames)
+        self.state = self.world.init_state(data.draw(mine))
+        other = limits(self.max_tokens, max_page_size=4, min_tokens=8, min_model_len=12, cascade=self.cascade, num_frames=frames)
         self.other = self.world.init_state(data.draw(other))
-        num_pages = self.state.config.num_pages
-        self.most_pinned = num_pages if hoards == 3 else max(2, num_pages * 2 // 3)
+        room = room_of(self.state)
+        self.most_pinned = room if hoards == 3 else max(2, room * 2 // 3)
 
     # Chunks made of tokens, and of other chunks
 
@@ -291,7 +295,7 @@ class ChunkMachine(ChunkDriver):
             self.state = release(self.state, chunk)
         check(self.state)
         available = self.state.pool.num_available
-        expect(available == self.state.config.num_pages, f"invariant 6: {available} of {self.state.config.num_pages} pages came back")
+        expect(available == room_of(self.state), f"invariant 6: {available} of {room_of(self.state)} pages came back")
 
 
 class ModelChunkMachine(ChunkMachine):

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from ..state.frames import Frames
 from ..state.kv import KVState
 
 
@@ -32,8 +33,9 @@ class Oracle(Protocol):
         """The logits of the next token; the last one attends to its slot as it is."""
         ...
 
-    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells) -> None:
-        """Raise `ShadowMismatchError` unless the pages hold these cells."""
+    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells, frames: Frames | None = None, retired: int = 0) -> None:
+        """Raise `ShadowMismatchError` unless the pages hold these cells, and so do their frames, which those from place `retired` on must
+        have."""
         ...
 
     def require_logits(self, found: Seq[float], cells: Cells, *, exact: bool) -> None:

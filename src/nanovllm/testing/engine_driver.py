@@ -16,7 +16,8 @@ from ..requests import detach, submit_many
 from ..sampling_params import SamplingParams
 from ..session import begin, commit
 from ..state.chunk import Chunk
-from ..state.engine_state import EngineState
+from ..state.engine_state import EngineState, windowed_pools
+from ..state.frames import least_frames
 from ..state.kv import pages_for
 from ..state.request import Request, Sequence, StepOutput
 from .shadow import KeptValues, expect, freeze
@@ -136,9 +137,9 @@ class EngineDriver(RuleBasedStateMachine):
         self.kept.keep(chunk)
 
     def _bytes(self, chunk: Chunk) -> bytes:
-        size, parts = self.state.config.page_size, []
-        for pool in self.state.kv.pools:
-            for at, page in enumerate(chunk.pages):
+        size, parts, frames = self.state.config.page_size, [], self.state.pool.frames
+        for pool, framed in zip(self.state.kv.pools, windowed_pools(self.state), strict=True):
+            for at, page in enumerate(frames.of(chunk.pages.array()) if framed and frames is not None else chunk.pages):
                 parts.append(pool[:, page, :, :, : min(size, len(chunk) - at * size)].numpy().tobytes())
         return b"".join(parts)
 
@@ -168,7 +169,10 @@ class EngineDriver(RuleBasedStateMachine):
 
     def _submit(self, base: Chunk | None, ids: list[int], params: SamplingParams, keep: bool) -> None:
         context, tokens = _context(base, ids), _tokens(base, ids)
-        if len(tokens) >= capacity(self.state):
+        if len(tokens) >= capacity(self.state, whole=keep):
+            if keep and len(tokens) < capacity(self.state, whole=False):
+                call = lambda: submit_many(self.world.model, self.state, [context], [params], keep=True)  # noqa: E731
+                return self._refused(InvalidRequestError, call)
             return self._refused(InvalidRequestError, lambda: submit(self.world.model, self.state, context, params))
         if keep:
             done = self._attempt(lambda: submit_many(self.world.model, self.state, [context], [params], keep=True))
@@ -207,11 +211,20 @@ class EngineDriver(RuleBasedStateMachine):
     def _drop_stuck(self, pinned: int, error: OutOfPagesError) -> None:
         """The oldest request can never begin its reply beside what is pinned: the caller has to cancel it, or to release chunks."""
         rid = min(self.pending)
-        mine, config = self.pending.pop(rid), self.state.config
-        wanted, room = pages_for(len(mine.prompt), config.page_size), config.num_pages - pinned
-        expect(not mine.drawn and wanted > room, f"request {rid} wants {wanted} pages, {room} are not pinned, and a step raised {error}")
+        mine = self.pending.pop(rid)
+        short = self._too_much(mine.request, len(mine.prompt), pinned)
+        told = f"request {rid} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and a step raised {error}"
+        expect(not mine.drawn and short, told)
         self.state = cancel(self.state, rid)
         self.needed += mine.most_filled
+
+    def _too_much(self, request: Request, num_tokens: int, pinned: int) -> bool:
+        """Whether a request of so many tokens may want more pages, or frames at once, than there are beside the pinned ones."""
+        config, frames = self.state.config, self.state.pool.frames
+        wanted = pages_for(num_tokens, config.page_size)
+        if wanted > config.num_pages - pinned or frames is None:
+            return wanted > config.num_pages - pinned
+        return (wanted if request.keep else min(wanted, least_frames(frames.window, config.page_size))) > frames.num_frames - pinned
 
     def _see(self, out: StepOutput, pinned: int) -> None:
         mine = self.pending[out.request_id]
@@ -221,12 +234,11 @@ class EngineDriver(RuleBasedStateMachine):
             over = out.finish_reason or _ends(mine.request, mine.drawn)
             return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, which is its {over}")
         expect(out.output.token_ids == mine.drawn, f"request {out.request_id} drew {mine.drawn} and returned {out.output.token_ids}")
-        total, config = len(mine.prompt) + len(mine.drawn), self.state.config
+        total = len(mine.prompt) + len(mine.drawn)
         if out.finish_reason != _ends(mine.request, mine.drawn):
             expect(out.finish_reason == "length", f"request {out.request_id} ended with {out.finish_reason} after {mine.drawn}")
-            room = config.num_pages - pinned
-            wanted = pages_for(total, config.page_size)
-            expect(wanted > room, f"request {out.request_id} was given up for want of {wanted} pages; {room} are not pinned")
+            short = self._too_much(mine.request, total, pinned)
+            expect(short, f"request {out.request_id} was given up with {total} tokens; {pinned} pages are pinned")
             self.needed += max(mine.most_filled, out.output.num_cached_tokens)
         else:
             self.needed += total - 1
@@ -332,6 +344,11 @@ class EngineDriver(RuleBasedStateMachine):
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
             arrival=0.0,
         )
+
+
+def room_of(state: EngineState) -> int:
+    """Pages that can have KV in all layers."""
+    return min(state.config.num_pages, state.config.num_frames or state.config.num_pages)
 
 
 def _ends(request: Request, drawn: list[int]) -> str | None:

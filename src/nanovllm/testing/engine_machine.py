@@ -16,7 +16,7 @@ from ..sampling_params import SamplingParams
 from ..session import begin
 from ..state.chunk import Chunk
 from ..state.engine_state import EngineState
-from .engine_driver import SMALLEST, EngineDriver
+from .engine_driver import SMALLEST, EngineDriver, room_of
 from .shadow import expect, indexed_runs
 from .strategies import limits, token_ids
 
@@ -29,13 +29,16 @@ class EngineMachine(EngineDriver):
     """
 
     max_tokens: ClassVar[int] = 18  # that the pool holds
+    num_frames: ClassVar[tuple[int, int] | None] = None  # at least and at most, where the world's model has windows
     chunks = Bundle("chunks")
 
     @initialize(data=st.data(), hoards=st.integers(0, 3))
     def start(self, data: st.DataObject, hoards: int) -> None:
         """A fresh engine. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
-        self.state = self.world.init_state(data.draw(limits(self.max_tokens)))
-        self.most_pinned = self.state.config.num_pages if hoards == 3 else max(2, self.state.config.num_pages * 2 // 3)
+        frames = None if self.num_frames is None else st.integers(*self.num_frames)
+        self.state = self.world.init_state(data.draw(limits(self.max_tokens, num_frames=frames)))
+        room = room_of(self.state)
+        self.most_pinned = room if hoards == 3 else max(2, room * 2 // 3)
 
     # Chunks
 
@@ -225,7 +228,8 @@ class EngineMachine(EngineDriver):
         self._refused(ForeignChunkError, lambda: call(other))
 
     def _ask_the_impossible(self, data: st.DataObject) -> None:
-        bad = data.draw(st.sampled_from([[], [-1], [self.world.model.config.vocab_size], [0] * (capacity(self.state) + 1), [0.5]]))
+        long = [0] * (capacity(self.state, whole=False) + 1)
+        bad = data.draw(st.sampled_from([[], [-1], [self.world.model.config.vocab_size], long, [0.5]]))
         self._refused(InvalidRequestError, lambda: submit(self.world.model, self.state, [*bad], SamplingParams()))
         self._refused(InvalidRequestError, lambda: prefill(self.world.model, self.state, [*bad]))
         self._refused(InvalidRequestError, lambda: cancel(self.state, self.state.next_id))
@@ -250,15 +254,18 @@ class EngineMachine(EngineDriver):
     def memory_agrees(self) -> None:
         """Every slot that a value refers to holds the KV of its tokens, and a live chunk's bytes never change."""
         state = enter(self.state)
+        frames = state.pool.frames
         for chunk in state.chunks.values():
-            self.world.require_kv(state.kv, list(chunk.pages), chunk.token_ids.tolist())
+            self.world.require_kv(state.kv, list(chunk.pages), chunk.token_ids.tolist(), frames)
             expect(self._bytes(chunk) == self.chunk_kv[chunk.liveness], f"invariant 3: the KV of {chunk!r} changed")
         for sequence in self._sequences(state):
-            self.world.require_kv(state.kv, list(sequence.pages), sequence.tokens.array(0, sequence.num_filled).tolist())
+            filled = sequence.tokens.array(0, sequence.num_filled).tolist()
+            self.world.require_kv(state.kv, list(sequence.pages), filled, frames, sequence.retired)
         pages_of, size = dict(indexed_runs(state.prefix)), state.config.page_size
         for run in pages_of:
             if not any(other != run and other[: len(run)] == run for other in pages_of):  # the longest covers those it begins with
-                self.world.require_kv(state.kv, [pages_of[run[: end + size]] for end in range(0, len(run), size)], run)
+                pages = [pages_of[run[: end + size]] for end in range(0, len(run), size)]
+                self.world.require_kv(state.kv, pages, run, frames, len(pages))
 
     def teardown(self) -> None:
         """Invariant 6: everything ends, and all pages come back."""
@@ -278,4 +285,4 @@ class EngineMachine(EngineDriver):
             self.state = release(self.state, chunk)
         check(self.state)
         available = self.state.pool.num_available
-        expect(available == self.state.config.num_pages, f"invariant 6: {available} of {self.state.config.num_pages} pages came back")
+        expect(available == room_of(self.state), f"invariant 6: {available} of {room_of(self.state)} pages came back")

@@ -229,7 +229,7 @@ def _keeps_old_page_tables(plan):
 
 
 def _copies_nothing(copy_pages):
-    return lambda kv, copies: kv
+    return lambda kv, *copies: kv
 
 
 def _accepts_donated(check):

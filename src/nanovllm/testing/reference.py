@@ -52,7 +52,9 @@ class Reference:
             q_HD, own_2KD = self._qkv(w, x_M, position)
             made.append(own_2KD)
             seen = np.stack([*(kv[index] for _, kv in before), own_2KD if held is None else held[index]])
-            x_M = x_M + _linear(self._attend(q_HD, self.rotate(seen[:, 0], positions), seen[:, 1]).ravel(), w.o, w.o_bias)
+            since = max(0, len(seen) - self.config.window(index)) if self.config.window(index) else 0
+            keys, values = self.rotate(seen[since:, 0], positions[since:]), seen[since:, 1]
+            x_M = x_M + _linear(self._attend(q_HD, keys, values).ravel(), w.o, w.o_bias)
             assert w.gate_up is not None and w.down is not None
             gate, up = np.split(_linear(self._norm(x_M, w.post_norm), w.gate_up, w.gate_up_bias), 2)
             x_M = x_M + _linear(gate / (1 + np.exp(-gate)) * up, w.down, w.down_bias)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import BrokenInvariantError
 from ..state.chunk import Chunk
+from ..state.frames import Frames
 from ..state.pages import PageState, free_pages
 from ..state.pool import Pool
 from ..state.prefix import ROOT, PrefixIndex
@@ -43,12 +44,16 @@ def freeze(value: Any) -> Any:
             maps = (frozenset(value.heads.items()), runs, idle, *(tuple(a.copy().tolist()) for a in arrays))
             return (*maps, value.num_idle, value.oldest, value.now)
         case Pool():
-            return freeze(value.pages), freeze(value.prefix)
+            return freeze(value.pages), freeze(value.prefix), value.frames and freeze(value.frames)
+        case Frames():
+            spare = value.spare
+            told = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))
+            return freeze(value.used), told, tuple(spare.pages()), spare.count, spare.oldest, spare.now
         case Chunk():
             parts = (freeze(value.tokens), freeze(value.pages), value.provenance, value.num_exact, value.gaps)
             return (*parts, value.fingerprint, value.engine, value.liveness)
         case Running():
-            return freeze(value.tokens), freeze(value.pages), value.num_filled, value.most_filled
+            return freeze(value.tokens), freeze(value.pages), value.num_filled, value.most_filled, value.retired
         case Queue():
             return tuple((s.request.request_id, freeze(s)) for s in value), value.head
         case list() | tuple() | Steady():

@@ -21,10 +21,11 @@ class Limits:
     seed: int = 0
     cascade: bool | None = None
     ahead: bool = False
+    num_frames: int | None = None
 
     def config(self) -> EngineConfig:
         """The bounds as the value that an `EngineState` holds."""
-        return EngineConfig(**{name: value for name, value in self.options().items() if name != "cascade"})
+        return EngineConfig(**{name: value for name, value in self.options().items() if name != "cascade" and value is not None})
 
     def options(self) -> dict[str, Any]:
         """All that `init_state` takes, as keyword arguments."""
@@ -40,6 +41,7 @@ def limits(
     min_model_len: int = 2,
     cascade: Sequence[bool | None] = (None, True),
     ahead: Sequence[bool] = (False, True),
+    num_frames: st.SearchStrategy[int | None] | None = None,
 ) -> st.SearchStrategy[Limits]:
     """Pools of up to `max_tokens` tokens in pages of up to `max_page_size`, with every kind of bottleneck; most hold a few requests."""
 
@@ -56,6 +58,7 @@ def limits(
         seed=st.integers(0, 3),
         cascade=st.sampled_from(cascade),
         ahead=st.sampled_from(ahead),
+        num_frames=st.none() if num_frames is None else num_frames,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ..fill import plain_request
 from ..init import init_state
 from ..model import Model
 from ..state.engine_state import EngineState, Lease
+from ..state.frames import Frames
 from ..state.kv import KVState, init_kv, pages_for
 from ..state.request import Request, RequestOutput, Sequence
 from ..state.vector import IntVector
@@ -27,7 +28,7 @@ from .models import random_model, tiny_config
 from .reference import KeysValues, Reference
 from .shadow import expect
 from .strategies import Limits
-from .symbolic import START, fold, logits_of, next_token, number_of, numbers, read, symbolic_forward
+from .symbolic import folded, logits_of, next_token, number_of, numbers, read, symbolic_forward
 
 T = TypeVar("T")
 
@@ -55,21 +56,21 @@ class FlakyExecutor:
         """Fail no more."""
         self.countdown = None
 
-    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True) -> tuple[Drawn | None, KVState]:
+    def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], **options: Any) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
-        return self._run(lambda: self.inner.prefill(model, kv, rows, draw=draw))
+        return self._run(lambda: self.inner.prefill(model, kv, rows, **options))
 
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence]) -> DecodeCarry:
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self._run(lambda: self.inner.load(model, kv, rows))
+        return self._run(lambda: self.inner.load(model, kv, rows, **options))
 
-    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self._run(lambda: self.inner.refresh(model, carry, rows))
+        return self._run(lambda: self.inner.refresh(model, carry, rows, **options))
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence]) -> DecodeCarry:
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self._run(lambda: self.inner.narrow(model, carry, keep, rows))
+        return self._run(lambda: self.inner.narrow(model, carry, keep, rows, **options))
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """See `Executor`."""
@@ -79,9 +80,9 @@ class FlakyExecutor:
         """See `Executor`."""
         return self.inner.thrown_away()
 
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int) -> DecodeCarry:
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, **options: Any) -> DecodeCarry:
         """See `Executor`."""
-        return self._run(lambda: self.inner.begin(model, kv, rows, ticket))
+        return self._run(lambda: self.inner.begin(model, kv, rows, ticket, **options))
 
     def end(self, ticket: int) -> None:
         """See `Executor`."""
@@ -125,8 +126,9 @@ class World(Protocol):
         """Raise `ShadowMismatchError` unless a request alone in a fresh engine draws these tokens; the first `checked` are right."""
         ...
 
-    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
-        """Raise `ShadowMismatchError` unless the pages hold what a prefill of `tokens` writes."""
+    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int], frames: Frames | None = None, retired: int = 0) -> None:
+        """Raise `ShadowMismatchError` unless the pages hold what a prefill of `tokens` writes, and so do their frames, which those from
+        place `retired` on must have."""
         ...
 
 
@@ -139,10 +141,12 @@ class SymbolicWorld:
 
     greedy_only = False
 
-    def __init__(self, vocab_size: int = 2):
+    def __init__(self, vocab_size: int = 2, windows: tuple[int, ...] = ()):
+        """`windows` are those of two layers."""
         config = tiny_config(
-            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=2
-        )
+            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=2,
+            windows=windows,
+        )  # fmt: skip
         model = random_model(config)
         self.model = replace(model, params=replace(model.params, inv_freq=torch.zeros_like(model.params.inv_freq)))
 
@@ -162,31 +166,32 @@ class SymbolicWorld:
         """See `World`."""
         vocab_size = self.model.config.vocab_size
         for at in range(checked, len(drawn)):
-            expected = next_token([*prompt, *drawn[:at]], len(prompt), request.sampling, request.seed, vocab_size)
+            expected = next_token([*prompt, *drawn[:at]], len(prompt), request.sampling, request.seed, vocab_size, self.model.config)
             expect(drawn[at] == expected, f"prompt {list(prompt)} drew {list(drawn)}; alone it draws {expected} in place {at}")
 
-    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
+    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int], frames: Frames | None = None, retired: int = 0) -> None:
         """See `World`."""
-        memory, size = kv.pools[0].numpy(), kv.pools[0].shape[4]
-        for at, number in enumerate(numbers(tokens)):
-            held = read(memory, pages[at // size], at % size)
-            expect(held == number, f"invariant 4: slot {at} of {list(tokens)} in page {pages[at // size]} holds {held}, not {number}")
+        wanted, size = numbers(tokens, self.model.config), kv.pools[0].shape[4]
+        for pool, table in zip(kv.pools, _tables(pages, frames, retired), strict=True):
+            memory = pool.numpy()
+            for at, number in enumerate(wanted):
+                place = table[at // size]
+                held = number if place < 0 else read(memory, place, at % size)
+                expect(held == number, f"invariant 4: slot {at} of {list(tokens)} in place {place} holds {held}, not {number}")
 
     def kv_of(self, before: Cells, token: int, position: int) -> int:
         """See `Oracle`."""
-        folded = START
-        for cell in before:
-            folded = fold(folded, cell.kv)
-        return number_of(folded, token, position - len(before))
+        return number_of(folded([cell.kv for cell in before], self.model.config), token, position - len(before))
 
     def logits_after(self, cells: Cells) -> list[float]:
         """See `Oracle`."""
         return logits_of(cells[-1].kv, self.model.config.vocab_size)
 
-    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells) -> None:
+    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells, frames: Frames | None = None, retired: int = 0) -> None:
         """See `Oracle`."""
-        held, wanted = _slots(kv, pages, len(cells)), np.array([cell.kv for cell in cells])
-        wrong = (held.reshape(len(cells), -1) != wanted[:, None]).any(1)
+        held, there = _slots(kv, _tables(pages, frames, retired), len(cells), self.model.config.places)
+        wanted = np.array([cell.kv for cell in cells])
+        wrong = ((held.reshape(*held.shape[:2], -1) != wanted[:, None, None]) & there[:, :, None]).any((1, 2))
         if wrong.any():
             at = int(wrong.argmax())
             expect(False, f"slot {at} of pages {list(pages)} holds {np.unique(held[at])}, not {wanted[at]}")
@@ -230,18 +235,19 @@ class ModelWorld:
         short = (last.amax(1) - chosen).amax().item()
         expect(short <= self.tolerance, f"prompt {list(prompt)} drew {list(drawn)}, in one place {short} below the largest logit")
 
-    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int]) -> None:
+    def require_kv(self, kv: KVState, pages: Seq[int], tokens: Seq[int], frames: Frames | None = None, retired: int = 0) -> None:
         """See `World`."""
         if not tokens:
             return
         _, fresh = self.uncached(tokens)
-        for held, expected in zip(kv.pools, fresh.pools, strict=True):
+        for held, expected, places in zip(kv.pools, fresh.pools, _tables(pages, frames, retired), strict=True):
             size, count = held.shape[4], len(tokens)
-            table = torch.tensor(pages[: pages_for(count, size)])
+            table = torch.tensor(places[: pages_for(count, size)])
             found = held[:, table].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :count]
             wanted = expected[:, 0, :, :, :count]
-            error = (found - wanted).abs().amax().item()
-            expect(error <= self.tolerance, f"invariant 4: the KV of {list(tokens)} in pages {list(pages)} is off by {error}")
+            there = (table >= 0).repeat_interleave(size)[:count, None]  # H D behind it
+            error = ((found - wanted) * there).abs().amax().item()
+            expect(error <= self.tolerance, f"invariant 4: the KV of {list(tokens)} in {places} is off by {error}")
 
     @cached_property
     def reference(self) -> Reference:
@@ -258,11 +264,12 @@ class ModelWorld:
         found = self.reference.run([(cell.position, cell.kv) for cell in before], last.token, last.position, held=last.kv)
         return found[1].tolist()
 
-    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells) -> None:
+    def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells, frames: Frames | None = None, retired: int = 0) -> None:
         """See `Oracle`."""
+        held, there = _slots(kv, _tables(pages, frames, retired), len(cells), self.model.config.places)
         wanted = np.stack([cell.kv for cell in cells])  # n L 2 K D
         wanted[:, :, 0] = self.reference.rotate(wanted[:, :, 0], np.array([cell.position for cell in cells]))
-        error = np.abs(_slots(kv, pages, len(cells)) - wanted).max((1, 2, 3, 4))
+        error = (np.abs(held - wanted).max((2, 3, 4)) * there).max(1)
         if error.max() > self.tolerance:
             expect(False, f"slots of {[cell.token for cell in cells]} in pages {list(pages)} are off by {error.tolist()}")
 
@@ -287,11 +294,26 @@ class ModelWorld:
         return self.model.spec.forward(self.model.params, kv, replace(batch, logit_indices=None), self.model.config)
 
 
-def _slots(kv: KVState, pages: Seq[int], count: int) -> np.ndarray:
-    """The KV of the first `count` slots of these pages, `[count, L, 2, K, D]`."""
-    memory, at = kv.pools[0].numpy(), np.arange(count)
-    size = memory.shape[4]
-    return memory[:, np.array(pages)[at // size], :, :, at % size]
+def _tables(pages: Seq[int], frames: Frames | None, retired: int) -> list[list[int]]:
+    """Where the pages' KV lies in each pool; -1 for a page that has none there and is not needed."""
+    held = list(pages)
+    if frames is None:
+        return [held]
+    of = frames.frame_of.get(np.array(held, np.int32)).tolist()
+    lost = [page for page, frame in zip(held[retired:], of[retired:], strict=True) if frame < 0]
+    expect(not lost, f"pages {lost} of {held} are needed and have no frames")
+    return [of] if frames.alone else [held, of]
+
+
+def _slots(
+    kv: KVState, tables: Seq[Seq[int]], count: int, places: Seq[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The KV of the first `count` slots, `[count, L, 2, K, D]`, and which of it is there, `[count, L]`; each pool has a table."""
+    at, size = np.arange(count), kv.pools[0].shape[4]
+    of_pools = [np.array(table)[at // size] for table in tables]
+    held = [pool.numpy()[:, table, :, :, at % size] for pool, table in zip(kv.pools, of_pools, strict=True)]  # count L 2 K D
+    by_layer = [(held[pool][:, index], of_pools[pool] >= 0) for pool, index in places]
+    return np.stack([values for values, _ in by_layer], 1), np.stack([there for _, there in by_layer], 1)
 
 
 def drain(model: Model, state: EngineState, max_steps: int = 10000) -> tuple[EngineState, dict[int, RequestOutput]]:

@@ -15,7 +15,7 @@ from ...errors import InvalidRequestError
 from ...init import init_state
 from ...model import Model
 from ...state.chunk import Chunk
-from ...state.engine_state import EngineState
+from ...state.engine_state import EngineState, windowed_pools
 from ...types import Tensor
 from ..driver import layout, step_batch
 from .pair import Pair
@@ -71,9 +71,12 @@ def chunk_errors(pair: Pair) -> ChunkErrors:
 
 def kv_of(state: EngineState, chunk: Chunk) -> Tensor:
     """Keys and values of a chunk's tokens, `[L, T, 2, K, D]`."""
-    (pool,), size, at = state.kv.pools, state.config.page_size, np.arange(len(chunk))
-    pages = torch.from_numpy(chunk.pages.array()[at // size].astype(np.int64))
-    return pool.permute(0, 1, 4, 2, 3, 5)[:, pages, torch.from_numpy(at % size)].clone()
+    size, at, held, frames = state.config.page_size, np.arange(len(chunk)), chunk.pages.array(), state.pool.frames
+    found = []
+    for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
+        pages = (frames.of(held) if framed and frames is not None else held)[at // size].astype(np.int64)
+        found.append(pool.permute(0, 1, 4, 2, 3, 5)[:, torch.from_numpy(pages), torch.from_numpy(at % size)])
+    return torch.stack([found[pool][index] for pool, index in state.runtime.lease.model.places])
 
 
 def run_at(model: Model, tokens: Sequence[int], start: int) -> Tensor:
@@ -81,7 +84,8 @@ def run_at(model: Model, tokens: Sequence[int], start: int) -> Tensor:
     at = layout(model, [len(tokens)], len(tokens))
     batch = step_batch(at, [(0, tokens, 0)], model.device)
     model.spec.forward(model.params, at.kv, replace(batch, positions=batch.positions + start), model.config)
-    return at.kv.pools[0][:, at.tables[0][0]].permute(0, 3, 1, 2, 4).clone()
+    pages = torch.stack([at.kv.pools[pool][index, at.tables[0][0]] for pool, index in model.config.places])
+    return pages.permute(0, 3, 1, 2, 4).clone()
 
 
 def _fresh(model: Model, tokens: list[int]) -> Tensor:
