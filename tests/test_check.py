@@ -678,7 +678,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert out.startswith("tiny, Qwen3ForCausalLM, float32") and "tokens of 40: with the plain layers on 40;" in out
     assert json.loads((tmp_path / "report.json").read_text())["num_tokens"] == 40
     assert cli.main(["check", "--device", "cpu", "--tokens", "40", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "report.json").read_text())
+    found, written = json.loads(capsys.readouterr().out), json.loads((tmp_path / "report.json").read_text())
+    assert found.pop("outlook")["runs"] and written.pop("outlook")["runs"]  # how much memory is free differs
+    assert found == written
     folder = str(save_hf_folder(tmp_path / "model", tiny_config()))
     for named in ([folder], ["--model", folder]):
         assert cli.main(["check", *named, "--device", "cpu", "--dtype", "bfloat16", "--tokens", "20"]) == 0

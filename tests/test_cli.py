@@ -27,6 +27,7 @@ from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 MODEL = random_model(tiny_config())
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=10)
+COMMANDS = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
 NANOVLLM = [sys.executable, "-c", "import sys; from nanovllm.cli import main; sys.exit(main())"]
 
 
@@ -134,7 +135,7 @@ def test_errors_are_one_line_and_exit_2(folder, capsys, arguments, match):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "the following arguments are required: {generate,chat,memory,check,tune,bench,profile,eval-reuse} (see nanovllm --help)"),
+        ([], f"the following arguments are required: {COMMANDS} (see nanovllm --help)"),
         (["--no-such-option", "chat"], "unrecognized arguments: --no-such-option (see nanovllm --help)"),
         (["chat", "--no-such-option"], "unrecognized arguments: --no-such-option (see nanovllm chat --help)"),
         (["bench", "--repeats", "0"], "argument --repeats: '0' must be an integer of at least 1 (see nanovllm bench --help)"),
@@ -164,7 +165,7 @@ def test_an_unknown_command_is_told_which_there_are(capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["check"], ["tune"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["models"], ["check"], ["tune"], ["bench"]])
 def test_help_and_version(command, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main([*command, "--help"])

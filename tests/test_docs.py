@@ -41,6 +41,14 @@ def test_the_structure_names_every_file():
         assert path.name == "__init__.py" or name in named or any(f in named for f in folders), f"docs/structure.md does not name {name}"
 
 
+def test_quoted_sources_stand_there():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src/nanovllm/models").glob("*.py")]
+    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8"), re.S)
+    assert len(quoted) == 4
+    for code in quoted:
+        assert any(code in source for source in sources), code
+
+
 @pytest.mark.parametrize("title", PROGRAMS)
 def test_programs_run_and_print_what_the_readme_says(title, capsys, tmp_path, monkeypatch):
     """Those of a section share a folder: the second may read what the first saved."""

@@ -1,6 +1,7 @@
 """Arguments that the commands share."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,6 +47,12 @@ def add_source(parser: Any) -> None:
     )
     code = "execute code that the checkpoint brings, where nothing else knows its architecture; each file is named before it runs"
     parser.add_argument("--trust-remote-code", action="store_true", help=code)
+
+
+def shortened(lines: Iterable[str], most: int = 8) -> list[str]:
+    """The first of many lines, and how many more there are."""
+    found = list(lines)
+    return [*found[:most], *[f"and {len(found) - most} more"] * (len(found) > most)]
 
 
 def source(options: argparse.Namespace) -> dict[str, Any]:

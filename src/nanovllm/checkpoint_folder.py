@@ -129,6 +129,12 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
 
 
+def cached_repositories() -> list[tuple[str, Path]]:
+    """The models of the cache by name, each with its folder there. Nothing is looked at but names."""
+    folders = sorted(path for path in hub_cache().glob("models--*") if path.is_dir())
+    return [(path.name.removeprefix("models--").replace("--", "/", 1), path) for path in folders]
+
+
 def read_json(file: Path, *, required: bool = False) -> dict[str, Any]:
     """A JSON object out of a checkpoint folder; `{}` where the file is absent and not required. Raises `CheckpointError`."""
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `memory`, `check`, `tune`, `bench`, `profile` and `eval-reuse`."""
+"""The command line: `nanovllm generate`, `chat`, `memory`, `models`, `check`, `tune`, `bench`, `profile` and `eval-reuse`."""
 
 import argparse
 import io
@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import chat, collector, memory_demo
+from . import chat, collector, memory_demo, models_command
 from .arguments import TUNING, CommandParser, Parser, add_source, source, tuning
 from .compose import MODES
 from .errors import InvalidRequestError, NanoVLLMError
@@ -35,7 +35,8 @@ examples:
   nanovllm chat --model Qwen/Qwen3-0.6B --download        the same, fetched from the Hub where the cache lacks it
   nanovllm generate --prompts prompts.txt > replies.jsonl many prompts at once, one a line
   nanovllm memory --out memory.svg                        who holds the pages of the KV memory, and what is shared
-  nanovllm check Qwen/Qwen3-0.6B                          whether the fast kernels compute what the plain layers do
+  nanovllm models                                         what is supported, and how it runs
+  nanovllm check Qwen/Qwen3-0.6B                          whether it will run and how, and whether the fast kernels compute what they should
   nanovllm tune --model Qwen/Qwen3-0.6B                   measure how the kernels are cut fastest on this GPU, once
 """
 
@@ -92,7 +93,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
-    names = "{generate,chat,memory,check,tune,bench,profile,eval-reuse}"
+    names = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
     commands = parser.add_subparsers(title="commands", required=True, metavar=names, parser_class=CommandParser)
 
     generate = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
@@ -126,7 +127,12 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     _add_model_options(memory, num_pages=f"{memory_demo.NUM_PAGES}; {memory_demo.DEMO_PAGES} for the demonstration")
     memory.set_defaults(run=memory_demo.run)
 
-    check = commands.add_parser("check", help="compare a model's fast kernels with its plain layers", description=check_command.DESCRIPTION)
+    models = commands.add_parser("models", help="list what is supported, and how it runs", description=models_command.DESCRIPTION)
+    models_command.add_arguments(models)
+    models.set_defaults(run=models_command.main)
+
+    told = "say whether a model will run here, and compare its fast kernels with its plain layers"
+    check = commands.add_parser("check", help=told, description=check_command.DESCRIPTION)
     check_command.add_arguments(check)
     check.set_defaults(run=check_command.main)
 

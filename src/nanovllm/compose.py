@@ -13,6 +13,7 @@ import torch
 from . import ops
 from .chunks import chunk_of, cut, cut_live, fork
 from .compose_layout import Layout, gapped, joined, shifted, slots_of
+from .config import ModelConfig
 from .context import require_chunk, require_live
 from .engine import capacity, commit_state, enter_with, guarded
 from .errors import InvalidRequestError
@@ -108,11 +109,16 @@ def dropped(
     return _placed(model, state, layout, f"dropped by {mode}", [chunk], taken)
 
 
+def keys_turn(config: ModelConfig) -> bool:
+    """Whether positions enter by a rotation of keys, which moves them to other positions."""
+    return config.rope.kind in ("default", "linear", "llama3", "yarn", "longrope")
+
+
 def require_rotary(model: Model, what: str) -> None:
     """Raise for a model whose keys cannot be turned: learned positions, or rotation speeds that depend on the length."""
     if model.foreign:
         raise InvalidRequestError(f"how positions enter {model.config.architecture} is not known here, which does not allow {what}")
-    if model.config.rope.kind not in ("default", "linear", "llama3", "yarn", "longrope"):
+    if not keys_turn(model.config):
         raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, which do not allow {what}")
 
 

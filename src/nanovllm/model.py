@@ -94,8 +94,8 @@ def load_model(
     config = for_length(read, max_model_len)
     generation_config, ends = read_generation_config(folder)
     encoder = load_tokenizer(folder, config.vocab_size) if tokenizer else None
-    if encoder is not None and encoder.max_token_id >= config.vocab_size:
-        raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
+    if encoder is not None:
+        require_vocabulary(encoder, config, folder)
     chosen = resolve_dtype(dtype, config, target)
     config = fitted(config, target, chosen)
     load = load_params if spec.load is None else spec.load
@@ -111,6 +111,12 @@ def load_model(
         device=target,
         dtype=chosen,
     )
+
+
+def require_vocabulary(encoder: Tokenizer, config: ModelConfig, folder: Path) -> None:
+    """Raises `CheckpointError` for a tokenizer with ids that the model does not have."""
+    if encoder.max_token_id >= config.vocab_size:
+        raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from io import RawIOBase
 from pathlib import Path
@@ -51,22 +51,28 @@ def wanted(headers: Mapping[str, TensorHeader], spec: ModelSpec) -> Mapping[str,
 
 
 def check_headers(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> None:
-    """Raises `CheckpointError` for the first tensor that is missing, unknown, misshapen or not of a floating-point dtype.
+    """Raises `CheckpointError` for the first of `header_faults`."""
+    for fault in header_faults(headers, table, config):
+        raise CheckpointError(fault)
+
+
+def header_faults(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> Iterator[str]:
+    """A sentence for each tensor that is missing, misshapen, not of a floating-point dtype, or unknown.
 
     Ignored: `lm_head.weight` where the head is tied, and stored rotary frequencies, which are computed.
     """
     wanted = {name: shape for info in _infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
     for name, shape in wanted.items():
         if name not in headers:
-            raise CheckpointError(f"the checkpoint lacks the tensor {name} {list(shape)}")
-        if headers[name].shape != shape:
-            raise CheckpointError(f"{name} has shape {list(headers[name].shape)}, the config asks for {list(shape)}")
-        if headers[name].dtype not in FLOATS:
-            raise CheckpointError(f"{name} has dtype {headers[name].dtype}, expected one of {', '.join(FLOATS)}")
-    for name in headers.keys() - wanted.keys():
+            yield f"the checkpoint lacks the tensor {name} {list(shape)}"
+        elif headers[name].shape != shape:
+            yield f"{name} has shape {list(headers[name].shape)}, the config asks for {list(shape)}"
+        elif headers[name].dtype not in FLOATS:
+            yield f"{name} has dtype {headers[name].dtype}, expected one of {', '.join(FLOATS)}"
+    for name in sorted(headers.keys() - wanted.keys()):
         tied_head = config.tie_word_embeddings and name == "lm_head.weight"
         if not tied_head and not name.endswith("rotary_emb.inv_freq"):
-            raise CheckpointError(f"the checkpoint holds the tensor {name}, which {config.architecture} does not have")
+            yield f"the checkpoint holds the tensor {name}, which {config.architecture} does not have"
 
 
 def load_params(

@@ -285,7 +285,20 @@ def test_pickles_are_refused(made: Made, tmp_path: Path) -> None:
 def test_check_says_what_runs(made: Made, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", str(made.folder), "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 0
     assert "through transformers" in capsys.readouterr().out
-    assert json.loads((tmp_path / "found.json").read_text())["path"] == "through transformers"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["path"] == "through transformers"
+    look, params = found["outlook"], load_model(made.folder, device="cpu").params
+    assert isinstance(params, ForeignParams)
+    assert look["runs"] and look["file"] == "" and look["architecture"] == "StableLmForCausalLM"
+    once = {weight.data_ptr(): weight.nbytes for weight in params.weights.values()}
+    assert look["weights"]["held"] == sum(once.values()) == look["weights"]["stored"]
+    assert look["kernels"]["decode"] == look["kernels"]["prompts"] == "transformers' module, attention in plain torch"
+
+
+def test_check_of_what_is_refused_says_why_and_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = save(tmp_path / "bloom", "bloom", {})
+    assert main(["check", str(made.folder), "--device", "cpu"]) == 1
+    assert "does not go through transformers' attention interface" in capsys.readouterr().out.split("It will not run:")[1]
 
 
 CONFIG = """\
@@ -364,6 +377,15 @@ def test_code_of_a_checkpoint_is_named_before_it_runs(own: Made, capfd: pytest.C
         assert told.count(line) == 1 and told.index(line) < told.index("the model's file runs")
     outs = llm.generate([list(row) for row in ROWS], GREEDY)
     assert [out.token_ids for out in outs] == [greedy(own.theirs, row, 10) for row in ROWS]
+
+
+def test_check_runs_no_code_without_the_opt_in(own: Made, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(own.folder), "--device", "cpu", "--dry-run"]) == 1
+    out = capfd.readouterr()
+    assert "trust_remote_code=True" in out.out and "file runs" not in out.out + out.err
+    assert main(["check", str(own.folder), "--device", "cpu", "--dry-run", "--trust-remote-code"]) == 0
+    out = capfd.readouterr()
+    assert "It will run." in out.out and out.err.index("will be executed") < out.err.index("the model's file runs")
 
 
 def test_code_whose_attention_is_its_own_is_refused(own: Made) -> None:

@@ -119,7 +119,7 @@ def reported(
         model=model.name,
         architecture=model.config.architecture,
         dtype=str(model.dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        device=device_name(device),
         fast=None if fast is None else fast.name,
         num_tokens=len(compared.final),
         rows=rows,
@@ -134,6 +134,11 @@ def reported(
         agreement=agreement,
         tuning=None if cuts is None else cuts.source,
     )
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the machine's kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def table(report: CheckReport) -> str:

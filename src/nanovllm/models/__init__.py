@@ -43,7 +43,8 @@ class ModelSpec:
     """What is an architecture's own. `layer` stands alone so that it can be compiled once for all layers; `head` is the plain one.
 
     `checkpoint_name` gives a checkpoint's tensor the name by which the table asks for it, None where it is not wanted. `config_to_hf` is
-    `config_from_hf` backwards. `load` reads the weights of a folder in the place of `weights.load_params`.
+    `config_from_hf` backwards. `load` reads the weights of a folder in the place of `weights.load_params`. `known` are models that people
+    know by the architecture.
     """
 
     config_from_hf: Callable[[HF], ModelConfig]
@@ -53,6 +54,7 @@ class ModelSpec:
     checkpoint_name: Callable[[str], str | None] = str
     config_to_hf: Callable[[ModelConfig], HF] = config_to_hf
     load: Callable[..., tuple[Params[Tensor], str]] | None = None
+    known: str = ""
 
     def forward(
         self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig, *, layer: Callable[..., Tensor] | None = None
@@ -65,25 +67,44 @@ class ModelSpec:
 
 REGISTRY: Mapping[str, ModelSpec] = MappingProxyType(
     {
-        "Qwen2ForCausalLM": ModelSpec(config_from_hf=qwen2.config_from_hf, param_table=qwen2.param_table),
-        "Qwen3ForCausalLM": ModelSpec(config_from_hf=qwen3.config_from_hf, param_table=qwen3.param_table),
-        "Qwen3MoeForCausalLM": ModelSpec(config_from_hf=qwen3_moe.config_from_hf, param_table=qwen3_moe.param_table),
-        "LlamaForCausalLM": ModelSpec(config_from_hf=llama.config_from_hf, param_table=llama.param_table),
-        "MistralForCausalLM": ModelSpec(config_from_hf=mistral.config_from_hf, param_table=mistral.param_table),
-        "MixtralForCausalLM": ModelSpec(config_from_hf=mixtral.config_from_hf, param_table=mixtral.param_table),
-        "Phi3ForCausalLM": ModelSpec(config_from_hf=phi3.config_from_hf, param_table=phi3.param_table),
-        "GemmaForCausalLM": ModelSpec(config_from_hf=gemma.config_from_hf, param_table=gemma.param_table),
-        "Gemma2ForCausalLM": ModelSpec(config_from_hf=gemma2.config_from_hf, param_table=gemma2.param_table),
-        "Gemma3ForCausalLM": ModelSpec(config_from_hf=gemma3.config_from_hf, param_table=gemma3.param_table),
+        "Qwen2ForCausalLM": ModelSpec(config_from_hf=qwen2.config_from_hf, param_table=qwen2.param_table, known="Qwen2, Qwen2.5, QwQ"),
+        "Qwen3ForCausalLM": ModelSpec(config_from_hf=qwen3.config_from_hf, param_table=qwen3.param_table, known="Qwen3 from 0.6B to 32B"),
+        "Qwen3MoeForCausalLM": ModelSpec(
+            config_from_hf=qwen3_moe.config_from_hf, param_table=qwen3_moe.param_table, known="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder",
+        ),
+        "LlamaForCausalLM": ModelSpec(
+            config_from_hf=llama.config_from_hf, param_table=llama.param_table, known="Llama 1 to 3.3, TinyLlama, SmolLM and SmolLM2",
+        ),
+        "MistralForCausalLM": ModelSpec(
+            config_from_hf=mistral.config_from_hf, param_table=mistral.param_table, known="Mistral 7B, Mistral Nemo, Zephyr",
+        ),
+        "MixtralForCausalLM": ModelSpec(
+            config_from_hf=mixtral.config_from_hf, param_table=mixtral.param_table, known="Mixtral 8x7B and 8x22B",
+        ),
+        "Phi3ForCausalLM": ModelSpec(
+            config_from_hf=phi3.config_from_hf, param_table=phi3.param_table, known="Phi-3 and Phi-3.5 mini, Phi-4, Phi-4-mini",
+        ),
+        "GemmaForCausalLM": ModelSpec(
+            config_from_hf=gemma.config_from_hf, param_table=gemma.param_table, known="Gemma 2B and 7B, CodeGemma",
+        ),
+        "Gemma2ForCausalLM": ModelSpec(
+            config_from_hf=gemma2.config_from_hf, param_table=gemma2.param_table, known="Gemma 2 from 2B to 27B",
+        ),
+        "Gemma3ForCausalLM": ModelSpec(config_from_hf=gemma3.config_from_hf, param_table=gemma3.param_table, known="Gemma 3 270M and 1B"),
         "Gemma3ForConditionalGeneration": ModelSpec(
             config_from_hf=gemma3.config_from_hf_with_vision, param_table=gemma3.param_table,
             checkpoint_name=gemma3.checkpoint_name, config_to_hf=gemma3.config_to_hf_with_vision,
+            known="Gemma 3 from 4B to 27B, texts alone",
         ),
-        "Ernie4_5ForCausalLM": ModelSpec(config_from_hf=ernie4_5.config_from_hf, param_table=ernie4_5.param_table),
-        "Ernie4_5_MoeForCausalLM": ModelSpec(config_from_hf=ernie4_5.config_from_hf_moe, param_table=ernie4_5.param_table),
+        "Ernie4_5ForCausalLM": ModelSpec(
+            config_from_hf=ernie4_5.config_from_hf, param_table=ernie4_5.param_table, known="ERNIE 4.5 0.3B",
+        ),
+        "Ernie4_5_MoeForCausalLM": ModelSpec(
+            config_from_hf=ernie4_5.config_from_hf_moe, param_table=ernie4_5.param_table, known="ERNIE 4.5 21B-A3B",
+        ),
         "GPT2LMHeadModel": ModelSpec(
             config_from_hf=gpt2.config_from_hf, param_table=gpt2.param_table, layer=gpt2.layer, head=gpt2.head,
-            checkpoint_name=gpt2.checkpoint_name, config_to_hf=gpt2.config_to_hf,
+            checkpoint_name=gpt2.checkpoint_name, config_to_hf=gpt2.config_to_hf, known="GPT-2 in all sizes, DistilGPT-2",
         ),
     }
 )  # fmt: skip

@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ..config import ModelConfig
+from ..ops.backends import against_own_kernels
 from ..ops.native import library
 from ..ops.rope_attend import FusedDecodePlan
 from ..types import Tensor
@@ -40,6 +44,17 @@ def fast_path(params: Params[Tensor], config: ModelConfig, cuts: Cuts | None = N
             return FusedDecodePlan(rows, config.num_heads, config.num_kv_heads, config.head_dim, device, cut)
 
         return FastPath(name="fused", layer=with_cuts(fused.layer, cuts), head=with_cuts(fused.head, cuts), plan=plan)
-    if device.type == "cpu" and dtype in cpu.DTYPES and not cpu.unknown(params, config) and library(cpu.SOURCE, cpu.SYMBOLS) is not None:
+    if device.type == "cpu" and not against(params, config, device, dtype):
         return FastPath(name="C", layer=cpu.decode_layer, head=cpu.head, plan=lambda _: None)
     return None
+
+
+def against(params: Params[Any], config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Why `fast_path` would be None for a model in `dtype` on `device`; empty where it would not. `params` may hold no memory."""
+    if device.type == "cuda":
+        return fused.unknown(params, config) or against_own_kernels(device, dtype)
+    if unknown := cpu.unknown(params, config):
+        return unknown
+    if dtype not in cpu.DTYPES:
+        return f"the dtype {str(dtype).removeprefix('torch.')}"
+    return "" if library(cpu.SOURCE, cpu.SYMBOLS) is not None else "no C compiler"

@@ -20,4 +20,6 @@ def beyond(params: Params[Any], config: ModelConfig) -> str:
         return "norms that are rounded behind their gain"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act}"
+    if layer.o_norm is not None or layer.down_norm is not None:
+        return "norms of what attention and MLP add"
     return ""

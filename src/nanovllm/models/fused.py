@@ -4,6 +4,7 @@ It agrees with a model's own `forward` within rounding, for every architecture w
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch.nn.functional as F
 
@@ -27,8 +28,12 @@ from .params import Layer, Params
 
 def serves(params: Params[Tensor], config: ModelConfig) -> bool:
     """Whether the kernels can run this model."""
-    known = not beyond(params, config) and all(w.gate_up_bias is None for w in params.layers)
-    return known and own_kernels(params.embed.device, params.embed.dtype)
+    return not unknown(params, config) and own_kernels(params.embed.device, params.embed.dtype)
+
+
+def unknown(params: Params[Any], config: ModelConfig) -> str:
+    """What a model has that the kernels do not know; empty where there is nothing."""
+    return beyond(params, config) or ("" if all(w.gate_up_bias is None for w in params.layers) else "biases of gates")
 
 
 def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:

@@ -20,7 +20,23 @@ def installed(package: str) -> bool:
 
 def own_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our own kernels of captured steps run in this dtype there: a GPU of compute capability 8.0 or more."""
-    return device.type == "cuda" and dtype in HALVES and installed("triton") and torch.cuda.get_device_capability(device) >= (8, 0)
+    return not against_own_kernels(device, dtype)
+
+
+def against_own_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """What stands against them; empty where nothing does."""
+    if device.type != "cuda":
+        return "no CUDA GPU"
+    if dtype not in HALVES:
+        return f"the dtype {str(dtype).removeprefix('torch.')}"
+    return "" if installed("triton") and torch.cuda.get_device_capability(device) >= (8, 0) else _missing(device, ("triton",))
+
+
+def _missing(device: torch.device, packages: tuple[str, ...]) -> str:
+    absent = [package for package in packages if not installed(package)]
+    if absent:
+        return f"{' and '.join(absent)} cannot be imported"
+    return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
 
 
 @functools.cache
@@ -47,8 +63,19 @@ def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, p
     FlashInfer needs a GPU of compute capability 8.0 or more, float16 or bfloat16, a head_dim of 64, 128 or 256, and its package.
     `"reference"` means plan handle 0 in every call. On a GPU the caller warns, once.
     """
-    if device.type != "cuda" or dtype not in FLASHINFER_DTYPES or head_dim not in FLASHINFER_HEAD_DIMS or page_size < 1:
-        return "reference"
-    if not (installed("flashinfer") and installed("triton")) or torch.cuda.get_device_capability(device) < (8, 0):
-        return "reference"
-    return "flashinfer"
+    return "reference" if against_flashinfer(device, dtype, head_dim, page_size) else "flashinfer"
+
+
+def against_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+    """What stands against FlashInfer's kernels; empty where nothing does."""
+    if device.type != "cuda":
+        return "no CUDA GPU"
+    if dtype not in FLASHINFER_DTYPES:
+        return f"the dtype {str(dtype).removeprefix('torch.')}"
+    if head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"head_dim {head_dim}"
+    if page_size < 1:
+        return f"page_size {page_size}"
+    needed = ("flashinfer", "triton")
+    there = all(map(installed, needed)) and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "" if there else _missing(device, needed)
