@@ -1,11 +1,15 @@
 """The kernels of a fused decode step on a GPU: against float64, on random and extreme weights, and whole steps against plain layers."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
 from nanovllm import models
 from nanovllm.batch import Batch
+from nanovllm.config import MoEConfig, RopeConfig
 from nanovllm.models import fused
 from nanovllm.ops.draw import highest
 from nanovllm.ops.norm_linear import norm_linear
@@ -141,13 +145,27 @@ def test_small_steps() -> None:
     assert 0 <= int(highest(logits)[3]) < 151936
 
 
+# All experts of a layer are chosen: a rounding may choose another one of some, which is no error.
+ROUTED = MoEConfig(num_experts=4, top_k=4, intermediate_size=128, layers=(0, 1, 2))
+STEPS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {},
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Phi3ForCausalLM": {"rope": RopeConfig(partial=0.5)},
+    "Ernie4_5ForCausalLM": {},
+    "Qwen3MoeForCausalLM": {"moe": ROUTED},
+    "MixtralForCausalLM": {"moe": replace(ROUTED, intermediate_size=512)},
+    "Ernie4_5_MoeForCausalLM": {"moe": replace(ROUTED, layers=(1, 2), wide_router=True, least_sum=1e-12, shared_size=256)},
+}
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 70])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("architecture", STEPS)
 def test_a_whole_step(architecture: str, rows: int) -> None:
-    """Five kernels a layer, or seven, against the plain layer, both in bfloat16, beside a run in float64."""
+    """Five kernels a layer, or seven, and those of experts, against the plain layer, both in bfloat16, beside a run in float64."""
     config = tiny_config(
         architecture=architecture, num_layers=3, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
-        vocab_size=999, dtype="bfloat16",
+        vocab_size=999, dtype="bfloat16", **STEPS[architecture],
     )  # fmt: skip
     model = random_model(config, device="cuda", dtype=BF16)
     assert fused.serves(model.params, model.config) and fused.follows_closely(model.params, rows) == (rows <= 16)

@@ -68,7 +68,7 @@ def test_replies_are_the_same_in_every_way(name: str, pairs: Mapping[str, Pair])
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_bfloat16_errs_no_more_than_theirs(name: str, pairs: Mapping[str, Pair]) -> None:
-    for ratio in bfloat16_ratios(pairs[name]):
+    for ratio in bfloat16_ratios(pairs[name], most=1):
         assert ratio.no_larger
         assert ratio.value < 1.1
 

@@ -72,7 +72,10 @@ def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Model
         tie_word_embeddings=False,
         max_position_embeddings=512,
     )
-    return replace(config, **{**OWN.get(architecture, {}), **changes})
+    own = dict(OWN.get(architecture, {}))
+    if "windows" in own:  # those of two layers, again and again
+        own["windows"] = tuple(own["windows"][i % 2] for i in range(changes.get("num_layers", 2)))
+    return replace(config, **{**own, **changes})
 
 
 def random_model(
