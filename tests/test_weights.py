@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
+import nanovllm as nv
 from nanovllm import bench, weights
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.model import load_model
@@ -59,7 +60,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown architecture": (set_config(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*Qwen3ForCausalLM"),
     "no architecture": (set_config(architectures=None), "unknown architecture None"),
     "quantised": (set_config(quantization_config={"quant_method": "gptq"}), "gptq"),
-    "remote code": (set_config(auto_map={"AutoModelForCausalLM": "modeling.Mine"}), "trust_remote_code"),
+    "remote code": (
+        set_config(architectures=["MineForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling.Mine"}), "trust_remote_code",
+    ),
     "missing tensor": (edit(lambda t: t.pop(NORM)), f"lacks the tensor {NORM}"),
     "extra tensor": (edit(lambda t: t.update({"model.layers.0.extra": torch.ones(3)})), "model.layers.0.extra"),
     "extra layer": (edit(lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)})), "layers.2.mlp.up_proj"),
@@ -73,7 +76,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
     "garbage tokenizer": (overwrite("tokenizer.json", lambda data: data[: len(data) // 2]), "tokenizer.json: not a tokenizer"),
-    "tokenizer beyond the vocabulary": (set_config(vocab_size=260), "tokenizer has the id 260.*vocab_size is 260"),
+    "tokenizer beyond the vocabulary": (set_config(vocab_size=250), "tokenizer has the id 255.*vocab_size is 250"),
 }
 
 
@@ -99,10 +102,43 @@ def test_remote_code_with_the_opt_in_uses_what_is_built_in(tmp_path: Path, capsy
 
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path, tiny_config(tie_word_embeddings=True))
-    extras = {"lm_head.weight": torch.ones(264, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    edit(lambda tensors: tensors.update(extras))(folder)
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit(lambda tensors: tensors.update(frequencies, **{"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))(folder)
     params = load_model(folder, device="cpu").params
     assert params.head is None
+
+
+def test_a_head_beside_the_table_that_it_is_said_to_be_counts(tmp_path: Path) -> None:
+    """As in transformers: a fine-tune may have trained it apart from the embedding table."""
+    folder = save_hf_folder(tmp_path, tiny_config(tie_word_embeddings=True))
+    other = torch.ones(264, 32)
+    edit(lambda tensors: tensors.update({"lm_head.weight": other}))(folder)
+    model = load_model(folder, device="cpu")
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(model.params.head, other)
+
+
+def test_tensors_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config("Ernie4_5_MoeForCausalLM"))
+    edit(lambda tensors: tensors.update({"model.mtp_linear_proj.0.weight": torch.ones(32, 64)}))(folder)
+    assert load_model(folder, device="cpu").config.moe is not None
+
+
+def test_code_beside_what_is_built_in_is_neither_asked_for_nor_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config())
+    set_config(auto_map={"AutoModelForCausalLM": "modeling.Mine"})(folder)
+    assert load_model(folder, device="cpu").config.architecture == "Qwen3ForCausalLM"
+    assert "the checkpoint's own code is not run" in capsys.readouterr().err
+
+
+def test_an_added_token_may_lie_beyond_the_table(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config(vocab_size=258))  # of the byte-level tokenizer's 261 ids the last are added tokens
+    model = load_model(folder, device="cpu")
+    assert model.tokenizer is not None and model.tokenizer.max_token_id >= 258
+    state = nv.init_state(model, num_pages=8)
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+        nv.submit(model, state, "a</think>b", nv.SamplingParams(max_tokens=1))
+    nv.submit(model, state, "ab", nv.SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize("architecture", REGISTRY)
@@ -217,7 +253,7 @@ def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(weights, "tqdm", Bar)
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
-    edit(lambda tensors: tensors.update({"lm_head.weight": torch.ones(264, 32)}))(folder)
+    edit(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))(folder)
     load_model(folder, device="cpu", progress=True)
     assert bars[0] == (size, size)
 

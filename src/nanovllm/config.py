@@ -1,5 +1,6 @@
 """What is fixed: the sizes of a model and the limits of an engine. Both are hashable, so that compiled code may specialise on them."""
 
+import math
 from dataclasses import dataclass, replace
 
 from .errors import CheckpointError, InvalidRequestError
@@ -47,6 +48,8 @@ class MoEConfig:
         for name in ("num_experts", "top_k", "intermediate_size"):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"config: {name}={getattr(self, name)!r} of the experts must be at least 1")
+        if self.shared_size < 0 or not 0 <= self.least_sum < math.inf:
+            raise CheckpointError(f"config: shared_size={self.shared_size} and least_sum={self.least_sum} of experts must be at least 0")
         if self.top_k > self.num_experts:
             raise CheckpointError(f"config: {self.top_k} experts a token are more than the {self.num_experts} that there are")
 
@@ -102,6 +105,10 @@ class ModelConfig:
             raise CheckpointError(f"config: {len(self.windows)} windows are given for {self.num_layers} layers")
         if any(window < 0 for window in self.windows):
             raise CheckpointError(f"config: a window of {min(self.windows)} tokens; 0 means all, others must be positive")
+        for name in ("rms_norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "embed_scale"):
+            value = getattr(self, name)
+            if isinstance(value, complex) or not 0 <= value < math.inf:
+                raise CheckpointError(f"config: {name}={value!r} must be a finite number of at least 0")
         if self.hidden_act not in ACTIVATIONS:
             raise CheckpointError(f"config: hidden_act={self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
 

@@ -34,7 +34,7 @@ def read_sizes(
     None: what the heads share the hidden size in), and `fields` of the config that it reads by itself. Raises `CheckpointError`."""
     num_heads, hidden_size = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
     name = hf.get("hidden_activation") or hf.get("hidden_act") or act
-    if name not in ACTS:
+    if not isinstance(name, str) or name not in ACTS:
         raise CheckpointError(f"config.json: hidden_act={name!r} is not supported; supported are {', '.join(ACTS)}")
     read: dict[str, Any] = {
         "architecture": architecture,
@@ -58,11 +58,11 @@ def read_sizes(
 
 
 def read_windows(hf: HF, usual: str | Mapping[int, str], default: int | None = None) -> tuple[int, ...]:
-    """Each layer's window, from `sliding_window` (absent: `default`; null: none) and `layer_types` (absent: `usual`, for all layers or
-    each); empty where no window is shorter than the model's positions. Raises `CheckpointError`."""
+    """Each layer's window, from `sliding_window` (absent: `default`; null: none) and `layer_types` (absent: `usual`; not looked at where
+    that is one kind for all layers); empty where no window is shorter than the model's positions. Raises `CheckpointError`."""
     num_layers = read_int(hf, "num_hidden_layers")
-    types = hf.get("layer_types") or [usual if isinstance(usual, str) else usual[i] for i in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or set(types) - {FULL, SLIDING}:
+    types = [usual] * num_layers if isinstance(usual, str) else hf.get("layer_types") or [usual[i] for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (FULL, SLIDING) for kind in types):
         raise CheckpointError(f"config.json: layer_types={types!r} must name {FULL} or {SLIDING} for each of {num_layers} layers")
     window = hf.get("sliding_window", default)
     if window is None or SLIDING not in types:

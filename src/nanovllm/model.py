@@ -21,7 +21,7 @@ from .models.params import brief_count
 from .tokenizer import Tokenizer
 from .tokenizer_files import load_tokenizer
 from .types import Tensor, dtype_of, register_value
-from .weights import load_params
+from .weights import load_params, stored_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +91,7 @@ def load_model(
     folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
     require_whole(folder)
     spec, read = read_config(folder, trust_remote_code=trust_remote_code)
-    config = for_length(read, max_model_len)
+    config = for_length(read if spec.load is not None else stored_head(folder, read), max_model_len)
     generation_config, ends = read_generation_config(folder)
     encoder = load_tokenizer(folder, config.vocab_size) if tokenizer else None
     if encoder is not None:
@@ -114,9 +114,10 @@ def load_model(
 
 
 def require_vocabulary(encoder: Tokenizer, config: ModelConfig, folder: Path) -> None:
-    """Raises `CheckpointError` for a tokenizer with ids that the model does not have."""
-    if encoder.max_token_id >= config.vocab_size:
-        raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_token_id}, the model's vocab_size is {config.vocab_size}")
+    """Raises `CheckpointError` for a tokenizer whose vocabulary the model does not have. A token that was added to it may lie beyond, as
+    that for images of Gemma 3 does: only a text that has it is refused."""
+    if encoder.max_base_id >= config.vocab_size:
+        raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_base_id}, the model's vocab_size is {config.vocab_size}")
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:
@@ -143,8 +144,6 @@ def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...
 def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     """The architecture that a folder's config names: a built-in one, or one that runs through transformers. Raises `CheckpointError`: an
     unknown one, one that cannot run, quantised weights, or code without the opt-in."""
-    if hf.get("auto_map") and not trust_remote_code:
-        raise CheckpointError(f"the checkpoint brings its own code (auto_map={hf['auto_map']!r}): refused without trust_remote_code=True")
     if hf.get("quantization_config"):
         raise CheckpointError(f"quantised weights are not supported: quantization_config={hf['quantization_config']!r}")
     names = hf.get("architectures")
@@ -153,6 +152,8 @@ def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> Model
             if hf.get("auto_map"):
                 print(f"nanovllm: {folder}: {name} is built in: the checkpoint's own code is not run", file=sys.stderr, flush=True)
             return REGISTRY[name]
+    if hf.get("auto_map") and not trust_remote_code:
+        raise CheckpointError(f"the checkpoint brings its own code (auto_map={hf['auto_map']!r}): refused without trust_remote_code=True")
     from .foreign.load import foreign_spec  # transformers takes seconds to import
 
     return foreign_spec(folder, hf, ", ".join(REGISTRY))

@@ -26,8 +26,8 @@ FILTERED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  #
 def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None) -> int:
     """Bytes: the most that a step full of prompt tokens, or a draw for `max_num_seqs` rows, holds at once, and room for captured graphs.
 
-    Two layers of each form run, for their memory is used again by the next. Raises `torch.OutOfMemoryError` where a step does not fit, and
-    `AttentionUnavailableError`.
+    Two layers of each form run, or all where some have windows, for a layer's memory is used again by the next. Raises
+    `torch.OutOfMemoryError` where a step does not fit, and `AttentionUnavailableError`.
     """
     with torch.cuda.device(model.device):
         held = _held(model.device, lambda: _prompts(model, limits, choice, cuts)), _held(model.device, lambda: _draw(model, limits))
@@ -58,7 +58,8 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     rows = -(-small.max_num_batched_tokens // small.max_model_len)
     for host in sample_prompts(small, [(rows, small.max_num_batched_tokens // rows)], model.config):
         plan, windowed = attention.plan_prompt(host, together=served)
-        forward(two_of_each(model.params), kv, to_device(host, model.device, plan, windowed), model.config)
+        params = model.params if model.config.windows else two_of_each(model.params)
+        forward(params, kv, to_device(host, model.device, plan, windowed), model.config)
 
 
 def _draw(model: Model, limits: EngineConfig) -> None:

@@ -22,6 +22,7 @@ class Tokenizer:
     special_tokens: Mapping[str, str]
     bos_token_id: int | None
     max_token_id: int
+    max_base_id: int  # of the vocabulary without added tokens
     think_token_ids: tuple[int, int] | None  # of `<think>` and `</think>`, where both are single tokens
     byte_token_ids: frozenset[int] = field(repr=False)  # of the byte-fallback tokens `<0x00>` ... `<0xFF>`, where there are any
 
@@ -130,6 +131,7 @@ def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], tem
         special_tokens=MappingProxyType(special),
         bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         max_token_id=max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
+        max_base_id=max(backend.get_vocab(with_added_tokens=False).values(), default=-1),
         think_token_ids=None if start is None or stop is None else (start, stop),
         byte_token_ids=frozenset(i for i in by_byte if i is not None),
     )

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
@@ -73,6 +74,35 @@ def header_faults(headers: Mapping[str, TensorHeader], table: Params[ParamInfo],
         tied_head = config.tie_word_embeddings and name == "lm_head.weight"
         if not tied_head and not name.endswith("rotary_emb.inv_freq"):
             yield f"the checkpoint holds the tensor {name}, which {config.architecture} does not have"
+
+
+def stored_head(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The config with a head of its own where it ties the head to the embedding table and the checkpoint holds another one all the same,
+    which then counts, as in transformers. Raises `CheckpointError`."""
+    if not config.tie_word_embeddings:
+        return config
+    spec = REGISTRY[config.architecture]
+    headers, table = wanted(read_headers(folder), spec), spec.param_table(config)
+    head, embed = headers.get("lm_head.weight"), headers.get(table.embed.sources[0])
+    if head is None or embed is None or _same(head, embed):
+        return config
+    return replace(config, tie_word_embeddings=False)
+
+
+def _same(one: TensorHeader, other: TensorHeader) -> bool:
+    """Whether two tensors are equal byte by byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as a, other.file.open("rb") as b:
+        a.seek(one.start)
+        b.seek(other.start)
+        left = one.stop - one.start
+        while left > 0:
+            size = min(STAGE, left)
+            if a.read(size) != b.read(size):
+                return False
+            left -= size
+    return True
 
 
 def load_params(

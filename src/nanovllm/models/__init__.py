@@ -101,6 +101,7 @@ REGISTRY: Mapping[str, ModelSpec] = MappingProxyType(
         ),
         "Ernie4_5_MoeForCausalLM": ModelSpec(
             config_from_hf=ernie4_5.config_from_hf_moe, param_table=ernie4_5.param_table, known="ERNIE 4.5 21B-A3B",
+            checkpoint_name=ernie4_5.checkpoint_name,
         ),
         "GPT2LMHeadModel": ModelSpec(
             config_from_hf=gpt2.config_from_hf, param_table=gpt2.param_table, layer=gpt2.layer, head=gpt2.head,

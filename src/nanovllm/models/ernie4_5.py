@@ -14,7 +14,7 @@ from . import tables
 from .layers import layer
 from .params import Layer, ParamInfo, Params
 
-__all__ = ["config_from_hf", "config_from_hf_moe", "layer", "param_table"]
+__all__ = ["checkpoint_name", "config_from_hf", "config_from_hf_moe", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:
@@ -45,6 +45,11 @@ def _config(hf: HF, architecture: str, **fields) -> ModelConfig:
     bias = read_bool(hf, "use_bias", False)
     more: dict[str, Any] = {"attention_bias": bias, "mlp_bias": bias, **fields}
     return read_sizes(hf, architecture, eps=1e-5, theta=500000.0, tied=True, max_positions=131072, bos=1, eos=2, **more)
+
+
+def checkpoint_name(name: str) -> str | None:
+    """What the table calls a tensor of a checkpoint; None for those that predict several tokens at once, which are not run."""
+    return None if name.startswith("model.mtp_") else name
 
 
 def param_table(c: ModelConfig) -> Params[ParamInfo]:

@@ -8,7 +8,7 @@ import torch
 
 from ..config import ModelConfig
 from ..errors import CheckpointError
-from ..hf_config import HF, read_bool, read_sizes
+from ..hf_config import HF, read_bool, read_int, read_sizes
 from . import tables
 from .layers import layer
 from .params import Layer, ParamInfo, Params
@@ -26,8 +26,8 @@ def gemma_sizes(hf: HF, architecture: str, **fields) -> ModelConfig:
     """What the three generations share. Raises `CheckpointError`, for models that are no causal ones too."""
     if hf.get("use_bidirectional_attention"):
         raise CheckpointError("config.json: use_bidirectional_attention=true is not supported: tokens would see later ones")
-    hidden = hf.get("hidden_size")
-    scale, bias = math.sqrt(hidden) if isinstance(hidden, int) else 1.0, read_bool(hf, "attention_bias", False)
+    hidden = read_int(hf, "hidden_size")
+    scale, bias = math.sqrt(max(0, hidden)), read_bool(hf, "attention_bias", False)
     more: dict[str, Any] = {"embed_scale": scale, "attention_bias": bias}
     return read_sizes(hf, architecture, head_dim=256, tied=True, bos=2, eos=1, act="gelu_pytorch_tanh", **more, **fields)
 

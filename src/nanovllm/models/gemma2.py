@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..config import ModelConfig
+from ..errors import CheckpointError
 from ..hf_config import FULL, HF, SLIDING, read_float, read_int, read_windows
 from . import tables
 from .gemma import GAINS, gemma_sizes
@@ -23,7 +24,10 @@ def scores(hf: HF, attention_cap: float, logit_cap: float) -> dict[str, Any]:
     """How scores and logits are scaled and capped; the caps are for absent keys, a null one means none."""
     caps = {"attention_softcap": ("attn_logit_softcapping", attention_cap), "logit_softcap": ("final_logit_softcapping", logit_cap)}
     read = {name: read_float({key: hf.get(key, cap)}, key, 0.0) for name, (key, cap) in caps.items()}
-    return {"attention_scale": read_float(hf, "query_pre_attn_scalar", 256.0) ** -0.5, **read}
+    scalar = read_float(hf, "query_pre_attn_scalar", 256.0)
+    if scalar <= 0:
+        raise CheckpointError(f"config.json: query_pre_attn_scalar={scalar!r} must be positive")
+    return {"attention_scale": scalar**-0.5, **read}
 
 
 def sandwich(c: ModelConfig, prefix: str) -> dict[str, Any]:

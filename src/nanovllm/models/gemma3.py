@@ -20,6 +20,8 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "v
 
 def config_from_hf(hf: HF) -> ModelConfig:
     """The config of a `Gemma3ForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
+    if read_int(hf, "sliding_window_pattern", 6) < 1:
+        raise CheckpointError(f"config.json: sliding_window_pattern={hf['sliding_window_pattern']!r} must be at least 1")
     every, most = read_int(hf, "sliding_window_pattern", 6), read_int(hf, "max_position_embeddings", 131072)
     usual = {i: SLIDING if (i + 1) % every else FULL for i in range(read_int(hf, "num_hidden_layers"))}
     # Windows that hide nothing are kept: they say which layers turn by the embedding of their own.
@@ -34,7 +36,8 @@ def config_from_hf_with_vision(hf: HF) -> ModelConfig:
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: text_config={text!r} must be an object")
-    outer = {name: hf[name] for name in ("eos_token_id", "bos_token_id", "dtype", "torch_dtype") if hf.get(name) is not None}
+    shared = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+    outer = {name: hf[name] for name in shared if hf.get(name) is not None}
     return replace(config_from_hf({**SIZES, **text, **outer}), architecture="Gemma3ForConditionalGeneration")
 
 
@@ -57,7 +60,9 @@ def checkpoint_name(name: str) -> str | None:
 def _rope(hf: HF, kind: str, theta_key: str, theta: float) -> Any:
     """The rotary embedding of one kind of layer: `rope_parameters` by kind, or the flat keys of older configs."""
     given = hf.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or (given and not set(given) <= {FULL, SLIDING}):
+    if not isinstance(given, Mapping) or any(
+        name not in (FULL, SLIDING) or not isinstance(value, Mapping | None) for name, value in given.items()
+    ):
         raise CheckpointError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
     scaling = hf.get("rope_scaling") if kind == FULL else None
     plain = {"rope_theta", "rope_scaling", "rope_parameters"}

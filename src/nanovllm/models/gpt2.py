@@ -29,7 +29,9 @@ def config_from_hf(hf: HF) -> ModelConfig:
         if read_bool(hf, name, False):
             raise CheckpointError(f"config.json: {name}=true is not supported")
     given = {"num_key_value_heads": None, **{ours: hf.get(name) for name, ours in NAMES.items()}}
-    hidden, scaled = read_int(hf, "n_embd", 768), read_bool(hf, "scale_attn_weights", True)
+    hidden, heads, scaled = read_int(hf, "n_embd"), read_int(hf, "n_head"), read_bool(hf, "scale_attn_weights", True)
+    if heads < 1 or hidden % heads:
+        raise CheckpointError(f"config.json: n_embd={hidden} must be a multiple of n_head={heads}")
     if given["intermediate_size"] is None:
         given["intermediate_size"] = 4 * hidden
     scale, positions = 0.0 if scaled else 1.0, RopeConfig(kind="learned")

@@ -6,6 +6,7 @@ speed 0.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,10 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
     """How requests of up to `original_max_position_embeddings` tokens turn, and longer ones where these turn otherwise."""
-    given: dict[str, Any] = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
+    sources = [hf.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    if not all(isinstance(source, Mapping) for source in sources):
+        raise CheckpointError(f"config.json: rope_parameters and rope_scaling must be objects, not {sources!r}")
+    given: dict[str, Any] = {**sources[0], **sources[1]}
     kind = given.get("rope_type") or given.get("type") or "default"
     partial = read_float(given, "partial_rotary_factor", read_float(hf, "partial_rotary_factor", 1.0))
     theta = read_float(given, "rope_theta", read_float(hf, "rope_theta", 10000.0))
@@ -38,7 +42,9 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
         flat = {"rope_type": kind, "rope_theta": theta, "factor": given.get("factor")}
         return replace(read_rope({"rope_parameters": flat}), partial=partial), None
     most = read_int(hf, "max_position_embeddings", 4096)
-    original = read_int(given, "original_max_position_embeddings", read_int(hf, "original_max_position_embeddings", 4096))
+    original = read_int(hf, "original_max_position_embeddings", 4096)
+    if original < 2:
+        raise CheckpointError(f"config.json: original_max_position_embeddings={original} must be at least 2")
     factor = read_float(given, "factor", most / max(1, original))
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     same: dict[str, Any] = {
