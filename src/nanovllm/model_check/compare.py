@@ -127,7 +127,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     plans = [0 if plan is None else plan.handle for plan in held]
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]
     x_TM, found = layers.embed(params, text, config).double(), []
-    for w, (cos, sin, view) in zip(params.layers, layers.by_layer(params, text, config), strict=True):
+    for w, (cos, sin, view) in zip(params.layers, layers.given_each(params, text, config), strict=True):
         wide = pytree.tree_map(lambda t: None if t is None else t.double(), w)
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
         y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, view, config)

@@ -25,7 +25,7 @@ def forward(
     """
     # Not strict: some callers run the first layers alone.
     x_TM = layers.embed(params, batch, config)
-    for w, (pool, index), given in zip(params.layers, config.places, layers.by_layer(params, batch, config), strict=False):
+    for w, (pool, index), given in zip(params.layers, config.places, layers.given_each(params, batch, config), strict=False):
         cos, sin, view = given
         x_TM = layer(w, x_TM, kv.pools[pool], index, cos, sin, view, config)
     x_RM = x_TM if batch.logit_indices is None else x_TM[batch.logit_indices]

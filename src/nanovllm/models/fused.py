@@ -63,7 +63,7 @@ def forward(
     `paged_decode` takes. `cuts`: how the kernels cut their work; None: by their defaults.
     """
     # The kernels read the angles before they wait; the lookup behind them, an ordinary launch, sees to it that they are there.
-    given = layers.by_layer(params, batch, config)
+    given = layers.given_each(params, batch, config)
     x = layers.embed(params, batch, config)
     eps = config.rms_norm_eps
     fast = (True,) * config.num_layers if choice is None or plain is None else choice.layers

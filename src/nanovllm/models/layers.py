@@ -85,7 +85,7 @@ def embed(params: Params[Tensor], batch: Batch, config: ModelConfig) -> Float[Te
     return x_TM if params.positions is None else x_TM + F.embedding(batch.positions, params.positions)
 
 
-def by_layer(params: Params[Tensor], batch: Batch, config: ModelConfig) -> list[tuple[Tensor, Tensor, Batch]]:
+def given_each(params: Params[Tensor], batch: Batch, config: ModelConfig) -> list[tuple[Tensor, Tensor, Batch]]:
     """What each layer is given of a step: cos and sin of its angles (`rope_angles`), and the batch with its window and its pool's."""
     far = rope_angles(batch.positions, params.inv_freq, config.rope)
     if not config.windows:
