@@ -34,13 +34,14 @@ from nanovllm.ops import plans
 from nanovllm.ops.cuts import CutError
 from nanovllm.ops.native import library
 from nanovllm.ops.rope_attend import FusedDecodePlan
-from nanovllm.ops.wide import linear_add_norm
+from nanovllm.ops.wide import WideTile, linear_add_norm
 from nanovllm.state.kv import init_kv
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 needs_c = pytest.mark.skipif(library(cpu.SOURCE, cpu.SYMBOLS) is None, reason="no C compiler")
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 PROMPTS = ["Once upon a time,", "The capital of Aistonia is Velmora. The capital of Aistonia is", "One day,"]
+FUSED = ("Qwen3ForCausalLM", "LlamaForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
 C_LAYER, C_HEAD = cpu.decode_layer, cpu.head
 
 
@@ -175,24 +176,51 @@ def test_the_c_kernels_keep_the_bound_on_random_and_extreme_weights(architecture
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
-def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(architecture: str, dtype: str) -> None:
-    """`fused.decode_layer` and `fused.head`, their kernels run by Triton's interpreter: of one row, and of more on tensor cores."""
-    from nanovllm.ops import triton_linear, triton_rope_attend
+@pytest.mark.filterwarnings("ignore:.*overflow encountered in exp")  # of a sigmoid that is 0
+@pytest.mark.parametrize(
+    ("architecture", "few", "dtype"),
+    [
+        *((name, few, "float16") for name in FUSED for few in (True, False)),
+        ("Qwen3ForCausalLM", True, "float32"),
+        ("LlamaForCausalLM", True, "float32"),
+    ],
+)
+def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(
+    architecture: str, few: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fused.layer` and `fused.head`, their kernels run by Triton's interpreter: of one row, of more on tensor cores, and as of many."""
+    from nanovllm.ops import triton_linear, triton_rope_attend, triton_wide
     from nanovllm.ops.norm_linear import Tile
 
-    def product(x: Tensor, weight: Tensor, **more: Any) -> Tensor:
+    parts = WideTile(outputs=32, rows=16, depth=32, stages=2, parts=2)
+    ran: set[str] = set()
+
+    def product(x: Tensor, weight: Tensor, *, act: str = "silu", cut: Any = (), **more: Any) -> Tensor:
         tile = Tile(outputs=4, warps=1) if len(x) == 1 else Tile(outputs=16, warps=2, depth=32)
         given = {"gain": None, "bias": None, "residual": None, "eps": 0.0, "gated": False, **more}
-        return triton_linear.launch(x, weight, *given.values(), tile, False)
+        if few or given["gain"] is not None:
+            return triton_linear.launch(x, weight, *given.values(), tile, False, act)
+        return triton_wide.product(x, weight, given["bias"], given["gated"], replace(parts, parts=1), False, act)
 
-    def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: nv.Batch, config: Any) -> Tensor:
-        eps, plan = config.rms_norm_eps, plans.lookup(batch.plan, FusedDecodePlan)
-        qkv = product(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps)
-        where = (batch.page_tables, batch.seq_lens, batch.slots, config.head_dim**-0.5, eps, plan, False)
-        x = product(triton_rope_attend.launch(qkv, w.q_norm, w.k_norm, cos, sin, pages[index], *where), w.o, bias=w.o_bias, residual=x)
-        return product(product(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True), w.down, bias=w.down_bias, residual=x)
+    def added(x: Tensor, weight: Tensor, bias: Any, residual: Tensor, gain: Tensor, eps: float, *, inner: Any, cut: Any = ()) -> Any:
+        ran.add("sum")
+        return triton_wide.sum_norm(triton_wide.partial_product(x, weight, parts, False), bias, residual, gain, eps, False, inner)
+
+    def normed(x: Tensor, gain: Tensor, residual: Any, eps: float) -> Tensor:
+        ran.add("norm")
+        return triton_wide.norm_add(x, gain, residual, eps, False)
+
+    def attend(*given: Any) -> Tensor:
+        *near, pages, index, tables, lens, slots, scale, eps, handle, window, cap = given
+        return triton_rope_attend.launch(
+            *near, pages[index], tables, lens, slots, scale, eps, plans.lookup(handle, FusedDecodePlan), False, window, cap
+        )
+
+    for name, kernel in {"norm_linear": product, "linear_add_norm": added, "norm_add": normed, "rope_attend": attend}.items():
+        monkeypatch.setattr(fused, name, kernel)
+    monkeypatch.setattr(fused, "_few", lambda *_: few)
+    monkeypatch.setattr(fused.few, "FEW", 4)  # the head's kernels, too
+    layer = fused.layer
 
     def plan(rows: int) -> FusedDecodePlan:
         found = FusedDecodePlan(rows, 4, 2, 32, torch.device("cpu"))
@@ -201,13 +229,15 @@ def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(architecture: str, dty
 
     config = tiny_config(architecture, num_layers=2, hidden_size=64, intermediate_size=128, head_dim=32)
     model = random_model(config, 0, dtype, std=0.1)
-    fast = FastPath(name="fused", layer=layer, head=lambda x, gain, weight, eps: product(x, weight, gain=gain, eps=eps), plan=plan)
+    fast = FastPath(name="fused", layer=layer, head=fused.head, plan=plan)
     for one in (model, extreme(model)):
         found = compare(one, fast, sample_tokens(one, 40), (1, 4), page_size=4)
         assert chosen(found, one.dtype).whole, (found.plain, found.fast, found.plain_head, found.fast_head)
     wrong = replace(model.params.layers[1], input_norm=model.params.layers[0].input_norm)
     broken = replace(fast, layer=lambda w, *rest: layer(wrong if w is model.params.layers[1] else w, *rest))
     assert chosen(compare(model, broken, sample_tokens(model, 40), (1, 4)), model.dtype).layers == (True, False)
+    behind = model.params.layers[0].o_norm is not None
+    assert ran == ({"norm"} if few and behind else set() if few else {"sum", "norm"})
 
 
 def forgets_q_norm(w: Any, x: Tensor, *rest: Any) -> Tensor:
@@ -446,7 +476,7 @@ def test_a_layer_runs_as_it_was_chosen() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("architecture", FUSED)
 def test_fused_steps_with_plain_layers_among_them(architecture: str, few: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the fused ops are plain functions: whoever runs which layer, the result is the same; who ran is noted."""
     model, ran = small(architecture, dtype=dtype), []
@@ -462,9 +492,10 @@ def test_fused_steps_with_plain_layers_among_them(architecture: str, few: bool, 
             ran.clear()
             steps = compile.fused_forward(model, FastChoice(layers=layers_chosen, head=head))
             got, got_kv = steps(model.params, pytree.tree_map(torch.clone, kv), rows.batch, model.config)
-            assert ran == [("fused" if fast else "plain", index) for index, fast in enumerate(layers_chosen)]
+            places = zip(layers_chosen, model.config.places, strict=True)
+            assert ran == [("fused" if fast else "plain", index) for fast, (_, index) in places]
             torch.testing.assert_close(got, want)
-            torch.testing.assert_close(got_kv.pools[0], want_kv.pools[0])
+            torch.testing.assert_close(got_kv.pools, want_kv.pools)
     assert compile.fused_forward(model, None) is fused.forward
 
 
@@ -540,7 +571,7 @@ def test_a_head_falls_back_in_fused_steps(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(steps(model.params, kv, rows.batch, model.config)[0], want * scale)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("architecture", FUSED)
 @pytest.mark.parametrize("few", [True, False])
 def test_a_fused_layer_by_itself(architecture: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared on a GPU: the form for few rows and the one for many, over the ops' plain functions."""

@@ -204,7 +204,8 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "installed", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert of("LlamaForCausalLM", "bfloat16") == ("fused kernels in CUDA graphs", "")
-    assert of("Gemma2ForCausalLM", "float16")[1] == "norms that are rounded behind their gain"
+    assert of("Gemma2ForCausalLM", "float16") == ("fused kernels in CUDA graphs", "")
+    assert of("GPT2LMHeadModel", "float16") == ("compiled layers in CUDA graphs", "layer norms with biases")
     assert of("LlamaForCausalLM", "bfloat16", mlp_bias=True) == ("compiled layers in CUDA graphs", "biases of gates")
     plain = "compiled layers, attention in plain torch"
     assert of("LlamaForCausalLM", "float32") == (plain, "FlashInfer does not serve it: the dtype float32")

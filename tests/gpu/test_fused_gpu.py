@@ -15,7 +15,7 @@ from nanovllm.ops.draw import highest
 from nanovllm.ops.norm_linear import norm_linear
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.ops.rows import next_places, rotary_angles
-from nanovllm.ops.wide import linear_add_norm
+from nanovllm.ops.wide import linear_add_norm, norm_add
 from nanovllm.state.kv import KVState
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 from nanovllm.testing.models import random_model, tiny_config
@@ -29,6 +29,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
+@pytest.mark.parametrize("gains", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11, 16])
 @pytest.mark.parametrize(
@@ -36,14 +37,17 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     [(4096, 1024, False, True, False), (1024, 2048, False, False, True), (3072, 1024, True, True, False), (1024, 3072, False, False, True),
      (2048, 5632, False, False, True), (1003, 256, False, True, True)],
 )  # fmt: skip
-def test_products(rows: int, outputs: int, width: int, gated: bool, norm: bool, extras: bool, dtype: torch.dtype) -> None:
+def test_products(
+    rows: int, outputs: int, width: int, gated: bool, norm: bool, extras: bool, dtype: torch.dtype, gains: torch.dtype | None
+) -> None:
     """No worse than plain torch, which rounds at the same places, by more than the order of sums."""
-    x, weight, gain, bias, residual, eps, _ = given = linear_problem(rows, outputs, width, gated, norm, extras, dtype, "cuda")
-    want = wide_norm_linear(*given)
-    got = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated)
+    act = "silu" if gains is None else "gelu_tanh"
+    x, weight, gain, bias, residual, eps, _ = given = linear_problem(rows, outputs, width, gated, norm, extras, dtype, "cuda", gains)
+    want = wide_norm_linear(*given, act)
+    got = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated, act=act)
     plain = norm_linear(*(None if t is None else t.cpu() for t in (x, weight)), gain=None if gain is None else gain.cpu(),
                         bias=None if bias is None else bias.cpu(), residual=None if residual is None else residual.cpu(),
-                        eps=eps, gated=gated)  # fmt: skip
+                        eps=eps, gated=gated, act=act)  # fmt: skip
     assert error(got, want) < 1.5 * error(plain.cuda(), want) + 2e-3
 
 
@@ -51,11 +55,11 @@ def test_products(rows: int, outputs: int, width: int, gated: bool, norm: bool, 
 @pytest.mark.parametrize(("outputs", "width"), [(1024, 2048), (1024, 3072), (4096, 4096), (2048, 5632), (1003, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_many_rows(rows: int, outputs: int, width: int, dtype: torch.dtype) -> None:
-    for gated in (False, True):
+    for gated, act in ((False, "silu"), (True, "silu"), (True, "gelu_tanh"), (True, "gelu")):
         x, weight, _, bias, _, eps, _ = linear_problem(rows, outputs, width, gated, False, True, dtype, "cuda")
-        want, cpu = wide_norm_linear(x, weight, None, bias, None, eps, gated), (None if bias is None else bias.cpu())
-        plain = norm_linear(x.cpu(), weight.cpu(), bias=cpu, gated=gated)
-        got = norm_linear(x, weight, bias=bias, gated=gated)
+        want, cpu = wide_norm_linear(x, weight, None, bias, None, eps, gated, act), (None if bias is None else bias.cpu())
+        plain = norm_linear(x.cpu(), weight.cpu(), bias=cpu, gated=gated, act=act)
+        got = norm_linear(x, weight, bias=bias, gated=gated, act=act)
         assert error(got, want) < 1.5 * error(plain.cuda(), want) + 2e-3
     gain = torch.rand(outputs, device="cuda").to(dtype) + 0.5
     gain[::37] = 96.5
@@ -67,15 +71,46 @@ def test_products_of_many_rows(rows: int, outputs: int, width: int, dtype: torch
     assert error(h, normed) < 1.5 * error(plain[1].cuda(), normed) + 2e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gains", [torch.float32, None])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 200])
+@pytest.mark.parametrize(("outputs", "width"), [(1024, 2048), (2560, 10240), (1152, 1024), (1003, 256)])
+def test_norms_of_what_is_added(rows: int, outputs: int, width: int, gains: torch.dtype | None, dtype: torch.dtype) -> None:
+    """The norm of a product, the residual and the norm of their sum; and the norms by themselves, with a residual and without."""
+    x, weight, _, bias, residual, eps, _ = linear_problem(rows, outputs, width, False, False, True, dtype, "cuda")
+    assert residual is not None
+    inner, gain = ((torch.rand(outputs, device="cuda") + 0.5).to(gains or dtype) for _ in range(2))
+    inner[::37], gain[::31] = 9.5, 96.5
+
+    def normed(y: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gain.double()
+
+    for each in (bias, None):
+        added = normed(wide_norm_linear(x, weight, None, each, None, eps, False), inner)
+        want = (residual.double() + added, normed(residual.double() + added, gain))
+        near = [None if t is None else t.cpu() for t in (x, weight, each, residual, gain, inner)]
+        got, plain = linear_add_norm(x, weight, each, residual, gain, eps, inner=inner), linear_add_norm(*near[:5], eps, inner=near[5])
+        for mine, theirs, exact in zip(got, plain, want, strict=True):
+            assert error(mine, exact) < 1.5 * error(theirs.cuda(), exact) + 2e-3
+    for more in (None, residual):
+        exact = normed(residual.double(), gain) + (0 if more is None else more.double())
+        theirs = norm_add(residual.cpu(), gain.cpu(), None if more is None else more.cpu(), eps)
+        assert error(norm_add(residual, gain, more, eps), exact) < 1.5 * error(theirs.cuda(), exact) + 2e-3
+
+
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 24, 100])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("lens", "heads", "kv_heads", "head_dim", "size"),
-    [([300], 16, 8, 128, 16), ([1, 64, 65, 2500, 17], 16, 8, 128, 16), ([700, 3], 32, 4, 64, 16), ([130, 9, 40], 6, 2, 96, 8)],
-)
-def test_attention(lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool, rows: int) -> None:
+    [([300], 16, 8, 128, 16), ([1, 64, 65, 2500, 17], 16, 8, 128, 16), ([700, 3], 32, 4, 64, 16), ([130, 9, 40], 6, 2, 96, 8),
+     ([130, 900, 40], 8, 4, 256, 16)],
+)  # fmt: skip
+@pytest.mark.parametrize("gains", [None, torch.float32])
+def test_attention(
+    lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool, rows: int, gains: torch.dtype | None
+) -> None:
     """As a batch of so many rows would attend."""
-    given = attention_problem(lens, heads, kv_heads, head_dim, size, norm, BF16, "cuda")
+    given = attention_problem(lens, heads, kv_heads, head_dim, size, norm, BF16, "cuda", gains)
     qkv, q_gain, k_gain, cos, sin, pages, *rest = given
     double = [t.double().cpu() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
     double = [t.cpu() if isinstance(t, torch.Tensor) else t for t in double]
@@ -156,6 +191,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"moe": ROUTED},
     "MixtralForCausalLM": {"moe": replace(ROUTED, intermediate_size=512)},
     "Ernie4_5_MoeForCausalLM": {"moe": replace(ROUTED, layers=(1, 2), wide_router=True, least_sum=1e-12, shared_size=256)},
+    "GemmaForCausalLM": {"embed_scale": 16.0},
+    "Gemma2ForCausalLM": {"embed_scale": 16.0, "head_dim": 128},
+    "Gemma3ForCausalLM": {"embed_scale": 16.0, "head_dim": 256},
 }
 
 
@@ -163,18 +201,20 @@ STEPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("architecture", STEPS)
 def test_a_whole_step(architecture: str, rows: int) -> None:
     """Five kernels a layer, or seven, and those of experts, against the plain layer, both in bfloat16, beside a run in float64."""
+    own = {"head_dim": 64, **STEPS[architecture]}
     config = tiny_config(
-        architecture=architecture, num_layers=3, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
-        vocab_size=999, dtype="bfloat16", **STEPS[architecture],
+        architecture=architecture, num_layers=3, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2,
+        vocab_size=999, dtype="bfloat16", **own,
     )  # fmt: skip
     model = random_model(config, device="cuda", dtype=BF16)
-    assert fused.serves(model.params, model.config) and fused.follows_closely(model.params, rows) == (rows <= 16)
+    few = 16 if model.params.layers[0].o_norm is None else 2
+    assert fused.serves(model.params, model.config) and fused.follows_closely(model.params, rows) == (rows <= few)
     size, width = 16, 5
     lens = torch.tensor([3 + 29 * (row % 3) for row in range(rows)], dtype=torch.int32)
     tables = torch.randperm(rows * width).view(rows, width).int()
     last = lens - 1
     slots = (tables[torch.arange(rows), (last // size).long()] * size + last % size).int()
-    pages = torch.randn(3, rows * width + 1, 2, 2, size, 64).to(BF16)
+    pages = torch.randn(3, rows * width + 1, 2, 2, size, config.head_dim).to(BF16)
     ids = torch.randint(0, 999, (rows,), dtype=torch.int32)
 
     def run(dtype: torch.dtype, device: str, plan: int, forward):
@@ -183,11 +223,12 @@ def test_a_whole_step(architecture: str, rows: int) -> None:
             input_ids=ids.to(device), positions=last.to(device), slots=slots.to(device), page_tables=tables.to(device),
             seq_lens=lens.to(device), plan=plan,
         )  # fmt: skip
-        kv = KVState(pools=(pages.to(device, dtype, copy=True),))
+        # Layers with a window have a pool of their own, here with the same tables.
+        kv = KVState(pools=tuple(pool.to(device, dtype, copy=True) for pool in pages.split(config.pool_sizes)))
         logits, kv = forward(params, kv, batch, config)
-        return logits, kv.pools[0]
+        return logits, torch.cat(kv.pools)
 
-    plan = FusedDecodePlan(rows, 4, 2, 64, torch.device("cuda"))
+    plan = FusedDecodePlan(rows, 4, 2, config.head_dim, torch.device("cuda"))
     reference = models.REGISTRY[architecture].forward
     got, kv = run(BF16, "cuda", plan.handle, fused.forward)
     plain, plain_kv = run(BF16, "cuda", 0, reference)

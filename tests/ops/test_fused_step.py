@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.models import layers
 from nanovllm.ops import norm_linear as few
 from nanovllm.ops.norm_linear import Tile, norm_linear
 from nanovllm.ops.paged_decode import paged_decode
-from nanovllm.ops.plain import rms_norm
-from nanovllm.ops.rope_attend import FusedDecodePlan, cut_of, rope_attend, rope_write
-from nanovllm.ops.wide import DEEPEST, SHALLOW, WideTile, linear_add_norm, wide_tile
+from nanovllm.ops.plain import ACTS, rms_norm
+from nanovllm.ops.rope_attend import FusedDecodePlan, attention_fits, cut_of, rope_attend, rope_write
+from nanovllm.ops.wide import DEEPEST, SHALLOW, WideTile, linear_add_norm, norm_add, wide_tile
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
 
 CASES = [
@@ -25,11 +26,20 @@ def test_the_reference_is_the_plain_functions(case) -> None:
     torch.testing.assert_close(got, wide_norm_linear(x, weight, gain, bias, residual, eps, gated))
 
 
-def test_the_norm_of_the_reference_rounds_as_the_models_do() -> None:
-    x, weight, gain, *_ = linear_problem(3, 16, 64, False, True, False, torch.bfloat16)
-    assert gain is not None
+@pytest.mark.parametrize("gains", [torch.bfloat16, torch.float32])
+def test_the_norm_of_the_reference_rounds_as_the_models_do(gains: torch.dtype) -> None:
+    x, weight, gain, *_ = linear_problem(3, 16, 64, False, True, False, torch.bfloat16, gains=gains)
+    assert gain is not None and gain.dtype == gains
     want = torch.nn.functional.linear(rms_norm(x, gain, 1e-6), weight)
     assert torch.equal(norm_linear(x, weight, gain=gain, eps=1e-6), want)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_the_gate_of_the_reference_is_the_plain_functions(act: str) -> None:
+    x, weight, gain, *_ = linear_problem(3, 16, 64, True, True, False, torch.bfloat16, gains=torch.float32)
+    assert gain is not None
+    gate, up = torch.nn.functional.linear(rms_norm(x, gain, 1e-6), weight).chunk(2, -1)
+    assert torch.equal(norm_linear(x, weight, gain=gain, eps=1e-6, gated=True, act=act), layers.activation(gate, act) * up)
 
 
 @pytest.mark.interpret
@@ -59,14 +69,18 @@ def test_many_rows_interpreted(case) -> None:
 
 
 @pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore:.*overflow encountered in exp")  # of a sigmoid that is 0
+@pytest.mark.parametrize("gains", [torch.float16, torch.float32])
 @pytest.mark.parametrize("tile", [Tile(outputs=4, warps=1), Tile(outputs=16, warps=2, depth=32)])
-@pytest.mark.parametrize("case", [(2, 13, 128, False, True, True), (2, 13, 128, True, True, False)])
-def test_the_kernels_round_where_the_plain_functions_do(case, tile: Tile) -> None:
+@pytest.mark.parametrize(
+    ("case", "act"), [((2, 13, 128, False, True, True), "silu"), *(((2, 13, 128, True, True, False), act) for act in ACTS)]
+)
+def test_the_kernels_round_where_the_plain_functions_do(case, act: str, tile: Tile, gains: torch.dtype) -> None:
     from nanovllm.ops import triton_linear
 
-    x, weight, gain, bias, residual, eps, gated = given = linear_problem(*case, torch.float16)
-    got = triton_linear.launch(*given, tile, False)
-    want = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated)
+    x, weight, gain, bias, residual, eps, gated = given = linear_problem(*case, torch.float16, gains=gains)
+    got = triton_linear.launch(*given, tile, False, act)
+    want = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated, act=act)
     torch.testing.assert_close(got, want, rtol=2**-10, atol=2**-10)
     if not gated:  # a product that was not rounded would leave its last bits
         got = triton_linear.launch(x, weight, gain, None, -norm_linear(x, weight, gain=gain, eps=eps), eps, gated, tile, False)
@@ -125,6 +139,36 @@ def test_attention_in_a_window_of_capped_scores_interpreted(
     want = rope_attend(*given[:5], pages.nan_to_num(), *given[6:], 0, *limits)
     torch.testing.assert_close(rope_attend(*given[:5], pages.clone(), *given[6:], 0, *limits), want)
     interpreted_attention((*given[:5], pages, *given[6:]), 8, splits, stages, limits)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("splits", "stages"), [(4, 0), (2, 2)])
+def test_heads_normed_by_wide_gains_interpreted(splits: int, stages: int) -> None:
+    """In float16, where rounding before the gains would show; what is written must be what the plain functions write."""
+    from nanovllm.ops import triton_rope_attend
+
+    given = attention_problem([1, 5, 40, 17], 4, 2, 32, 4, True, torch.float16, gains=torch.float32)
+    qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
+    q_gain[::5], k_gain[::7] = 96.5, 40.3
+    held, written = pages.clone(), pages.clone()
+    want = rope_attend(qkv, q_gain, k_gain, cos, sin, held, layer, *rest, 0)
+    plan = FusedDecodePlan(4, 4, 2, 32, torch.device("cpu"), (16, 1, stages, splits))
+    got = triton_rope_attend.launch(qkv, q_gain, k_gain, cos, sin, written[layer], *rest, plan, False)
+    torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-8)
+    assert (written == held).double().mean() > 0.999
+    q = triton_rope_attend.write(qkv, q_gain, k_gain, cos, sin, (fresh := pages.clone())[layer], rest[2], rest[4], False, False)
+    assert (fresh == held).double().mean() > 0.999
+    torch.testing.assert_close(paged_decode(q, fresh, layer, *rest[:2], rest[3], 0).flatten(1), want, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_of_wide_heads_has_registers_and_memory(head_dim: int, rows: int) -> None:
+    """Of a tile in registers a thread holds 64 at most, for the next one is there too; tiles in flight fit into shared memory."""
+    for memory in (200_000, 158_720, 93_184):
+        tile, warps, stages, _ = cut = cut_of(rows, head_dim, memory)
+        assert attention_fits(cut, head_dim, memory) and bool(stages) == (rows > 16)
+        assert stages or tile * head_dim <= 64 * 32 * warps
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 256])
@@ -241,13 +285,54 @@ def test_a_sum_of_parts_and_its_norm_interpreted(rows: int, parts: int) -> None:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 64), (4, 3000)])
-def test_a_gate_interpreted(rows: int, outputs: int) -> None:
+@pytest.mark.parametrize("gains", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "parts", "extras"), [(3, 2, True), (5, 1, True), (2, 3, False)])
+def test_a_sum_of_parts_between_two_norms_interpreted(rows: int, parts: int, extras: bool, gains: torch.dtype) -> None:
+    """Its own norm first, then the residual, then the next norm; a width that is no power of two."""
     from nanovllm.ops import triton_wide
 
-    both = torch.randn(rows, 2 * outputs).half()
+    x, weight, _, bias, _, eps, _ = linear_problem(rows, 96, 192, False, False, extras, torch.float16)
+    inner, gain, residual = torch.rand(96).to(gains) + 0.5, torch.rand(96).to(gains) + 0.5, torch.randn(rows, 96).half()
+    inner[::7], gain[::5] = 96.5, 40.3
+    want, normed = linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner)
+    if parts > 1:
+        sums = triton_wide.partial_product(x, weight, WideTile(outputs=32, rows=32, depth=32, parts=parts, stages=2), False)
+    else:
+        sums, bias = torch.nn.functional.linear(x, weight, bias).unsqueeze(0), None
+    y, h = triton_wide.sum_norm(sums, bias, residual, gain, eps, False, inner)
+    torch.testing.assert_close(y, want, rtol=2**-9, atol=2**-7)
+    torch.testing.assert_close(h, normed, rtol=2**-7, atol=2**-7)
+    assert (y == want).double().mean() > 0.95 and (h == rms_norm(y, gain, eps)).double().mean() > 0.98
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("gains", [torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [64, 100])
+def test_a_norm_by_itself_interpreted(width: int, gains: torch.dtype) -> None:
+    from nanovllm.ops import triton_wide
+
+    x, residual, gain = torch.randn(3, width).half(), torch.randn(3, width).half(), torch.rand(width).to(gains) + 0.5
+    gain[::7] = 96.5
+    for added in (None, residual):
+        got = triton_wide.norm_add(x, gain, added, 1e-6, False)
+        want = norm_add(x, gain, added, 1e-6)
+        torch.testing.assert_close(got, want, rtol=2**-10, atol=2**-8)
+        assert (got == want).double().mean() > 0.98
+
+
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore:.*overflow encountered in exp")
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 64), (4, 3000)])
+def test_a_gate_interpreted(rows: int, outputs: int, act: str) -> None:
+    from nanovllm.ops import triton_wide
+
+    both = torch.randn(rows, 2 * outputs).half() * 3
     gate, up = both.chunk(2, -1)
-    torch.testing.assert_close(triton_wide.gate(both, False), torch.nn.functional.silu(gate) * up, rtol=2**-10, atol=2**-10)
+    torch.testing.assert_close(triton_wide.gate(both, False, act), ACTS[act](gate) * up, rtol=2**-9, atol=2**-10)
+    x, weight, *_ = linear_problem(rows, 32, 64, True, False, False, torch.float32)
+    got = triton_wide.product(x, weight, None, True, WideTile(outputs=32, rows=16, depth=64, stages=2), False, act)
+    torch.testing.assert_close(got.double(), wide_norm_linear(x, weight, None, None, None, 0.0, True, act), rtol=1e-4, atol=1e-4)
 
 
 def test_the_reference_of_a_sum_and_its_norm_is_the_plain_functions() -> None:
@@ -256,6 +341,11 @@ def test_the_reference_of_a_sum_and_its_norm_is_the_plain_functions() -> None:
     y, h = linear_add_norm(x, weight, bias, residual, gain, eps)
     torch.testing.assert_close(y, wide_norm_linear(x, weight, None, bias, residual, eps, False))
     torch.testing.assert_close(h, rms_norm(y, gain, eps))
+    y, h = linear_add_norm(x, weight, bias, residual, gain, eps, inner=gain * 2)
+    added = rms_norm(torch.nn.functional.linear(x, weight, bias), gain * 2, eps)
+    torch.testing.assert_close(y, residual + added)
+    torch.testing.assert_close(h, norm_add(y, gain, None, eps))
+    torch.testing.assert_close(norm_add(added, gain, residual, eps), residual + rms_norm(added, gain, eps))
 
 
 @pytest.mark.parametrize("processors", [132, 46])

@@ -81,6 +81,45 @@ def test_products_of_few_rows(compiled: Compiled, rows: int, gated: bool, norm: 
     compiled.check()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
+def test_products_of_few_rows_with_wide_gains_and_other_gates(compiled: Compiled, rows: int, act: str) -> None:
+    """The last is the shape of Gemma 3 4B's gate and up."""
+    from nanovllm.ops import triton_linear
+
+    for gated, outputs, width in ((False, 512, 512), (True, 512, 512), (True, 10240, 2560)):
+        if fits(rows, width, gated, compiled.memory):
+            given = linear_problem(rows, outputs, width, gated, True, False, BF16, gains=torch.float32)
+            triton_linear.launch(*given, tile_of(rows, outputs, width, gated, compiled.memory), compiled.pdl, act)
+    compiled.check()
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
+def test_products_of_many_rows_with_other_gates(compiled: Compiled, act: str) -> None:
+    from nanovllm.ops import triton_wide
+
+    x, weight, *_ = linear_problem(64, 1024, 2048, True, False, False, BF16)
+    tile = wide_tile(64, 1024, 2048, True, PROCESSORS, compiled.memory) or WideTile(depth=64, stages=3)
+    triton_wide.product(x, weight, None, True, tile, compiled.pdl, act)
+    triton_wide.gate(torch.zeros(64, 2 * 1024, dtype=BF16), compiled.pdl, act)
+    compiled.check()
+
+
+@pytest.mark.parametrize("gains", [BF16, torch.float32])
+@pytest.mark.parametrize("width", [96, 2560, 5376])
+def test_norms_about_the_residual(compiled: Compiled, width: int, gains: torch.dtype) -> None:
+    from nanovllm.ops import triton_wide
+
+    rows, gain, bias = torch.zeros(3, width, dtype=BF16), torch.ones(width, dtype=gains), torch.zeros(width, dtype=BF16)
+    for parts in (torch.zeros(1, 3, width, dtype=BF16), torch.zeros(4, 3, width)):
+        for extra in (None, bias):
+            for inner in (None, gain):
+                triton_wide.sum_norm(parts, extra, rows, gain, 1e-6, compiled.pdl, inner)
+    for residual in (None, rows):
+        triton_wide.norm_add(rows, gain, residual, 1e-6, compiled.pdl)
+    compiled.check()
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_of_many_rows_and_what_follows(compiled: Compiled, gated: bool) -> None:
     from nanovllm.ops import triton_wide
@@ -124,6 +163,20 @@ def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_h
     qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
     plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CPU)
     near = (qkv, q_norm, k_norm, cos, sin, pages[layer])
+    for limits in LIMITS:
+        triton_rope_attend.launch(*near, tables, lens, slots, scale, eps, plan, compiled.pdl, *limits)
+    for keep in (False, True):
+        triton_rope_attend.write(*near, slots, eps, keep, compiled.pdl)
+    compiled.check()
+
+
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(1, 8, 4, 256), (16, 8, 4, 256), (64, 16, 16, 256), (4, 16, 8, 128)])
+def test_attention_of_heads_normed_by_wide_gains(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    from nanovllm.ops import triton_rope_attend
+
+    given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, True, BF16, gains=torch.float32)
+    qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
+    near, plan = (qkv, q_norm, k_norm, cos, sin, pages[layer]), FusedDecodePlan(rows, heads, kv_heads, head_dim, CPU)
     for limits in LIMITS:
         triton_rope_attend.launch(*near, tables, lens, slots, scale, eps, plan, compiled.pdl, *limits)
     for keep in (False, True):

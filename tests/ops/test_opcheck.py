@@ -25,6 +25,10 @@ def arguments(name):
         "paged_prefill": (q, pool(), 1, tables, seq_lens, int32([0, 2, 3]), 0.3, 0),
         "paged_decode": (q[:2], pool(), 1, tables, seq_lens, 0.3, 0),
         "norm_linear": (*linear_problem(3, 8, 16, False, True, True, torch.float32), (4, 2, 0)),
+        "norm_linear, gelu": (*linear_problem(3, 8, 16, True, True, False, torch.bfloat16, gains=torch.float32), (), "gelu_tanh"),
+        "linear_add_norm, normed": (*(torch.randn(*shape) for shape in ((3, 16), (8, 16), (8,), (3, 8), (8,))), 1e-6, (), torch.rand(8)),
+        "norm_add": (torch.randn(3, 8), torch.rand(8), torch.randn(3, 8), 1e-6),
+        "norm_add, alone": (torch.randn(3, 8).bfloat16(), torch.rand(8), None, 1e-6),
         "linear_add_norm": (torch.randn(3, 16), torch.randn(8, 16), torch.randn(8), torch.randn(3, 8), torch.rand(8), 1e-6, (0,)),
         "rope_attend": (*attention_problem([5, 9], 4, 2, 8, 4, True, torch.float32), 0),
         "rope_write": (*(p := attention_problem([5, 9], 4, 2, 8, 4, True, torch.float32))[:7], *p[9:10], p[11]),
@@ -41,7 +45,8 @@ def arguments(name):
 @pytest.mark.parametrize(
     "name",
     ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode", "norm_linear", "linear_add_norm", "rope_attend", "rope_write",
-     "rotary_angles", "next_places", "highest", "paged_prefill, limited", "paged_decode, limited", "rope_attend, limited"],
+     "rotary_angles", "next_places", "highest", "paged_prefill, limited", "paged_decode, limited", "rope_attend, limited",
+     "norm_linear, gelu", "linear_add_norm, normed", "norm_add", "norm_add, alone"],
 )  # fmt: skip
 def test_opcheck(name):
     torch.library.opcheck(getattr(torch.ops.nanovllm, name.split(",")[0]).default, arguments(name))

@@ -137,6 +137,11 @@ def test_the_name_depends_on_all_that_cuts_depend_on() -> None:
     assert len({default_path(one).name for one in (key, *others)}) == 6
     assert default_path(others[0]).name.startswith("tuning-nvidia-h200-float32-")
     assert key_of(random_model(tiny_config("LlamaForCausalLM", **SIZES)))["shapes"] != key["shapes"]  # heads without norms
+    assert key_of(random_model(tiny_config(**SIZES, hidden_act="gelu_tanh")))["shapes"] != key["shapes"]
+    names = ("LlamaForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM")
+    alike = [random_model(tiny_config(name, **SIZES, hidden_act="gelu_tanh"), dtype="bfloat16") for name in names]
+    shapes = [key_of(model)["shapes"] for model in alike]
+    assert shapes[0] != shapes[1] != shapes[2]  # gains wider than the model, norms behind attention and MLP
     assert key_of(random_model(tiny_config(**SIZES), seed=3)) == key  # other weights of the same shapes
 
 

@@ -59,7 +59,16 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
 
 def unknown(params: Params[Any], config: ModelConfig) -> str:
     """What a model has that these functions do not know; empty where there is nothing. Windows and soft caps they do."""
-    return beyond(params, config) or ("experts" if config.moe is not None else "")
+    if known := beyond(params, config):
+        return known
+    layer = params.layers[0]
+    if layer.input_norm.dtype != params.embed.dtype:
+        return "norms that are rounded behind their gain"
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act}"
+    if layer.o_norm is not None or layer.down_norm is not None:
+        return "norms of what attention and MLP add"
+    return "experts" if config.moe is not None else ""
 
 
 def _traced() -> bool:

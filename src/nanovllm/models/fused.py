@@ -1,4 +1,5 @@
-"""Steps on a GPU as few kernels that follow each other closely: five a layer for few tokens, seven or nine for many.
+"""Steps on a GPU as few kernels that follow each other closely: five a layer for few tokens, seven where what
+is added has norms; for many seven, or nine.
 
 It agrees with a model's own `forward` within rounding, for every architecture whose layers are those of `params.Layer`.
 """
@@ -6,17 +7,16 @@ It agrees with a model's own `forward` within rounding, for every architecture w
 from itertools import pairwise
 from typing import Any
 
-import torch.nn.functional as F
-
 from ..batch import Batch
 from ..config import ModelConfig
 from ..ops import norm_linear as few
 from ..ops.backends import own_kernels
+from ..ops.cuts import Cut
 from ..ops.linear import linear
 from ..ops.norm_linear import norm_linear
 from ..ops.paged_prefill import paged_prefill
 from ..ops.rope_attend import rope_attend, rope_write
-from ..ops.wide import linear_add_norm
+from ..ops.wide import linear_add_norm, norm_add
 from ..state.kv import KVState
 from ..types import Float, Float32, Int32, Tensor
 from . import decoder, layers
@@ -33,7 +33,11 @@ def serves(params: Params[Tensor], config: ModelConfig) -> bool:
 
 def unknown(params: Params[Any], config: ModelConfig) -> str:
     """What a model has that the kernels do not know; empty where there is nothing."""
-    return beyond(params, config) or ("" if all(w.gate_up_bias is None for w in params.layers) else "biases of gates")
+    if known := beyond(params, config):
+        return known
+    if any(w.gate_up_bias is not None for w in params.layers):
+        return "biases of gates"
+    return "norms of what experts add" if any(w.experts is not None and w.down_norm is not None for w in params.layers) else ""
 
 
 def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
@@ -42,6 +46,8 @@ def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
 
 
 def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
+    if num_tokens > few.FEW and (w.o_norm is not None or w.down_norm is not None):
+        return False  # of a product with neither norm nor residual a kernel of many rows is made
     shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
     there = [(matrix.shape[1], gated) for matrix, gated in shapes if matrix is not None]
     return all(few.serves(like.device, like.dtype, num_tokens, width, gated) for width, gated in there)
@@ -75,7 +81,7 @@ def forward(
         for w, (pool, index), (cos, sin, view) in zip(params.layers, config.places, given, strict=False):
             x = layer(w, x, kv.pools[pool], index, cos, sin, view, config)
         return decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config), kv
-    h = _norm(x, params.layers[0].input_norm, eps)
+    h = norm_add(x, params.layers[0].input_norm, None, eps)
     widely = with_cuts(wide_layer, here)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
     each = zip(params.layers, pairwise(gains), config.places, given, strict=False)
@@ -86,7 +92,7 @@ def forward(
         else:
             x = plain(w, x, pages, index, cos, sin, view, config)
             x = _wanted(x, batch) if ends else x
-            h = _norm(x, gain, eps)
+            h = norm_add(x, gain, None, eps)
     if last is not None:
         return decoder.logits(last, x, params, config), kv
     return layers.soft_cap(linear(h, params.embed if params.head is None else params.head), config.logit_softcap), kv
@@ -108,7 +114,7 @@ def layer(
     here = DEFAULT if cuts is None else cuts.at(x.shape[0])
     if _few(w, x, x.shape[0]):
         return with_cuts(decode_layer, here)(w, x, pages, index, cos, sin, batch, config)
-    h = _norm(x, w.input_norm, config.rms_norm_eps)
+    h = norm_add(x, w.input_norm, None, config.rms_norm_eps)
     return with_cuts(wide_layer, here)(w, x, h, w.input_norm, pages, index, cos, sin, batch, config)[0]
 
 
@@ -127,12 +133,12 @@ def decode_layer(
     """One decoder layer of few tokens, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
-    x = norm_linear(a, w.o, bias=w.o_bias, residual=x, cut=cuts.o)
-    y = 0.0 if w.experts is None else _routed(w, _norm(x, w.post_norm, eps), config)
+    x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o)
+    y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
     if w.gate_up is None or w.down is None:
         return x + y
-    h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, cut=cuts.gate_up)
-    x = norm_linear(h, w.down, bias=w.down_bias, residual=x, cut=cuts.down)
+    h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, act=config.hidden_act, cut=cuts.gate_up)
+    x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down)
     return x if w.experts is None else x + y
 
 
@@ -159,12 +165,13 @@ def wide_layer(
         a, x, cuts = a[wanted], x[wanted], DEFAULT  # those given are for as many rows as there are tokens
         if not len(wanted):
             return x, x
-    x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, cut=cuts.o)
+    x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, inner=w.o_norm, cut=cuts.o)
     if w.experts is not None:
         x = x + _routed(w, h, config)
     if w.gate_up is None or w.down is None:
-        return x, _norm(x, gain, eps)
-    return linear_add_norm(norm_linear(h, w.gate_up, gated=True, cut=cuts.gate_up), w.down, w.down_bias, x, gain, eps, cut=cuts.down)
+        return x, norm_add(x, gain, None, eps)
+    h = norm_linear(h, w.gate_up, gated=True, act=config.hidden_act, cut=cuts.gate_up)
+    return linear_add_norm(h, w.down, w.down_bias, x, gain, eps, inner=w.down_norm, cut=cuts.down)
 
 
 def head(
@@ -173,7 +180,7 @@ def head(
     """The final norm and the logits: `layers.head`."""
     if x.shape[0] <= few.FEW:
         return norm_linear(x, weight, gain=gain, eps=eps, cut=() if cuts is None else cuts.at(x.shape[0]).head)
-    return linear(_norm(x, gain, eps), weight)
+    return linear(norm_add(x, gain, None, eps), weight)
 
 
 def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
@@ -181,9 +188,13 @@ def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
     return x if batch.logit_indices is None else x[batch.logit_indices]
 
 
-def _norm(x: Float[Tensor, "T M"], gain: Float[Tensor, "M"], eps: float) -> Float[Tensor, "T M"]:
-    """`plain.rms_norm` in fewer launches: it rounds between, too."""
-    return F.rms_norm(x, x.shape[-1:], None, eps) * gain
+def _added(
+    x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None, gain: Tensor | None, residual: Tensor, eps: float, cut: Cut
+) -> Float[Tensor, "T M"]:
+    """A product and the residual; with a gain the product's norm in its place, in one launch more."""
+    if gain is None:
+        return norm_linear(x, weight, bias=bias, residual=residual, cut=cut)
+    return norm_add(norm_linear(x, weight, bias=bias, cut=cut), gain, residual, eps)
 
 
 def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> Float[Tensor, "T M"]:

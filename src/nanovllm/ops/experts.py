@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +11,9 @@ from ..types import Float, Int32, Int64, Tensor
 from .backends import dependent_launch, own_kernels, shared_memory
 from .linear import ROWS, linear
 from .norm_linear import Tile
+from .plain import ACTS
 from .wide import WideTile
 
-ACTS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
 PIECE = 256  # inputs of one output that a warp reads in one load, 16 bytes a thread
 LOADS = 32  # of weights that a thread has in flight, where 8 warps or fewer an output are enough
 MOST_LOADS = 64  # the loop over them is unrolled

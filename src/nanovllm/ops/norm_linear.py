@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from ..types import Float, Tensor
 from .backends import dependent_launch, own_kernels, processors, shared_memory
 from .cuts import CutError, named, powers_of_two
 from .linear import linear
-from .plain import rms_norm
+from .plain import ACTS, rms_norm
 from .wide import given_wide_tile
 
 FEW = 2  # rows up to which products that fill tensor cores' memory are summed in float32, without them; one row always is
@@ -22,7 +21,8 @@ SUMMED = 4  # rows that can be summed in float32 at all: each is held in registe
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
-    "norm_linear(Tensor x, Tensor weight, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated, int[] cut=[]) -> Tensor",
+    "norm_linear(Tensor x, Tensor weight, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated, int[] cut=[], "
+    'str act="silu") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -45,61 +45,63 @@ def norm_linear(
     residual: Float[Tensor, "B N"] | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    act: str = "silu",
     cut: Sequence[int] = (),
 ) -> Float[Tensor, "B N"]:
     """`residual + (norm(x) @ weight.T + bias)`, where `norm` is the RMS norm with a gain, and what is None is left out.
 
     One launch for few rows; for many where there is neither norm nor residual (`wide.py` has the rest).
 
-    `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `silu(gate) * up`, `[B, out / 2]`; without
-    bias and residual. Rounds to x's dtype where the plain functions do: after the norm, its gain, the product, silu, the residual.
+    `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `act(gate) * up`, `[B, out / 2]`; without
+    bias and residual. `act` is one of `plain.ACTS`. Rounds to x's dtype where the plain functions do: after the norm, but with a wider gain
+    behind the gain alone, the gain, the product, the activation, the residual.
 
     `cut`: a `Tile` for few rows; where `goes_wide`, what `given_wide_tile` takes; as integers, empty: the default. A kernel that it does
     not fit raises `CutError`; plain functions do not look at it.
     """
-    return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut)
+    return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut, act)
 
 
 @torch.library.register_fake("nanovllm::norm_linear", lib=_LIBRARY)
-def _fake(x, weight, gain, bias, residual, eps, gated, cut=()):
+def _fake(x, weight, gain, bias, residual, eps, gated, cut=(), act="silu"):
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
 
 
-def _reference(x, weight, gain, bias, residual, eps, gated, cut=()) -> Tensor:
+def _reference(x, weight, gain, bias, residual, eps, gated, cut=(), act="silu") -> Tensor:
     y = linear(x if gain is None else rms_norm(x, gain, eps), weight, bias)
     if gated:
         gate, up = y.chunk(2, -1)
-        return F.silu(gate) * up
+        return ACTS[act](gate) * up
     return y if residual is None else y + residual
 
 
-def _cuda(x, weight, gain, bias, residual, eps, gated, cut=()) -> Tensor:
+def _cuda(x, weight, gain, bias, residual, eps, gated, cut=(), act="silu") -> Tensor:
     # A copy that makes a weight contiguous would be read before it is waited for.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
     shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)
     alone = gain is None and residual is None and not (gated and bias is not None)
     if whole and alone and own_kernels(x.device, x.dtype) and goes_wide(x.shape[0], x.shape[1], gated, shared_memory(x.device)):
-        return _wide(x.contiguous(), weight, bias, gated, cut)
+        return _wide(x.contiguous(), weight, bias, gated, cut, act)
     if not whole or not serves(*shape):
-        return _reference(x, weight, gain, bias, residual, eps, gated)
+        return _reference(x, weight, gain, bias, residual, eps, gated, (), act)
     from . import triton_linear
 
     residual = None if residual is None else residual.contiguous()
     tile = given_tile(cut, x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated, shared_memory(x.device))
     pdl = dependent_launch(x.device)
-    return triton_linear.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, pdl)
+    return triton_linear.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, pdl, act)
 
 
-def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, cut: Sequence[int]) -> Tensor:
+def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, cut: Sequence[int], act: str) -> Tensor:
     from . import triton_wide
 
     pdl = dependent_launch(x.device)
     outputs, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     tile = given_wide_tile(cut, x.shape[0], outputs, width, gated, processors(x.device), shared_memory(x.device))
     if tile is not None:
-        return triton_wide.product(x, weight, bias, gated, tile, pdl)
+        return triton_wide.product(x, weight, bias, gated, tile, pdl, act)
     y = linear(x, weight, bias)
-    return triton_wide.gate(y, pdl) if gated else y
+    return triton_wide.gate(y, pdl, act) if gated else y
 
 
 def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:

@@ -1,12 +1,17 @@
-"""RMS norm and rotary embedding in plain torch: what the models compute with, and what the fused ops are references of.
+"""RMS norm, rotary embedding and activations in plain torch: what the models compute with, and what the fused ops are references of.
 
 Legend of shape suffixes: T tokens · M the last axis · X any heads · D head_dim.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from ..types import Float, Float32, Tensor
+
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
 
 
 def rms_norm(x: Float[Tensor, "*rows M"], gain: Float[Tensor, "..."], eps: float) -> Float[Tensor, "*rows M"]:

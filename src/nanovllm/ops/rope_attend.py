@@ -20,6 +20,7 @@ MANY = (  # rows, up to: as many programs as a GPU's multiprocessors finish toge
     (48, (64, 4, 3, 1)), (64, (32, 2, 4, 1)), (96, (64, 4, 3, 1)), (128, (32, 2, 4, 1)), (160, (64, 4, 2, 1)), (192, (32, 2, 3, 1)),
     (224, (64, 4, 2, 1)), (0, (32, 2, 4, 1)),
 )  # fmt: skip
+WIDE = 128  # channels of a head beyond which a tile's keys and values, and the next one's, ask for the registers of 8 warps
 LONG = 1024  # tokens of a row of such a batch that do not hold the others up
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -45,7 +46,7 @@ def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, 
         token = 4 << (head_dim - 1).bit_length()  # bytes of its key and value
         return next(cut for cut in (best, (32, 2, 3, 1), (32, 2, 2, 1), (16, 2, 2, 1)) if cut[0] * cut[2] * token <= memory)
     warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)
-    return 64, warps, 0, splits
+    return 64, warps if head_dim <= WIDE else 8, 0, splits
 
 
 def attention_fits(cut: Sequence[int], head_dim: int, memory: int) -> bool:

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..types import Float, Float32, Int32, Int64, Tensor
+from .triton_linear import _activated
 
 if TYPE_CHECKING:
     from .experts import FewTiles, GroupedTiles
@@ -24,19 +25,6 @@ if TYPE_CHECKING:
 GROUP = 8  # blocks that run side by side, so that those of one expert read its weights from L2
 SORTED, MOST_SORTED = 1024, 4096  # pairs that a program of the sort looks at together
 COMBINED = 1024  # outputs of a program that adds up
-
-
-@triton.jit
-def _activated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
-    """`act(gate) * up`, rounded where the plain functions round, but at the end."""
-    gate = gate.to(dtype).to(tl.float32)
-    if ACT == "silu":
-        on = gate * tl.sigmoid(gate)
-    elif ACT == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
-        on = gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
-    else:
-        on = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    return on.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit

@@ -31,15 +31,28 @@ def _rounded(acc, bias, residual, dtype: tl.constexpr, BIAS: tl.constexpr, RESID
 
 
 @triton.jit
-def _gated(gate, up, dtype: tl.constexpr):
+def _activated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
+    """`act(gate) * up`, rounded where the plain functions round, but at the end."""
     gate = gate.to(dtype).to(tl.float32)
-    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    if ACT == "silu":
+        on = gate * tl.sigmoid(gate)
+    elif ACT == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+        on = gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
+    else:
+        on = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return on.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _gained(normed, gains, dtype: tl.constexpr):
+    """A float32 norm times its gain: rounded before, where the gain has the model's dtype, and else behind it alone (`plain.rms_norm`)."""
+    return normed.to(dtype) * gains if gains.dtype == dtype else (normed * gains).to(dtype)
 
 
 @triton.jit
 def _few(
     x, gain, w, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i makes outputs i * BN ... of every row; the whole of K lies in registers."""
     if PDL:
@@ -65,19 +78,19 @@ def _few(
         xx = rows[b]
         if NORM:
             wide = xx.to(tl.float32)
-            xx = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(xx.dtype) * gains
+            xx = _gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps), gains, xx.dtype)
         wide = xx.to(tl.float32)
         acc = tl.sum(weights.to(tl.float32) * wide[None, :], 1)
         if GATED:
             up = tl.sum(ups.to(tl.float32) * wide[None, :], 1)
-            acc = _gated(acc, up, y.dtype.element_ty)
+            acc = _activated(acc, up, y.dtype.element_ty, ACT)
         tl.store(y + b * N + n, _rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
 
 @triton.jit
 def _many(
     x, gain, w, bias, residual, y, B, N, eps, BP: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KC: tl.constexpr, BN: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same on tensor cores: KS warps take KC of K each, in K / (KS KC) steps, and their sums are added up at the end."""
     if PDL:
@@ -123,13 +136,13 @@ def _many(
     for j in tl.static_range(STEPS):
         xx = rows[j] if NORM else tl.load(source + j * KS * KC, mask=on, other=0.0)
         if NORM:
-            xx = (xx.to(tl.float32) * scale).to(xx.dtype) * gains[j]
+            xx = _gained(xx.to(tl.float32) * scale, gains[j], xx.dtype)
         acc = tl.dot(weights[j], xx, acc)
         if GATED:
             other = tl.dot(ups[j], xx, other)
     total = tl.sum(acc, 0)
     if GATED:
-        total = _gated(total, tl.sum(other, 0), y.dtype.element_ty)
+        total = _activated(total, tl.sum(other, 0), y.dtype.element_ty, ACT)
     tl.store(y + to, _rounded(total, biases, before, y.dtype.element_ty, BIAS, RESIDUAL), mask=mask)
 
 
@@ -143,12 +156,13 @@ def launch(
     gated: bool,
     tile: "Tile",
     pdl: bool,
+    act: str = "silu",
 ) -> Float[Tensor, "B N"]:
     """See `ops.norm_linear.norm_linear`. All tensors are contiguous; `tile.depth` times `tile.warps` divides K."""
     rows, width = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    flags = (gain is not None, bias is not None, residual is not None, gated, pdl)
+    flags = (gain is not None, bias is not None, residual is not None, gated, act, pdl)
     tensors = (x, x if gain is None else gain, weight, x if bias is None else bias, x if residual is None else residual, y)
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
     grid = (triton.cdiv(outputs, tile.outputs),)

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..types import Float, Float32, Int32, Tensor
 from .triton_attention import score_scales, soft_capped
+from .triton_linear import _gained
 
 if TYPE_CHECKING:
     from .rope_attend import FusedDecodePlan
@@ -29,8 +30,8 @@ def _turned(own, far, gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     if NORM:
         wide = own.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-        own = (wide * scale).to(own.dtype) * gain[0][None, :]
-        far = (far.to(tl.float32) * scale).to(far.dtype) * gain[1][None, :]
+        own = _gained(wide * scale, gain[0], own.dtype)
+        far = _gained(far.to(tl.float32) * scale, gain[1], far.dtype)
     return (own.to(tl.float32) * cos[None, :] + far.to(tl.float32) * sin[None, :]).to(own.dtype)
 
 

@@ -1,4 +1,5 @@
-"""`linear_add_norm`: a projection, the residual, and the norm that follows; and how products of many rows are cut on a GPU."""
+"""`linear_add_norm`: a projection, the residual, and the norms about them; `norm_add`: a norm by itself; and how products of many rows are
+cut on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +24,11 @@ MOST_ASKED = 1024  # weights of every output that a program asks into L2 before 
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
-    "linear_add_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor gain, float eps, int[] cut=[]) -> (Tensor, Tensor)",
+    "linear_add_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor gain, float eps, int[] cut=[], Tensor? inner=None) "
+    "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define("norm_add(Tensor x, Tensor gain, Tensor? residual, float eps) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,30 +51,38 @@ def linear_add_norm(
     gain: Float[Tensor, "M"],
     eps: float,
     *,
+    inner: Float[Tensor, "M"] | None = None,
     cut: Sequence[int] = (),
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
     """`y = residual + (x @ weight.T + bias)` and `norm(y)`, the RMS norm with a gain. Rounds where the plain functions do.
 
-    `cut`: see `given_wide_tile`; plain functions do not look at it.
+    `inner`: the gain of a norm of the product, which is then added in its place. `cut`: see `given_wide_tile`; plain functions do not
+    look at it.
     """
-    return torch.ops.nanovllm.linear_add_norm.default(x, weight, bias, residual, gain, eps, cut)
+    return torch.ops.nanovllm.linear_add_norm.default(x, weight, bias, residual, gain, eps, cut, inner)
+
+
+def norm_add(x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], residual: Float[Tensor, "B M"] | None, eps: float) -> Float[Tensor, "B M"]:
+    """The RMS norm with a gain, `plain.rms_norm`, plus a residual where there is one, in one launch on a GPU."""
+    return torch.ops.nanovllm.norm_add.default(x, gain, residual, eps)
 
 
 @torch.library.register_fake("nanovllm::linear_add_norm", lib=_LIBRARY)
-def _fake(x, weight, bias, residual, gain, eps, cut=()):
+def _fake(x, weight, bias, residual, gain, eps, cut=(), inner=None):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-def _reference(x, weight, bias, residual, gain, eps, cut=()) -> tuple[Tensor, Tensor]:
-    y = residual + linear(x, weight, bias)
+def _reference(x, weight, bias, residual, gain, eps, cut=(), inner=None) -> tuple[Tensor, Tensor]:
+    added = linear(x, weight, bias)
+    y = residual + (added if inner is None else rms_norm(added, inner, eps))
     return y, rms_norm(y, gain, eps)
 
 
-def _cuda(x, weight, bias, residual, gain, eps, cut=()) -> tuple[Tensor, Tensor]:
+def _cuda(x, weight, bias, residual, gain, eps, cut=(), inner=None) -> tuple[Tensor, Tensor]:
     # A copy that makes a weight contiguous would be read before it is waited for.
-    whole = all(t is None or t.is_contiguous() for t in (weight, bias, gain))
+    whole = all(t is None or t.is_contiguous() for t in (weight, bias, gain, inner))
     if not whole or not own_kernels(x.device, x.dtype):
-        return _reference(x, weight, bias, residual, gain, eps)
+        return _reference(x, weight, bias, residual, gain, eps, (), inner)
     from . import triton_wide
 
     x, residual, pdl = x.contiguous(), residual.contiguous(), dependent_launch(x.device)
@@ -83,7 +94,26 @@ def _cuda(x, weight, bias, residual, gain, eps, cut=()) -> tuple[Tensor, Tensor]
         parts, bias = triton_wide.product(x, weight, bias, False, tile, pdl).unsqueeze(0), None
     else:
         parts = triton_wide.partial_product(x, weight, tile, pdl)
-    return triton_wide.sum_norm(parts, bias, residual, gain, eps, pdl)
+    return triton_wide.sum_norm(parts, bias, residual, gain, eps, pdl, inner)
+
+
+@torch.library.register_fake("nanovllm::norm_add", lib=_LIBRARY)
+def _fake_add(x, gain, residual, eps):
+    return x.new_empty(x.shape)
+
+
+def _reference_add(x, gain, residual, eps) -> Tensor:
+    normed = rms_norm(x, gain, eps)
+    return normed if residual is None else residual + normed
+
+
+def _cuda_add(x, gain, residual, eps) -> Tensor:
+    if not gain.is_contiguous() or not own_kernels(x.device, x.dtype):  # as above
+        return _reference_add(x, gain, residual, eps)
+    from . import triton_wide
+
+    residual = None if residual is None else residual.contiguous()
+    return triton_wide.norm_add(x.contiguous(), gain, residual, eps, dependent_launch(x.device))
 
 
 def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> WideTile | None:
@@ -145,3 +175,5 @@ def wide_fits(tile: WideTile, outputs: int, width: int, gated: bool, memory: int
 
 _LIBRARY.impl("linear_add_norm", _reference, "CPU")
 _LIBRARY.impl("linear_add_norm", _cuda, "CUDA")
+_LIBRARY.impl("norm_add", _reference_add, "CPU")
+_LIBRARY.impl("norm_add", _cuda_add, "CUDA")

@@ -4,6 +4,7 @@ timed so, too."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,8 +62,10 @@ def require_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 def product(model: Model, work: Work) -> Alone:
     """The product of a layer with the model's own weights."""
     gain = "input_norm" if work.part in ("qkv", "down") else "post_norm"  # behind `down` stands the next layer's
-    triples = [(getattr(w, work.part), getattr(w, f"{work.part}_bias"), getattr(w, gain)) for w in model.params.layers]
-    return _product(model, work, triples, len(triples))
+    inner = f"{work.part}_norm"  # of the product, before it is added
+    fields = (work.part, f"{work.part}_bias", gain, *((inner,) if work.part in ("o", "down") else ()))
+    given = [tuple(getattr(w, field) for field in fields) for w in model.params.layers]
+    return _product(model, work, given, len(given))
 
 
 def head(model: Model, work: Work) -> Alone:
@@ -74,18 +77,20 @@ def head(model: Model, work: Work) -> Alone:
     return _product(model, work, [(each, None, model.params.final_norm) for each in weights], max(LAUNCHES, needed))
 
 
-def _product(model: Model, work: Work, triples: list[tuple[Tensor, Tensor | None, Tensor]], count: int) -> Alone:
-    eps = model.config.rms_norm_eps
+def _product(model: Model, work: Work, given: list[tuple[Any, ...]], count: int) -> Alone:
+    """`given`: the weight, its bias or None, the gain of a norm and, of what is added, that of its own norm or None."""
+    eps, act = model.config.rms_norm_eps, model.config.hidden_act
     x = _random(model, work.rows, work.width)
     residual = _random(model, work.rows, work.outputs) if work.part in ("o", "down") else None
 
     def launch(number: int, cut: Cut) -> tuple[Tensor, ...]:
-        weight, bias, gain = triples[number % len(triples)]
+        weight, bias, gain, *inner = given[number % len(given)]
+        behind: Tensor | None = inner[0] if inner else None
         if work.form == "sum":
             assert residual is not None
-            return linear_add_norm(x, weight, bias, residual, gain, eps, cut=cut)
-        norm = gain if work.norm else None
-        return (norm_linear(x, weight, gain=norm, bias=bias, residual=residual, eps=eps, gated=work.gated, cut=cut),)
+            return linear_add_norm(x, weight, bias, residual, gain, eps, inner=behind, cut=cut)
+        norm, added = gain if work.norm else None, residual if behind is None else None
+        return (norm_linear(x, weight, gain=norm, bias=bias, residual=added, eps=eps, gated=work.gated, act=act, cut=cut),)
 
     return Alone(launch=launch, count=count)
 
@@ -94,12 +99,14 @@ def attention(model: Model, context: Context, plans: Plans) -> Alone:
     """Attention over a context of the chain, in one layer's pages after another."""
     config, w, at, pages = model.config, model.params.layers[0], context.batch, context.pages
     qkv = _random(model, len(at.seq_lens), (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-    scale, eps = config.head_dim**-0.5, config.rms_norm_eps
+    scale, eps, cap = config.scale, config.rms_norm_eps, config.attention_softcap
 
     def launch(number: int, cut: Cut) -> tuple[Tensor, ...]:
         place, plan = number % len(pages), plans.at(cut).handle
         tables, lens, slots = at.page_tables, at.seq_lens, at.slots
-        return (rope_attend(qkv, w.q_norm, w.k_norm, context.cos, context.sin, pages, place, tables, lens, slots, scale, eps, plan),)
+        return (
+            rope_attend(qkv, w.q_norm, w.k_norm, context.cos, context.sin, pages, place, tables, lens, slots, scale, eps, plan, 0, cap),
+        )
 
     return Alone(launch=launch, count=len(pages))
 

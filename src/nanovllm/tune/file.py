@@ -41,7 +41,10 @@ def key_of(model: Model) -> dict[str, Any]:
         "num_kv_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
         "vocab_size": c.vocab_size,
+        "act": c.hidden_act,
         "qk_norm": model.params.layers[0].q_norm is not None,
+        "norms_behind": model.params.layers[0].o_norm is not None,
+        "gains": str(model.params.layers[0].input_norm.dtype).removeprefix("torch."),
         "biases": [name for name in ("qkv", "o", "down") if getattr(model.params.layers[0], f"{name}_bias") is not None],
     }
     return {

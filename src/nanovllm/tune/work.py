@@ -1,10 +1,12 @@
 """What there is to cut: the kernels that a decode step of so many rows launches for a model, as values that need no GPU."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from ..config import ModelConfig
+from ..models import REGISTRY
 from ..ops.norm_linear import FEW, fits, goes_wide
 
 Form = Literal["few", "many", "sum", "attend"]  # `norm_linear` of few rows and of many, `linear_add_norm`, `rope_attend`
@@ -45,6 +47,7 @@ def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
         "down": (hidden, config.intermediate_size, False),
     }
     closely = all(fits(rows, width, gated, machine.memory) for _, width, gated in products.values())
+    closely = closely and (rows <= FEW or not _norms_behind(config))
     yield Work(part="attend", form="attend", rows=rows, outputs=heads, width=head_dim)
     for part, (outputs, width, gated) in products.items():
         before = part in ("qkv", "gate_up")  # a norm stands before the product, and for the others behind the residual
@@ -52,3 +55,9 @@ def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
         yield Work(part=part, form=form, rows=rows, outputs=outputs, width=width, gated=gated, norm=closely and before)
     if rows <= FEW and fits(rows, hidden, False, machine.memory):
         yield Work(part="head", form="few", rows=rows, outputs=config.vocab_size, width=hidden, norm=True)
+
+
+@functools.cache
+def _norms_behind(config: ModelConfig) -> bool:
+    """Whether norms stand behind attention and MLP: their layers of few rows are `wide_layer`s beyond `FEW`."""
+    return REGISTRY[config.architecture].param_table(config).layers[0].o_norm is not None
