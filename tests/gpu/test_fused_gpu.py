@@ -13,8 +13,9 @@ from nanovllm.config import MoEConfig, RopeConfig
 from nanovllm.models import fused
 from nanovllm.ops.draw import highest
 from nanovllm.ops.norm_linear import norm_linear
+from nanovllm.ops.plain import soft_cap
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
-from nanovllm.ops.rows import next_places, rotary_angles
+from nanovllm.ops.rows import capped_logits, next_places, rotary_angles
 from nanovllm.ops.wide import linear_add_norm, norm_add
 from nanovllm.state.kv import KVState
 from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
@@ -178,6 +179,14 @@ def test_small_steps() -> None:
     assert torch.equal(highest(logits).cpu(), highest(logits.cpu()))
     logits[3] = torch.nan
     assert 0 <= int(highest(logits)[3]) < 151936
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 256000), (7, 999), (64, 262208), (0, 999)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_capped_logits(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(rows, vocab, device="cuda") * 40).to(dtype)
+    want = soft_cap(logits.double(), 30.0)
+    torch.testing.assert_close(capped_logits(logits, 30.0).double(), want, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 # All experts of a layer are chosen: a rounding may choose another one of some, which is no error.

@@ -238,6 +238,7 @@ def test_memory_rows_and_sampling(compiled: Compiled) -> None:
     triton_kv.move_kv(pages, places, places + 16, places, torch.ones(64))
     triton_kv.last_page_lens(places.clone(), places, torch.arange(4, dtype=torch.int32), 16)
     triton_rows.rotary_angles(places, torch.ones(64), 1.0)
+    triton_rows.capped_logits(torch.zeros(3, 1000, dtype=BF16), 30.0)
     logits, keys = torch.zeros(3, 151936), torch.zeros(3, 2, dtype=torch.int64)
     triton_sampling.launch_uniforms(keys, 100)
     triton_sampling.launch_highest(logits)

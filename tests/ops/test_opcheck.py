@@ -35,6 +35,7 @@ def arguments(name):
         "paged_prefill, limited": (q, pool(), 1, tables, seq_lens, int32([0, 2, 3]), 0.3, 0, None, None, 3, 2.0),
         "paged_decode, limited": (q[:2], pool(), 1, tables, seq_lens, 0.3, 0, 3, 2.0),
         "rope_attend, limited": (*attention_problem([5, 9], 4, 2, 8, 4, True, torch.float32), 0, 3, 2.0),
+        "capped_logits": (torch.randn(3, 7).bfloat16(), 2.0),
         "rotary_angles": (int32([0, 9]), torch.rand(4), 1.0),
         "next_places": (int32([2, 9]), int32([1, 8]), tables, int32([0, 1]), 5, 4),
         "highest": (torch.randn(3, 7),),
@@ -46,7 +47,7 @@ def arguments(name):
     "name",
     ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode", "norm_linear", "linear_add_norm", "rope_attend", "rope_write",
      "rotary_angles", "next_places", "highest", "paged_prefill, limited", "paged_decode, limited", "rope_attend, limited",
-     "norm_linear, gelu", "linear_add_norm, normed", "norm_add", "norm_add, alone"],
+     "norm_linear, gelu", "linear_add_norm, normed", "norm_add", "norm_add, alone", "capped_logits"],
 )  # fmt: skip
 def test_opcheck(name):
     torch.library.opcheck(getattr(torch.ops.nanovllm, name.split(",")[0]).default, arguments(name))

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nanovllm.ops.rows import next_places, rotary_angles
+from nanovllm.ops.plain import soft_cap
+from nanovllm.ops.rows import capped_logits, next_places, rotary_angles
 
 SPEED = 1e4 ** (-torch.arange(6) / 6)
 BATCHES = [(1, 1, 4), (3, 5, 1), (9, 2, 16), (255, 3, 4), (256, 3, 4), (257, 3, 4)]  # rows, pages of a row, page size
@@ -63,3 +64,22 @@ def test_angles_interpreted(half, tokens, dtype):
 
     positions, speed = torch.randint(0, 5000, (tokens,), dtype=dtype), 1e4 ** (-torch.arange(half) / half)
     torch.testing.assert_close(triton_rows.rotary_angles(positions, speed, 1.5), rotary_angles(positions, speed, 1.5), rtol=0, atol=1e-6)
+
+
+def test_logits_are_capped() -> None:
+    logits = torch.tensor([[0.0, 1.5, -1.5, 400.0, -400.0, torch.inf]])
+    want = torch.tensor([[2.5 * math.tanh(value / 2.5) for value in logits[0].tolist()]])
+    torch.testing.assert_close(capped_logits(logits, 2.5), want)
+    assert capped_logits(logits, 0.0) is logits
+
+
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore:.*overflow encountered in exp2")
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 1000), (2, 1024), (0, 7)])
+def test_capped_logits_interpreted(rows: int, vocab: int) -> None:
+    from nanovllm.ops import triton_rows
+
+    logits = (torch.randn(rows, vocab) * 50).half()
+    torch.testing.assert_close(triton_rows.capped_logits(logits, 30.0), soft_cap(logits, 30.0), rtol=2**-10, atol=1e-4)
+    big = logits * 1000  # infinite ones too
+    torch.testing.assert_close(triton_rows.capped_logits(big, 30.0), soft_cap(big, 30.0), rtol=2**-10, atol=1e-4)

@@ -261,9 +261,7 @@ def step_products(model: Any, rows: int) -> list[tuple[str, Any, Any, bool, bool
 
 
 CUTS = Cuts(
-    steps=Map(
-        {n: StepCuts(qkv=(n, 1), attend=(16, 2, 2, 1), o=(n, 2), gate_up=(n, 3), down=(n, 4), head=(n, 5)) for n in (1, 2)}
-    ),
+    steps=Map({n: StepCuts(qkv=(n, 1), attend=(16, 2, 2, 1), o=(n, 2), gate_up=(n, 3), down=(n, 4), head=(n, 5)) for n in (1, 2)}),
     source="made up",
 )
 

@@ -20,6 +20,7 @@ from ..model import Model
 from ..models import decoder, layers
 from ..models.choice import HeadFunction, LayerFunction
 from ..models.fast import FastPath
+from ..ops.plain import soft_cap
 from ..state.kv import pages_for
 from ..types import Float, Int32, Tensor
 
@@ -175,7 +176,7 @@ def wide_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor,
     gains = [gain.double() for gain in (params.final_norm, params.final_norm_bias) if gain is not None]
     for weight in (params.embed if params.head is None else params.head).split(BLOCK):
         logits = model.spec.head(x, gains[0], weight.double(), model.config.rms_norm_eps, *gains[1:])
-        yield layers.soft_cap(logits, model.config.logit_softcap)
+        yield soft_cap(logits, model.config.logit_softcap)
 
 
 def _head_errors(model: Model, heads: Seq[HeadFunction], batches: Seq[Tensor]) -> Tensor:

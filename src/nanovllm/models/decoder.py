@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from ..batch import Batch
 from ..config import ModelConfig
+from ..ops.plain import soft_cap
 from ..state.kv import KVState
 from ..types import Float, Tensor
 from . import layers
@@ -32,8 +33,15 @@ def forward(
     return logits(head, x_RM, params, config), kv
 
 
-def logits(head: Callable[..., Tensor], x_RM: Float[Tensor, "R M"], params: Params[Tensor], config: ModelConfig) -> Float[Tensor, "R V"]:
-    """What a form of the head makes of the last layer's output, soft-capped where the model does that."""
+def logits(
+    head: Callable[..., Tensor],
+    x_RM: Float[Tensor, "R M"],
+    params: Params[Tensor],
+    config: ModelConfig,
+    *,
+    cap: Callable[[Tensor, float], Tensor] = soft_cap,
+) -> Float[Tensor, "R V"]:
+    """What a form of the head makes of the last layer's output, soft-capped by `cap` where the model does that."""
     weight = params.embed if params.head is None else params.head
     bias = () if params.final_norm_bias is None else (params.final_norm_bias,)
-    return layers.soft_cap(head(x_RM, params.final_norm, weight, config.rms_norm_eps, *bias), config.logit_softcap)
+    return cap(head(x_RM, params.final_norm, weight, config.rms_norm_eps, *bias), config.logit_softcap)

@@ -16,6 +16,7 @@ from ..ops.linear import linear
 from ..ops.norm_linear import norm_linear
 from ..ops.paged_prefill import paged_prefill
 from ..ops.rope_attend import rope_attend, rope_write
+from ..ops.rows import capped_logits
 from ..ops.wide import linear_add_norm, norm_add
 from ..state.kv import KVState
 from ..types import Float, Float32, Int32, Tensor
@@ -80,7 +81,7 @@ def forward(
         layer = closely if plain is None else by_layer(closely, plain, fast)
         for w, (pool, index), (cos, sin, view) in zip(params.layers, config.places, given, strict=False):
             x = layer(w, x, kv.pools[pool], index, cos, sin, view, config)
-        return decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config), kv
+        return decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config, cap=capped_logits), kv
     h = norm_add(x, params.layers[0].input_norm, None, eps)
     widely = with_cuts(wide_layer, here)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
@@ -94,8 +95,8 @@ def forward(
             x = _wanted(x, batch) if ends else x
             h = norm_add(x, gain, None, eps)
     if last is not None:
-        return decoder.logits(last, x, params, config), kv
-    return layers.soft_cap(linear(h, params.embed if params.head is None else params.head), config.logit_softcap), kv
+        return decoder.logits(last, x, params, config, cap=capped_logits), kv
+    return capped_logits(linear(h, params.embed if params.head is None else params.head), config.logit_softcap), kv
 
 
 def layer(

@@ -158,11 +158,3 @@ def activation(x: Tensor, act: str) -> Tensor:
 def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The final norm and the logits, `[R, V]`."""
     return linear(rms_norm(x_RM, gain, eps), weight)
-
-
-def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """`cap * tanh(logits / cap)`, in float32 or wider and rounded once; 0.0: the logits as they are."""
-    if not cap:
-        return logits
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return ((wide / cap).tanh() * cap).to(logits.dtype)

@@ -1,4 +1,4 @@
-"""RMS norm, rotary embedding and activations in plain torch: what the models compute with, and what the fused ops are references of.
+"""Norm, rotation, activations and soft caps in plain torch: what the models compute with, and what the fused ops are references of.
 
 Legend of shape suffixes: T tokens · M the last axis · X any heads · D head_dim.
 """
@@ -31,3 +31,11 @@ def apply_rope(x_TXD: Float[Tensor, "T X D"], cos: Float32[Tensor, "T 1 D"], sin
     """Rotate channel i with channel i + D/2, in float32 or wider, and round once."""
     wide = x_TXD.to(torch.promote_types(x_TXD.dtype, torch.float32))
     return torch.addcmul(wide * cos, wide.roll(x_TXD.shape[-1] // 2, -1), sin).to(x_TXD.dtype)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(logits / cap)`, in float32 or wider and rounded once; 0.0: the logits as they are."""
+    if not cap:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ((wide / cap).tanh() * cap).to(logits.dtype)

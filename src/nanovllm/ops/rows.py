@@ -1,19 +1,19 @@
-"""The small steps of a decode batch that would be a dozen launches each: rotary angles, and the positions of the next token."""
+"""The small steps of a decode batch that would be a dozen launches each: rotary angles, the positions of the next token, soft caps."""
 
 import torch
 
-from ..types import Float32, Int32, Int64, Tensor
-from .backends import installed
+from ..types import Float, Float32, Int32, Int64, Tensor
+from .backends import HALVES, installed
+from .plain import soft_cap
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
-_LIBRARY.define(
-    "rotary_angles(Tensor positions, Tensor inv_freq, float factor) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
-)
+_LIBRARY.define("rotary_angles(Tensor positions, Tensor inv_freq, float factor) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
     "next_places(Tensor positions, Tensor seq_lens, Tensor page_tables, Tensor active, SymInt num_pages, SymInt page_size) "
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define("capped_logits(Tensor logits, float cap) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def rotary_angles(
@@ -41,10 +41,20 @@ def next_places(
     return torch.ops.nanovllm.next_places.default(positions, seq_lens, page_tables, active, num_pages, page_size)
 
 
+def capped_logits(logits: Float[Tensor, "R V"], cap: float) -> Float[Tensor, "R V"]:
+    """`plain.soft_cap` in one launch on a GPU; 0.0: the logits as they are."""
+    return torch.ops.nanovllm.capped_logits.default(logits, cap) if cap else logits
+
+
 @torch.library.register_fake("nanovllm::rotary_angles", lib=_LIBRARY)
 def _fake_angles(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     shape = (positions.shape[0], 1, 2 * inv_freq.shape[0])
     return inv_freq.new_empty(shape), inv_freq.new_empty(shape)
+
+
+@torch.library.register_fake("nanovllm::capped_logits", lib=_LIBRARY)
+def _fake_capped(logits: Tensor, cap: float) -> Tensor:
+    return logits.new_empty(logits.shape)
 
 
 @torch.library.register_fake("nanovllm::next_places", lib=_LIBRARY)
@@ -88,6 +98,16 @@ def _cuda_places(
     return triton_rows.next_places(*given, num_pages, page_size)
 
 
+def _cuda_capped(logits: Tensor, cap: float) -> Tensor:
+    if logits.dtype not in HALVES or not installed("triton"):
+        return soft_cap(logits, cap)
+    from . import triton_rows
+
+    return triton_rows.capped_logits(logits.contiguous(), cap)
+
+
+_LIBRARY.impl("capped_logits", soft_cap, "CPU")
+_LIBRARY.impl("capped_logits", _cuda_capped, "CUDA")
 _LIBRARY.impl("rotary_angles", _angles, "CPU")
 _LIBRARY.impl("rotary_angles", _cuda_angles, "CUDA")
 _LIBRARY.impl("next_places", _places, "CPU")

@@ -1,14 +1,16 @@
 """The Triton kernels of `ops/rows.py`. Imported only where Triton is."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 
-from ..types import Float32, Int32, Int64, Tensor
+from ..types import Float, Float32, Int32, Int64, Tensor
+from .triton_attention import soft_capped
 
 TOKENS = 8  # of one program
+LOGITS = 1024  # of one program
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -45,6 +47,13 @@ def _places(
     tl.store(seq_lens_out + b, tl.minimum(seq_len + moved, width * page_size), mask=on)
 
 
+@triton.jit
+def _capped(logits, out, count, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(logits + i, mask=i < count, other=0.0).to(tl.float32)
+    tl.store(out + i, soft_capped(wide, 1.0 / CAP, CAP).to(out.dtype.element_ty), mask=i < count)
+
+
 def rotary_angles(
     positions: Int32[Tensor, "T"] | Int64[Tensor, "T"], inv_freq: Float32[Tensor, "half"], factor: float
 ) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
@@ -78,3 +87,12 @@ def next_places(
                 page_size, 256,
             )  # fmt: skip
     return moved, slots, lens
+
+
+def capped_logits(logits: Float[Tensor, "R V"], cap: float) -> Float[Tensor, "R V"]:
+    """See `ops.rows.capped_logits`; contiguous."""
+    out, kernel = torch.empty_like(logits), cast(Any, _capped)
+    if count := logits.numel():
+        with torch.cuda.device_of(logits):
+            kernel[(triton.cdiv(count, LOGITS),)](logits, out, count, cap, LOGITS)
+    return out

@@ -185,7 +185,8 @@ def norm_add(
 ) -> Float[Tensor, "B M"]:
     """The RMS norm of x with a gain, plus a residual where there is one. All tensors are contiguous."""
     y = torch.empty_like(x)
-    _rows(x.unsqueeze(0), None, gain, residual, None, y, None, eps, pdl)
+    if len(x):  # of a prompt no logits may be asked for
+        _rows(x.unsqueeze(0), None, gain, residual, None, y, None, eps, pdl)
     return y
 
 
