@@ -74,7 +74,9 @@ def planted(model: nv.Model, fault: Callable[..., Tensor], *indices: int) -> Cal
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"]
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_kernels_keep_the_bound_on_random_and_extreme_weights(architecture: str, dtype: str, seed: int) -> None:
     model = small(architecture, seed, dtype)

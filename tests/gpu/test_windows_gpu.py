@@ -8,6 +8,7 @@ import torch
 import nanovllm as nv
 from nanovllm.cuda_graphs import GraphExecutor
 from nanovllm.invariants import check
+from nanovllm.models import fused
 from nanovllm.ops.backends import attention_backend
 from nanovllm.testing.driver import layout, run_chunks, run_greedy
 from nanovllm.testing.models import random_model, tiny_config
@@ -16,16 +17,18 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 SIZES = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
 WINDOWS = {"all": (96, 96, 96, 96), "some": (96, 0, 96, 0), "two": (96, 0, 32, 0)}
+MODELS = [*(("Qwen3ForCausalLM", windows) for windows in WINDOWS.values()), ("Gemma3ForCausalLM", WINDOWS["some"])]
 
 
 def greedy(count: int) -> nv.SamplingParams:
     return nv.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=WINDOWS.values(), ids=WINDOWS)
+@pytest.fixture(scope="module", params=MODELS, ids=[*WINDOWS, "gemma3"])
 def model(request: pytest.FixtureRequest) -> nv.Model:
     """Bfloat16, as FlashInfer wants it."""
-    return random_model(tiny_config(windows=request.param, num_layers=4, **SIZES), dtype="bfloat16", device=CUDA, std=0.05)
+    architecture, windows = request.param
+    return random_model(tiny_config(architecture, windows=windows, num_layers=4, **SIZES), dtype="bfloat16", device=CUDA, std=0.05)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -66,7 +69,7 @@ def _scored(model: nv.Model, tokens: list[int], start: int) -> torch.Tensor:
 
 def test_a_gpu_with_flashinfer_runs_these(model: nv.Model) -> None:
     assert attention_backend(CUDA, model.dtype, 64, 16) == "flashinfer"
-    assert isinstance(engine(model, 64).runtime.executor, GraphExecutor)
+    assert isinstance(engine(model, 64).runtime.executor, GraphExecutor) and fused.serves(model.params, model.config)
 
 
 @pytest.mark.parametrize("num_frames", [24, 64, 400])
