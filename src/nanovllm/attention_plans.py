@@ -13,6 +13,7 @@ from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attenti
 from .ops.flashinfer_cascade import FlashInferCascade
 from .sharing import CascadePolicy
 from .state.kv import bytes_per_page, pages_for
+from .state.sizes import dummies
 
 EXTENSION = 128  # tokens of prompts that run as the rows of a captured decode step, at most
 
@@ -29,6 +30,7 @@ def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> Casca
         page_size=size,
         page_bytes=bytes_per_page(c, page_size=size, dtype=model.dtype) // c.num_layers,
         group=c.num_heads // c.num_kv_heads,
+        no_frame=dummies(c, limits)[0] if c.all_windowed else None,
     )
 
 
