@@ -18,8 +18,9 @@ from nanovllm.bench import SHAPES, commit, versions
 from nanovllm.config import ModelConfig
 from nanovllm.ops import paged_decode, paged_prefill
 from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace
-from nanovllm.ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan
+from nanovllm.ops.flashinfer import AttentionWorkspace
 from nanovllm.ops.flashinfer_cascade import FlashInferCascade
+from nanovllm.ops.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.sharing import shared_runs
 
 LAYERS, SIZE, CUDA = 8, 16, torch.device("cuda")

@@ -11,8 +11,9 @@ from nanovllm.attention_plans import EXTENSION
 from nanovllm.cuda_graphs import GraphExecutor, extension_sizes
 from nanovllm.ops import paged_decode, paged_prefill, reference
 from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
-from nanovllm.ops.flashinfer import AttentionWorkspace, PrefillPlan
+from nanovllm.ops.flashinfer import AttentionWorkspace
 from nanovllm.ops.flashinfer_cascade import FlashInferCascade
+from nanovllm.ops.flashinfer_plans import PrefillPlan
 from nanovllm.ops.norm_linear import norm_linear
 from nanovllm.ops.plans import PlanMismatchError
 from nanovllm.ops.rope_attend import rope_attend

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nanovllm.ops import copy_pages, kv_write, move_kv, paged_decode, paged_prefill, reference
-from nanovllm.ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan
+from nanovllm.ops.flashinfer import AttentionWorkspace
+from nanovllm.ops.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
