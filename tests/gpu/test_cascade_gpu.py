@@ -239,61 +239,67 @@ def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
         monkeypatch.undo()
 
 
+class Prompts:
+    """Six rows of a `Tree` that end in `new` tokens, or in a few, which are the queries; what is before them is shared."""
+
+    def __init__(self, shape, new):
+        self.tree = tree = Tree(6, shape, room=300)
+        counts = np.array([new, 1, new, 3, new, 2], np.int32)
+        self.lens = (tree.lens + counts).astype(np.int32)
+        self.cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        self.q = tree.queries(int(self.cu[-1]))
+        self.runs = shared_runs(tree.tables, (self.lens - counts) // tree.page_size, tree.counts, always)
+        self.on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, self.lens, self.cu)]
+        self.heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
+        self.space = AttentionWorkspace(64, *self.heads, CUDA)
+
+    def plan(self, **options):
+        return PrefillPlan(self.space, 8, 2000, *self.heads, self.tree.page_size, self.tree.dtype, CUDA, **options)
+
+    def cascade(self, *plans):
+        cascade = FlashInferCascade(*plans)
+        cascade.update(self.lens, self.cu, self.tree.tables, self.runs)
+        return cascade
+
+    def spelled(self):
+        """The same in plain torch."""
+        spelled = PromptCascade()
+        spelled.update(self.lens, self.cu, self.runs, CUDA)
+        return spelled
+
+    def attend(self, plan, window=0, softcap=0.0):
+        tree = self.tree
+        return paged_prefill(self.q, tree.pages, 1, *self.on_device, tree.scale, plan.handle, None, None, window, softcap)
+
+    def expected(self, *limits):
+        return reference.prefill_rows(self.q.float(), self.tree.pages[1].float(), *self.on_device, self.tree.scale, *limits)
+
+
 @pytest.mark.parametrize("new", [1, 20, 300])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_equal_plain_prompts(shape, new):
-    rows = 6
-    tree = Tree(rows, shape, room=300)
-    counts = np.array([new, 1, new, 3, new, 2], np.int32)
-    lens = (tree.lens + counts).astype(np.int32)
-    cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = tree.queries(int(cu[-1]))
-    heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
-    space = AttentionWorkspace(64, *heads, CUDA)
-    plans = [PrefillPlan(space, 8, 2000, *heads, tree.page_size, tree.dtype, CUDA, causal=causal) for causal in (True, False)]
-    cascade = FlashInferCascade(*plans)
-    runs = shared_runs(tree.tables, (lens - counts) // tree.page_size, tree.counts, always)
-    assert any(len(run.rows) > 1 for run in runs)
-    cascade.update(lens, cu, tree.tables, runs)
-    on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, lens, cu)]
-    out = paged_prefill(q, tree.pages, 1, *on_device, tree.scale, cascade.handle)
-    want = reference.prefill_rows(q.float(), tree.pages[1].float(), *on_device, tree.scale)
-    tree.close(out, want)
-    spelled = PromptCascade()
-    spelled.update(lens, cu, runs, CUDA)
-    tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, spelled.handle), want)
+    prompts = Prompts(shape, new)
+    assert any(len(run.rows) > 1 for run in prompts.runs)
+    want = prompts.expected()
+    for plan in (prompts.cascade(prompts.plan(), prompts.plan(causal=False)), prompts.spelled()):
+        prompts.tree.close(prompts.attend(plan), want)
 
 
 @pytest.mark.parametrize("new", [1, 20, 300])
 @pytest.mark.parametrize(("shape", "softcap"), [(SHAPES[0], 0.0), ((torch.bfloat16, 256, 16, 2, 4), 5.0)])
 def test_prompts_in_windows_equal_plain_prompts(shape, softcap, new):
     """One window that rows outgrow, and one that holds them: then pages are shared all the same."""
-    rows, windows = 6, (0, 64, 4000)
-    tree = Tree(rows, shape, room=300)
-    counts = np.array([new, 1, new, 3, new, 2], np.int32)
-    lens = (tree.lens + counts).astype(np.int32)
-    cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = tree.queries(int(cu[-1]))
-    heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
-    space = AttentionWorkspace(64, *heads, CUDA)
-    common = (space, 8, 2000, *heads, tree.page_size, tree.dtype, CUDA)
-    own, shared = (PrefillPlan(*common, causal=causal, softcap=softcap) for causal in (True, False))
-    cascade = FlashInferCascade(own, shared, PrefillPlan(*common, windows=windows, softcap=softcap))
-    runs = shared_runs(tree.tables, (lens - counts) // tree.page_size, tree.counts, always)
-    cascade.update(lens, cu, tree.tables, runs)
-    on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, lens, cu)]
-    spelled = PromptCascade()
-    spelled.update(lens, cu, runs, CUDA)
+    prompts, windows = Prompts(shape, new), (0, 64, 4000)
+    own, shared = (prompts.plan(causal=causal, softcap=softcap) for causal in (True, False))
+    cascade, spelled = prompts.cascade(own, shared, prompts.plan(windows=windows, softcap=softcap)), prompts.spelled()
     for window in windows:
-        want = reference.prefill_rows(q.float(), tree.pages[1].float(), *on_device, tree.scale, window, softcap)
+        want = prompts.expected(window, softcap)
         for plan in (cascade, spelled):
-            tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, plan.handle, None, None, window, softcap), want)
+            prompts.tree.close(prompts.attend(plan, window, softcap), want)
     with pytest.raises(PlanMismatchError, match="window 32"):
-        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, cascade.handle, None, None, 32, softcap)
-    without = FlashInferCascade(own, shared)
-    without.update(lens, cu, tree.tables, runs)
+        prompts.attend(cascade, 32, softcap)
     with pytest.raises(PlanMismatchError, match="window 64"):
-        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, without.handle, None, None, 64, softcap)
+        prompts.attend(prompts.cascade(own, shared), 64, softcap)
 
 
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
