@@ -8,9 +8,11 @@ from .batch import HostBatch
 from .config import EngineConfig
 from .errors import NanoVLLMError
 from .model import Model
+from .ops.backends import attention_backend
 from .ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade, Run
-from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attention_backend
+from .ops.flashinfer import AttentionWorkspace
 from .ops.flashinfer_cascade import FlashInferCascade
+from .ops.flashinfer_plans import DecodePlan, PrefillPlan
 from .sharing import CascadePolicy
 from .state.kv import bytes_per_page, pages_for
 from .state.sizes import dummies

@@ -14,10 +14,7 @@ from ..config import ModelConfig, RopeConfig
 from ..errors import CheckpointError
 from ..hf_config import HF, SLIDING, read_float, read_int, read_rope, read_sizes, read_windows
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params, loaded
-
-__all__ = ["config_from_hf", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:
