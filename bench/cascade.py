@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from nanovllm.bench import SHAPES, commit, versions
+from nanovllm.bench.graphs import graph_us, replay_us
 from nanovllm.config import ModelConfig
 from nanovllm.ops import paged_decode, paged_prefill
 from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace
-from nanovllm.ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan
+from nanovllm.ops.flashinfer import AttentionWorkspace
 from nanovllm.ops.flashinfer_cascade import FlashInferCascade
+from nanovllm.ops.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.sharing import shared_runs
 
 LAYERS, SIZE, CUDA = 8, 16, torch.device("cuda")
@@ -27,34 +29,6 @@ DECODE = [
     (rows, shared, own) for rows in (2, 4, 8, 16, 32, 64) for shared, own in ((256, 200), (1024, 200), (4096, 200), (16384, 64))
 ]
 PROMPTS = [(32, 16384, 32), (32, 1024, 32), (8, 16384, 64), (4, 4096, 48), (32, 4096, 128), (8, 16384, 256)]
-
-
-def graph_us(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Microseconds of a call, replayed from a graph: the median of five runs of `repeats`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return replay_us(graph.replay, repeats)
-
-
-def replay_us(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Microseconds of a call as the device runs it: the median of five runs of `repeats`."""
-    times = []
-    call()
-    for _ in range(5):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        for _ in range(repeats):
-            call()
-        last.record()
-        last.synchronize()
-        times.append(1e3 * first.elapsed_time(last) / repeats)
-    return float(np.median(times))
 
 
 def pool(config: ModelConfig, rows: int, shared: int, own: int) -> tuple[torch.Tensor, np.ndarray]:

@@ -8,14 +8,13 @@ reading the weights of the experts that are hit, once, and of the products, at r
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanovllm.bench import commit, versions
+from nanovllm.bench.graphs import graph_us
 from nanovllm.bench.roofline import Ceiling, measure_ceiling
 from nanovllm.ops import experts
 from nanovllm.ops.backends import shared_memory
@@ -26,29 +25,6 @@ CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 SIZES = {"qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336), "ernie-4.5-21b-a3b": (6, 64, 2560, 1536)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 CALLS = 8  # of a graph
-
-
-def graph_us(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Microseconds of a call, replayed from a graph: the median of five runs of `repeats`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    times = []
-    for _ in range(5):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        for _ in range(repeats):
-            graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(1e3 * first.elapsed_time(last) / repeats)
-    return float(np.median(times))
 
 
 def layer(sizes: tuple[int, int, int, int], tokens: int, weights: tuple[torch.Tensor, torch.Tensor], ceiling: Ceiling) -> dict[str, Any]:

@@ -73,3 +73,15 @@ def test_the_figures_of_other_engines_have_the_names_of_ours() -> None:
     assert set(found["models"]) == {f"{name} (random weights)" for name in ("qwen3-0.6b", "qwen3-8b")}
     for peers in found["models"].values():
         assert all(set(figures) | {"start_s"} == set(bench_docs.BRIEF) for figures in peers.values())
+
+
+def test_families_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
+    rows = {f"{batch}_decode_tok_s": {"tok_s": 1234.5, "step_ms": 1.0, "roofline_percent": 71.6} for batch in ("b1", "b8", "b64")}
+    models = {"one": {"decode": "fused kernels in CUDA graphs", "against": ""}, "two": {"decode": "compiled layers", "against": "norms"}}
+    models = {name: model | rows for name, model in models.items()}
+    result = {"gpu": "card", "dtype": "bfloat16", "commit": "abc", "command": "python it", "models": models}
+    (tmp_path / "some.json").write_text(json.dumps(result))
+    found = bench_docs.filled("<!-- families: some.json -->\n<!-- /families -->", tmp_path)
+    assert "card, bfloat16, commit abc (`python it`)" in found
+    assert "| one | 1,234 (72%) | 1,234 (72%) | 1,234 (72%) | fused kernels |" in found and "| compiled layers: norms |" in found
+    assert bench_docs.filled(found, tmp_path) == found and not bench_docs.pictures(found, tmp_path)

@@ -109,6 +109,7 @@ def test_sampling_flags_reach_the_request(folder):
         (["generate", "--max-tokens", "0", "x"], "max_tokens=0"),
         (["generate", "--device", "abacus", "x"], "device='abacus'"),
         (["generate", "--num-pages", "0", "x"], "num_pages=0"),
+        (["generate", "--num-frames", "4", "x"], "num_frames=4 is for layers with a window"),
         (["generate", "--num-pages", "1", "a long prompt"], "13 tokens; this engine holds at most"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "\udcff"], r"byte 0xff at position 0 is not valid UTF-8 \(lone surrogate U\+DCFF at position 0\)"),

@@ -12,7 +12,7 @@ import torch
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.hf_config import config_to_hf, read_rope
-from nanovllm.models import REGISTRY
+from nanovllm.models import REGISTRY, unfitted
 from nanovllm.models.layers import inverse_frequencies
 from nanovllm.testing.models import tiny_config
 
@@ -102,6 +102,7 @@ REFUSED = {
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     "rope as text": ({"rope_parameters": "yarn"}, "flat object"),
+    "turns of yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}}, "beta_fast=-1.0"),
     "theta": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta"),
     "activation": ({"hidden_act": "relu", "activation_function": "relu"}, "relu"),
     "no vocabulary": ({"vocab_size": None}, "vocab_size"),
@@ -118,8 +119,8 @@ REFUSED = {
 
 FLAT = [name for name in REGISTRY if name not in ("GPT2LMHeadModel", "Gemma3ForConditionalGeneration")]  # with the usual keys
 OWN_ROPE = {
-    "Phi3ForCausalLM": ("partial rope", "rope as text", "theta", "longrope", "rope by layer type"),
-    "Gemma3ForCausalLM": ("rope by layer type", "rope as text", "rope factor"),
+    "Phi3ForCausalLM": ("partial rope", "rope as text", "theta", "longrope", "rope by layer type", "turns of yarn"),
+    "Gemma3ForCausalLM": ("rope by layer type", "rope as text", "rope factor", "turns of yarn"),
 }
 
 
@@ -171,6 +172,25 @@ def test_longrope_beyond_what_a_model_has_is_one_rope() -> None:
     assert long.long_rope is not None
     assert for_length(long, 128) == for_length(long, None) == replace(long, long_rope=None, max_position_embeddings=128)
     assert for_length(long, 129) == replace(long, rope=long.long_rope, long_rope=None)
+
+
+def test_longrope_and_padded_heads_are_written_as_a_checkpoint_has_them() -> None:
+    short, long = (RopeConfig(kind="longrope", factors=(f,) * 6, original_max_position_embeddings=128) for f in (1.0, 2.0))
+    read: Callable[[Any], ModelConfig] = REGISTRY["Phi3ForCausalLM"].config_from_hf
+    config = tiny_config("Phi3ForCausalLM", head_dim=12, rope=short, long_rope=long)
+    assert read(json.loads(json.dumps(config_to_hf(config)))) == config
+    usual = for_length(config, None)
+    assert read(config_to_hf(usual)) == usual
+    padded = replace(usual, head_dim=16, stored_head_dim=12, attention_scale=usual.scale, rope=replace(short, partial=0.75))
+    assert unfitted(padded) == usual and unfitted(usual) is usual
+    assert unfitted(replace(padded, attention_scale=0.3)) == replace(usual, attention_scale=0.3)
+
+
+@pytest.mark.parametrize("partial", [0.2, 0.0, 1.5])
+def test_a_part_of_a_head_that_cannot_turn_is_named(partial: float) -> None:
+    hf = {**config_to_hf(tiny_config("Phi3ForCausalLM")), "rope_parameters": None, "partial_rotary_factor": partial}
+    with pytest.raises(CheckpointError, match=rf"partial_rotary_factor={partial}"):  # 3 of 16 channels; none; more than there are
+        REGISTRY["Phi3ForCausalLM"].config_from_hf(hf)
 
 
 @pytest.mark.parametrize("architecture", FLAT)

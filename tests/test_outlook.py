@@ -125,6 +125,16 @@ def test_tensors_that_are_missing_misshapen_or_too_many_are_all_named(folder: Pa
 
 
 @pytest.mark.usefixtures("nothing_loads")
+def test_a_head_beside_the_table_that_it_is_said_to_be_is_counted(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config(tie_word_embeddings=True))
+    one = look(folder, "float32").weights
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": torch.ones(264, 32)}, file, metadata={"format": "pt"})
+    two = look(folder, "float32").weights
+    assert one is not None and two is not None and two.held - one.held == 4 * 264 * 32
+
+
+@pytest.mark.usefixtures("nothing_loads")
 def test_what_does_not_run_is_said_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(folder, quantization_config={"bits": 4})
     assert "quantised weights are not supported" in refused(folder, capsys)

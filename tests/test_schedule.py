@@ -7,13 +7,13 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import LOOKAHEAD, give_up_pages, reserve, schedule, steady, worth_taking, written_pages
+from nanovllm.schedule import LOOKAHEAD, schedule, steady
 from nanovllm.state import pool as pools
 from nanovllm.state.kv import pages_for
-from nanovllm.state.pages import init_pages, retain
+from nanovllm.state.pages import retain
 from nanovllm.state.pool import Pool, init_pool
-from nanovllm.state.prefix import init_prefix
 from nanovllm.state.request import Queue, Request, Sequence
+from nanovllm.state.sequence_pages import reserve
 from nanovllm.state.vector import IntVector
 
 
@@ -212,78 +212,3 @@ def test_the_budget_never_falls_short_of_those_that_decode():
         assert 0 < len(plan.decode) + sum(count for _, count in plan.prefill) <= 2
         assert sum(s.todo <= 1 for s in plan.running) <= 2
         pool, running, left = settled(plan)
-
-
-# `reserve` and its neighbours
-
-
-def held(num_tokens, num_filled, num_pages=8, page_size=2):
-    """A pool, and a sequence that owns pages for its filled tokens."""
-    sequence = waiting(0, num_tokens)
-    done = pools.allocate(init_pool(num_pages, page_size), -(-num_filled // page_size))
-    assert done is not None
-    return done[0], sequence.with_pages(IntVector.of(done[1]), num_filled)
-
-
-@pytest.mark.parametrize(("length", "fresh"), [(3, 0), (4, 0), (5, 1), (8, 2)])
-def test_reserve_takes_what_is_missing(length, fresh):
-    pool, sequence = held(10, 3)
-    done = reserve(pool, sequence, length, 2)
-    assert done is not None
-    after, grown, copies, taken = done
-    assert (len(taken), copies) == (fresh, [])
-    assert list(grown.pages) == [*sequence.pages, *taken]
-    assert after.pages.num_free == pool.pages.num_free - fresh
-
-
-def test_reserve_copies_a_shared_partial_page_only():
-    pool, sequence = held(10, 3)
-    shared = Pool(pages=retain(pool.pages, sequence.pages), prefix=pool.prefix)
-    done = reserve(shared, sequence, 4, 2)
-    assert done is not None
-    _, grown, copies, taken = done
-    assert copies == [(sequence.pages[1], taken[0])]
-    assert list(grown.pages) == [sequence.pages[0], taken[0]]
-    assert list(sequence.pages) != list(grown.pages)
-    pool, sequence = held(10, 4)
-    done = reserve(Pool(pages=retain(pool.pages, sequence.pages), prefix=pool.prefix), sequence, 5, 2)
-    assert done is not None and done[2] == []
-    assert reserve(shared, held(10, 3)[1], 3, 2) is not None
-
-
-def test_reserve_is_none_when_the_pool_cannot():
-    pool, sequence = held(10, 3, num_pages=2)
-    assert reserve(pool, sequence, 5, 2) is None
-    shared = Pool(pages=retain(pool.pages, sequence.pages), prefix=pool.prefix)
-    assert reserve(shared, sequence, 4, 2) is None
-    assert pool.pages.num_free == 0
-
-
-def test_written_pages():
-    _, sequence = held(10, 3)
-    sequence = sequence.with_pages(IntVector.of([5, 6, 7]), 3)
-    assert written_pages(sequence, 1, 2).tolist() == [6]
-    assert written_pages(sequence, 2, 2).tolist() == [6, 7]
-    assert written_pages(sequence, 0, 2).tolist() == []
-
-
-def test_give_up_indexes_whole_filled_pages():
-    pool, sequence = held(10, 5)
-    pool = give_up_pages(pool, sequence)
-    assert pools.match(pool, sequence.tokens.array()).tolist() == list(sequence.pages)[:2]
-    assert pool.num_available == 8 and pool.pages.num_free == 6
-
-
-def test_indexed_pages_are_taken_only_where_they_serve_better():
-    pool, sequence = held(4, 4)
-    pool = give_up_pages(pool, sequence)
-    matched = pools.match(pool, sequence.tokens.array())
-    mine = sequence.with_pages(IntVector.of([6]), 2)
-    assert worth_taking(pool, matched, waiting(0, 4), 2)
-    assert not worth_taking(pool, matched, sequence, 2)  # no more than it has
-    assert not worth_taking(pool, matched, mine, 2)  # idle ones: they are counted as available
-    assert worth_taking(pools.acquire(pool, matched[:1]), matched, mine, 2)
-
-
-def test_an_empty_pool_value():
-    assert Pool(pages=init_pages(0), prefix=init_prefix(0, 1)).num_available == 0

@@ -99,6 +99,13 @@ def batch(tables, seq_lens, cu_seqlens=None):
     )  # fmt: skip
 
 
+def test_pages_without_memory_are_not_shared():
+    policy = CascadePolicy(always=True, page_size=4, page_bytes=1, group=2, no_frame=9)
+    assert policy.decode(batch([[9, 9, 3], [9, 9, 3]], [12, 12])) is None
+    runs = policy.decode(batch([[0, 1, 9, 2], [0, 1, 9, 3], [9, 1, 9, 3]], [16, 16, 16])) or []
+    assert [(run.rows.tolist(), run.start, run.stop) for run in runs] == [([0, 1], 0, 2), ([0], 2, 4), ([1], 2, 4), ([2], 0, 4)]
+
+
 def test_pages_that_a_query_sees_only_in_part_are_not_shared():
     policy = CascadePolicy(always=True, page_size=4, page_bytes=1, group=2)
     shared = [[0, 1, 2], [0, 1, 2]]

@@ -5,7 +5,8 @@
     python tools/bench_docs.py
 
 A block begins with `<!-- bench: NAME.json -->`, a file in bench/results, and ends with `<!-- /bench -->`: all tables of the run behind its
-picture. One between `<!-- brief: NAME.json -->` and `<!-- /brief -->` is a short table. What stands between is replaced; a document
+picture. One between `<!-- brief: NAME.json -->` and `<!-- /brief -->` is a short table, and `families` a row for each model of a file of
+`bench/families.py`. What stands between is replaced; a document
 may have any number of them. Columns for other engines' figures out of other runs come from the files NAME-peers.json there, where card,
 model and dtype are the same.
 """
@@ -21,7 +22,7 @@ from nanovllm.bench.report import markdown, table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "docs/performance.md", ROOT / "README.md")
-BLOCK = re.compile(r"(<!-- (bench|brief): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+BLOCK = re.compile(r"(<!-- (bench|brief|families): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -54,6 +55,8 @@ def filled(text: str, results: Path) -> str:
         file = results / f"{name}.json"
         if not file.exists():
             return begin + NONE + end
+        if kind == "families":
+            return f"{begin}{families(json.loads(file.read_text(encoding='utf-8')))}\n{end}"
         result = read(file)
         if kind == "brief":
             return f"{begin}{brief(result)}\n{end}"
@@ -75,6 +78,18 @@ def brief(result: dict[str, Any]) -> str:
             share = f"{rows[key]['roofline_percent']:.0f}%" if key in rows else ""
             lines.append((what, _figure(result[key], key), *theirs, share))
     return "\n".join(table(head, lines))
+
+
+def families(result: dict[str, Any]) -> str:
+    """A row for each model: tokens a second and the share of the roofline, and which kernels serve it."""
+    lines = []
+    for name, one in result["models"].items():
+        rows = [one[f"{batch}_decode_tok_s"] for batch in ("b1", "b8", "b64")]
+        told = f"{one['decode'].removesuffix(' in CUDA graphs')}{': ' * bool(one['against'])}{one['against']}"
+        lines.append((name, *(f"{row['tok_s']:,.0f} ({row['roofline_percent']:.0f}%)" for row in rows), told))
+    where, how = result["gpu"] or result["cpu"], f"commit {result['commit']} (`{result['command']}`)"
+    about = f"{where}, {result['dtype']}, {how}; tokens/s, and the share of the roofline:"
+    return "\n".join((about, "", *table(("model", "1 row", "8", "64", "steps run by"), lines)))
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:

@@ -8,11 +8,14 @@ from .batch import HostBatch
 from .config import EngineConfig
 from .errors import NanoVLLMError
 from .model import Model
+from .ops.backends import attention_backend
 from .ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade, Run
-from .ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan, attention_backend
+from .ops.flashinfer import AttentionWorkspace
 from .ops.flashinfer_cascade import FlashInferCascade
+from .ops.flashinfer_plans import DecodePlan, PrefillPlan
 from .sharing import CascadePolicy
 from .state.kv import bytes_per_page, pages_for
+from .state.sizes import dummies
 
 EXTENSION = 128  # tokens of prompts that run as the rows of a captured decode step, at most
 
@@ -29,6 +32,7 @@ def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> Casca
         page_size=size,
         page_bytes=bytes_per_page(c, page_size=size, dtype=model.dtype) // c.num_layers,
         group=c.num_heads // c.num_kv_heads,
+        no_frame=dummies(c, limits)[0] if c.all_windowed else None,
     )
 
 

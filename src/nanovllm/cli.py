@@ -214,7 +214,7 @@ def _settle(options: argparse.Namespace) -> None:
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
-    limits = {name: getattr(options, name) for name in ("num_pages", "max_model_len", "memory_fraction", "tuning")}
+    limits = {name: getattr(options, name) for name in ("num_pages", "num_frames", "max_model_len", "memory_fraction", "tuning")}
     return {**limits, "compile": False if options.eager else None}
 
 
@@ -266,6 +266,8 @@ def _add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) -
     group.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU where there is one)")
     group.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
     group.add_argument("--num-pages", type=int, metavar="N", help=f"KV memory in pages of 16 tokens (default: {num_pages})")
+    frames = "pages that have KV in layers with a sliding window too (default: enough for all that runs); for models that have some"
+    group.add_argument("--num-frames", type=int, metavar="N", help=frames)
     group.add_argument("--max-model-len", type=int, metavar="N", help="the most tokens of prompt and reply together (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="the share of a GPU's memory to use (default 0.9)")
     group.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)

@@ -23,7 +23,7 @@ from .errors import InvalidRequestError, OutOfPagesError
 from .keywords import explain_unknown_keywords
 from .model import Model
 from .sampling_params import SamplingParams, from_generation_config, validate_for
-from .schedule import Plan, give_up_pages, schedule, steady
+from .schedule import Plan, schedule, steady
 from .settle import counted, draw_token, finish_reason, result
 from .state import pool as pools
 from .state.chunk import Chunk, offset_after
@@ -32,6 +32,7 @@ from .state.frames import least_frames, num_retired, pages_with
 from .state.kv import KVState
 from .state.pool import Pool, Taken
 from .state.request import Request, Sequence, StepOutput, StopScan
+from .state.sequence_pages import give_up_pages
 from .state.steady import Steady
 from .state.vector import IntVector
 from .tokenizer import Detokenizer

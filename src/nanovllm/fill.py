@@ -8,7 +8,6 @@ import numpy as np
 from .engine import begin_sequence, copy_pages
 from .model import Model
 from .sampling_params import SamplingParams
-from .schedule import frames_of_copies, reserve, worth_taking, written_pages
 from .settle import counted
 from .state import pool as pools
 from .state.chunk import Chunk
@@ -17,6 +16,7 @@ from .state.kv import pages_for
 from .state.pages import require_writable
 from .state.pool import Taken
 from .state.request import Request, Sequence
+from .state.sequence_pages import frames_of_copies, reserve, worth_taking, written_pages
 from .state.vector import IntVector
 
 

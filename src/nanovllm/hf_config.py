@@ -75,12 +75,17 @@ def read_windows(hf: HF, usual: str | Mapping[int, str], default: int | None = N
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that the architecture's `config_from_hf` reads back as `config`."""
+    """The `config.json` that the architecture's `config_from_hf` reads back as `config`, which no `fitted` has changed. Of LongRoPE with
+    the factors for long requests alone (`for_length`) those stand there for all lengths."""
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
     more = ("mlp_bias", "max_position_embeddings", "dtype", "bos_token_id")
     scaled = bool(config.attention_scale)
-    rope = rope_to_hf(config.rope)
+    rope, long = rope_to_hf(config.rope), config.rope if config.long_rope is None else config.long_rope
+    if long.factors:
+        rope["long_factor"] = list(long.factors)
+    original = {"original_max_position_embeddings": config.rope.original_max_position_embeddings} if long.factors else {}
     return {
+        **original,
         **{name: getattr(config, name) for name in (*same, *more)},
         **({} if config.moe is None else _moe_to_hf(config.moe, config.num_layers)),
         "architectures": [config.architecture],
@@ -113,7 +118,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
         "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "original_max_position_embeddings"),
         "longrope": ("attention_factor", "original_max_position_embeddings"),
     }
-    factors = {"short_factor": list(rope.factors), "long_factor": list(rope.factors)} if rope.factors else {}
+    factors = {"short_factor": list(rope.factors)} if rope.factors else {}
     return written | {name: getattr(rope, name) for name in own.get(rope.kind, ())} | factors
 
 
@@ -233,11 +238,18 @@ def read_rope(hf: HF, theta: float = 10000.0) -> RopeConfig:
                 kind=kind,
                 factor=factor,
                 original_max_position_embeddings=original,
-                beta_fast=read_float(rope, "beta_fast", 32.0) or 32.0,
-                beta_slow=read_float(rope, "beta_slow", 1.0) or 1.0,
+                beta_fast=_turns(rope, "beta_fast", 32.0),
+                beta_slow=_turns(rope, "beta_slow", 1.0),
                 attention_factor=_yarn_attention_factor(rope, factor),
                 truncate=read_bool(rope, "truncate", True),
             )
+
+
+def _turns(rope: HF, name: str, default: float) -> float:
+    turns = read_float(rope, name, default) or default
+    if turns < 0:
+        raise CheckpointError(f"config.json: rope {name}={turns!r} must be positive")
+    return turns
 
 
 def _yarn_attention_factor(rope: HF, factor: float) -> float:

@@ -152,11 +152,9 @@ def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> Model
             if hf.get("auto_map"):
                 print(f"nanovllm: {folder}: {name} is built in: the checkpoint's own code is not run", file=sys.stderr, flush=True)
             return REGISTRY[name]
-    if hf.get("auto_map") and not trust_remote_code:
-        raise CheckpointError(f"the checkpoint brings its own code (auto_map={hf['auto_map']!r}): refused without trust_remote_code=True")
     from .foreign.load import foreign_spec  # transformers takes seconds to import
 
-    return foreign_spec(folder, hf, ", ".join(REGISTRY))
+    return foreign_spec(folder, hf, ", ".join(REGISTRY), trust_remote_code=trust_remote_code)
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

@@ -9,10 +9,10 @@ from .engine import commit_state, enter_with, new_sequence
 from .errors import InvalidRequestError, NanoVLLMError
 from .model import Model
 from .sampling_params import SamplingParams
-from .schedule import give_up_pages
 from .state import pool as pools
 from .state.chunk import Chunk
 from .state.engine_state import EngineState
+from .state.sequence_pages import give_up_pages
 
 
 def submit_many(

@@ -19,6 +19,7 @@ from .state.kv import pages_for
 from .state.pages import require_writable
 from .state.pool import Pool, Taken
 from .state.request import Queue, Sequence
+from .state.sequence_pages import frames_of_copies, give_up_pages, reserve, shares_tail, worth_taking, written_pages
 from .state.sizes import LOOKAHEAD
 from .state.steady import Steady
 from .state.vector import IntVector, joined
@@ -104,74 +105,6 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
     return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else None
 
 
-Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
-
-
-def reserve(pool: Pool, sequence: Sequence, length: int, page_size: int) -> Reserved | None:
-    """Give a sequence pages of its own for tokens `num_filled ... length - 1`; None when the pool cannot.
-
-    A partly filled page that somebody else also holds is replaced by a copy (the returned (source, destination) pairs). The reference on
-    the source stays with the caller until the copy is made. Last come the pages taken.
-    """
-    held, filled = sequence.pages, sequence.num_filled
-    shared = length > filled and filled % page_size != 0 and pool.pages.refcount(held[filled // page_size]) > 1
-    missing = max(0, pages_for(length, page_size) - len(held))
-    if not shared and not missing:
-        return pool, sequence, [], ()
-    taken = pools.allocate(pool, missing + shared)
-    if taken is None:
-        return None
-    pool, fresh = taken
-    copies = []
-    if shared:
-        at = filled // page_size
-        copies.append((held[at], fresh[0]))
-        held = held.replace(at, fresh[0])
-    if missing:
-        held = held.extend(fresh[shared:])
-    return pool, sequence.with_pages(held, filled), copies, fresh
-
-
-def frames_of_copies(pool: Pool, copies: Seq[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The frames of (source, destination) pages, while the sources are held; empty where no layer has a window."""
-    if pool.frames is None or not copies:
-        return ()
-    source, target = pool.frames.frame_of.get(np.array(copies, np.int32).ravel()).reshape(-1, 2).T.tolist()
-    return tuple(zip(source, target, strict=True))
-
-
-def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
-    """Index what is filled and exact, then take the sequence's references back: full pages stay reusable until they are evicted."""
-    tokens = sequence.tokens.array(0, sequence.num_exact)
-    pool = pools.insert(pool, tokens, sequence.pages.array(), 0)
-    return pools.release(pool, sequence.pages, sequence.retired)
-
-
-def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size: int) -> bool:
-    """Whether indexed pages serve a sequence better than those it has: they hold more, and take no more out of what is available.
-
-    They can, where a live chunk holds a second copy of a run whose indexed pages are idle.
-    """
-    if len(matched) * page_size <= sequence.num_filled:
-        return False
-    held = sequence.num_filled // page_size
-    return not held or num_busy(pool, matched) >= held
-
-
-def num_busy(pool: Pool, indexed: np.ndarray) -> int:
-    """How many of these indexed pages somebody else holds too, with their frames, so that they are not counted as available."""
-    busy = pool.pages.owners(indexed) > 1
-    if pool.frames is not None:
-        busy &= pool.frames.needs.get(indexed) > 0
-    return int(np.count_nonzero(busy))
-
-
-def written_pages(sequence: Sequence, count: int, page_size: int) -> np.ndarray:
-    """The pages that running the next `count` unfilled tokens writes."""
-    start = sequence.num_filled
-    return sequence.pages.array(start // page_size, pages_for(start + count, page_size)) if count else sequence.pages.array(0, 0)
-
-
 def _id(sequence: Sequence) -> int:
     return sequence.request.request_id
 
@@ -223,10 +156,6 @@ class _Draft:
         shared = {_id(partly[at]) for at in np.flatnonzero(self.pool.pages.owners(tails) > 1)}
         return [s for s in decoding if s.pages.length * size <= s.num_filled or (shared and _id(s) in shared)]
 
-    def shares_tail(self, sequence: Sequence) -> bool:
-        filled, size = sequence.num_filled, self.config.page_size
-        return filled % size != 0 and sequence.todo > 0 and self.pool.pages.refcount(sequence.pages[filled // size]) > 1
-
     def look_ahead(self) -> None:
         """More pages than needed now for all that decode, so that many steps pass before the tables change again.
 
@@ -265,7 +194,7 @@ class _Draft:
             return 0
         sequence = self.running[at]
         size, count = self.config.page_size, min(sequence.todo, budget)
-        spare = self.pool.num_available - self.shares_tail(sequence)
+        spare = self.pool.num_available - shares_tail(self.pool, sequence, size)
         if self.pool.frames is not None:  # as many as a window holds come back behind the prompt; those that decode go on beside it
             spare -= min(len(self.running) - 1, spare // 2)
         fits = (len(sequence.pages) + spare) * size - sequence.num_filled

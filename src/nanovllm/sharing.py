@@ -96,14 +96,17 @@ def _common(page_tables: np.ndarray, group: np.ndarray, at: int, limit: int) -> 
 class CascadePolicy:
     """When the pages that rows share are read once for all of them: `always` for any whole page, else where it is faster.
 
-    `page_bytes` is the size of a page in one layer, `group` the query heads of a key/value head. The bounds were measured on an
-    H200 (`bench/cascade.py`): below them the merge of partial results costs more than the reads that are spared.
+    `page_bytes` is the size of a page in one layer, `group` the query heads of a key/value head. `no_frame` is what the first KV pool's
+    tables say of pages that have no memory there any more, where every layer has a window: from the first of them on nothing is shared.
+    The bounds were measured on an H200 (`bench/cascade.py`): below them the merge of partial results costs more than the reads that are
+    spared.
     """
 
     always: bool
     page_size: int
     page_bytes: int
     group: int
+    no_frame: int | None = None
 
     def decode(self, host: HostBatch) -> list[Run] | None:
         """The runs of a decode batch; None where each row had better read its own pages."""
@@ -118,6 +121,9 @@ class CascadePolicy:
         return self._runs(host, (host.seq_lens - counts) // self.page_size, PROMPT_BYTES)
 
     def _runs(self, host: HostBatch, whole: Int32[np.ndarray, "B"], least: int) -> list[Run] | None:
+        if self.no_frame is not None:
+            lost = host.page_tables == self.no_frame
+            whole = np.where(lost.any(1), np.minimum(whole, lost.argmax(1)), whole).astype(np.int32)
         shared, own = _shared(host.page_tables, whole, self._worth)
         spared = num_saved(shared) * self.page_bytes  # what a row reads by itself spares nothing
         return shared + _tails(own, host.page_counts) if spared >= (1 if self.always else least) else None

@@ -120,6 +120,7 @@ class StepGraphs:
         if dummy_frame is not None:
             self._layout["dummy_frame"] = dummy_frame
         self._width = pages_for(limits.max_model_len, limits.page_size)
+        self._seen = model.config.widest_window if model.config.all_windowed else limits.max_model_len  # tokens of a row, at most
         self._device, self._attention, self._cascades = model.device, attention, cascades
         self._moved = MOVED if dummy_frame is None else (*MOVED, "frame_slots")
         self._ints = torch.zeros((len(self._moved) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
@@ -225,7 +226,7 @@ class StepGraphs:
         runs = None if self._cascades is None else self._cascades.policy.decode(host)
         if runs is not None and self._cascade_plan(size).update(runs):
             return "shared"
-        if self._fused and self._fused_plan(size).serves(host.seq_lens):
+        if self._fused and self._fused_plan(size).serves(np.minimum(host.seq_lens, self._seen)):
             return "fused"
         if self._attention is None:
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from . import sample
-from .attention_plans import Attention, cascade_policy
+from .attention_plans import Attention
 from .batch import to_device
 from .compile import fused_forward, sample_prompts
 from .config import EngineConfig
@@ -52,7 +52,7 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     small = replace(limits, num_pages=1, num_frames=min(1, limits.num_frames))
     served = fused.serves(model.params, model.config) and (choice is None or choice.all_layers)
     forward = fused_forward(model, choice, cuts) if served else model.spec.forward
-    attention = Attention(model, small, cascade_policy(model, small, always=False))
+    attention = Attention(model, small, None)  # no rows share what is worth reading once
     where = {"page_size": small.page_size, "dtype": model.dtype, "device": model.device}
     kv = init_kv(model.config, num_pages=1, num_frames=small.num_frames or None, **where)
     rows = -(-small.max_num_batched_tokens // small.max_model_len)

@@ -8,16 +8,19 @@ import torch
 
 import nanovllm as nv
 from nanovllm.attention_plans import EXTENSION
+from nanovllm.bench.graphs import captured
 from nanovllm.cuda_graphs import GraphExecutor, extension_sizes
 from nanovllm.ops import paged_decode, paged_prefill, reference
 from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
-from nanovllm.ops.flashinfer import AttentionWorkspace, PrefillPlan
+from nanovllm.ops.flashinfer import AttentionWorkspace
 from nanovllm.ops.flashinfer_cascade import FlashInferCascade
+from nanovllm.ops.flashinfer_plans import PrefillPlan
 from nanovllm.ops.norm_linear import norm_linear
 from nanovllm.ops.plans import PlanMismatchError
 from nanovllm.ops.rope_attend import rope_attend
 from nanovllm.sharing import own_runs, shared_runs
-from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.gpu import TIE, lead, random_prompts, small_model
+from nanovllm.testing.worlds import drain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 CUDA = torch.device("cuda")
@@ -114,21 +117,19 @@ def test_decode_equals_dense_attention(shape, rows):
     tree.close(paged_decode(strided[:, 1], tree.pages, 1, tree.device_tables, tree.device_lens, tree.scale, plan.handle), want)
 
 
-def test_replays_follow_lengths_and_other_sharing():
+@pytest.mark.parametrize("limits", [(), (300, 5.0)], ids=["all in sight", "in a window"])
+def test_replays_follow_lengths_and_other_sharing(limits):
     tree = Tree(12, SHAPES[0], room=64)
     q, lens, plan = tree.queries(12), tree.device_lens.clone(), tree.plan()
     assert plan.update(own_runs(np.ones(12, np.int32)))
-    run = lambda: paged_decode(q, tree.pages, 1, tree.device_tables, lens, tree.scale, plan.handle)  # noqa: E731
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    run = lambda: paged_decode(q, tree.pages, 1, tree.device_tables, lens, tree.scale, plan.handle, *limits)  # noqa: E731
+    graph, out = captured(run)
     for runs in (tree.runs(), own_runs(tree.counts), tree.runs()):
         lens.copy_(tree.device_lens)
         assert plan.update(runs)
         for _ in range(64):
             graph.replay()
-            tree.close(out, tree.expected(q, lens))
+            tree.close(out, tree.expected(q, lens, *limits))
             lens += 1
 
 
@@ -146,24 +147,6 @@ def test_of_what_is_shared_a_row_sees_its_window(shape, rows):
             assert plan.update(runs)
             out = paged_decode(q, tree.pages, 1, tree.device_tables, tree.device_lens, tree.scale, plan.handle, *limits)
             tree.close(out, want)
-
-
-def test_replays_in_a_window_follow_lengths_and_other_sharing():
-    tree = Tree(12, SHAPES[0], room=64)
-    q, lens, plan = tree.queries(12), tree.device_lens.clone(), tree.plan()
-    assert plan.update(own_runs(np.ones(12, np.int32)))
-    run = lambda: paged_decode(q, tree.pages, 1, tree.device_tables, lens, tree.scale, plan.handle, 300, 5.0)  # noqa: E731
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    for runs in (tree.runs(), own_runs(tree.counts), tree.runs()):
-        lens.copy_(tree.device_lens)
-        assert plan.update(runs)
-        for _ in range(64):
-            graph.replay()
-            tree.close(out, tree.expected(q, lens, 300, 5.0))
-            lens += 1
 
 
 TREES: dict[str, dict[str, Any]] = {
@@ -237,10 +220,7 @@ def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
     start.normal_()
     place()
     assert plan.update(own_runs(tree.counts))
-    layers()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = layers()
+    graph, outs = captured(layers)
     launched = triton_attention._shared, triton_attention._own
     for turn in range(12):
         assert plan.update(tree.runs() if turn % 3 else own_runs(tree.counts))
@@ -259,61 +239,67 @@ def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
         monkeypatch.undo()
 
 
+class Prompts:
+    """Six rows of a `Tree` that end in `new` tokens, or in a few, which are the queries; what is before them is shared."""
+
+    def __init__(self, shape, new):
+        self.tree = tree = Tree(6, shape, room=300)
+        counts = np.array([new, 1, new, 3, new, 2], np.int32)
+        self.lens = (tree.lens + counts).astype(np.int32)
+        self.cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        self.q = tree.queries(int(self.cu[-1]))
+        self.runs = shared_runs(tree.tables, (self.lens - counts) // tree.page_size, tree.counts, always)
+        self.on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, self.lens, self.cu)]
+        self.heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
+        self.space = AttentionWorkspace(64, *self.heads, CUDA)
+
+    def plan(self, **options):
+        return PrefillPlan(self.space, 8, 2000, *self.heads, self.tree.page_size, self.tree.dtype, CUDA, **options)
+
+    def cascade(self, *plans):
+        cascade = FlashInferCascade(*plans)
+        cascade.update(self.lens, self.cu, self.tree.tables, self.runs)
+        return cascade
+
+    def spelled(self):
+        """The same in plain torch."""
+        spelled = PromptCascade()
+        spelled.update(self.lens, self.cu, self.runs, CUDA)
+        return spelled
+
+    def attend(self, plan, window=0, softcap=0.0):
+        tree = self.tree
+        return paged_prefill(self.q, tree.pages, 1, *self.on_device, tree.scale, plan.handle, None, None, window, softcap)
+
+    def expected(self, *limits):
+        return reference.prefill_rows(self.q.float(), self.tree.pages[1].float(), *self.on_device, self.tree.scale, *limits)
+
+
 @pytest.mark.parametrize("new", [1, 20, 300])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_equal_plain_prompts(shape, new):
-    rows = 6
-    tree = Tree(rows, shape, room=300)
-    counts = np.array([new, 1, new, 3, new, 2], np.int32)
-    lens = (tree.lens + counts).astype(np.int32)
-    cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = tree.queries(int(cu[-1]))
-    heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
-    space = AttentionWorkspace(64, *heads, CUDA)
-    plans = [PrefillPlan(space, 8, 2000, *heads, tree.page_size, tree.dtype, CUDA, causal=causal) for causal in (True, False)]
-    cascade = FlashInferCascade(*plans)
-    runs = shared_runs(tree.tables, (lens - counts) // tree.page_size, tree.counts, always)
-    assert any(len(run.rows) > 1 for run in runs)
-    cascade.update(lens, cu, tree.tables, runs)
-    on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, lens, cu)]
-    out = paged_prefill(q, tree.pages, 1, *on_device, tree.scale, cascade.handle)
-    want = reference.prefill_rows(q.float(), tree.pages[1].float(), *on_device, tree.scale)
-    tree.close(out, want)
-    spelled = PromptCascade()
-    spelled.update(lens, cu, runs, CUDA)
-    tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, spelled.handle), want)
+    prompts = Prompts(shape, new)
+    assert any(len(run.rows) > 1 for run in prompts.runs)
+    want = prompts.expected()
+    for plan in (prompts.cascade(prompts.plan(), prompts.plan(causal=False)), prompts.spelled()):
+        prompts.tree.close(prompts.attend(plan), want)
 
 
 @pytest.mark.parametrize("new", [1, 20, 300])
 @pytest.mark.parametrize(("shape", "softcap"), [(SHAPES[0], 0.0), ((torch.bfloat16, 256, 16, 2, 4), 5.0)])
 def test_prompts_in_windows_equal_plain_prompts(shape, softcap, new):
     """One window that rows outgrow, and one that holds them: then pages are shared all the same."""
-    rows, windows = 6, (0, 64, 4000)
-    tree = Tree(rows, shape, room=300)
-    counts = np.array([new, 1, new, 3, new, 2], np.int32)
-    lens = (tree.lens + counts).astype(np.int32)
-    cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = tree.queries(int(cu[-1]))
-    heads = (tree.group * tree.kv_heads, tree.kv_heads, tree.head_dim)
-    space = AttentionWorkspace(64, *heads, CUDA)
-    common = (space, 8, 2000, *heads, tree.page_size, tree.dtype, CUDA)
-    own, shared = (PrefillPlan(*common, causal=causal, softcap=softcap) for causal in (True, False))
-    cascade = FlashInferCascade(own, shared, PrefillPlan(*common, windows=windows, softcap=softcap))
-    runs = shared_runs(tree.tables, (lens - counts) // tree.page_size, tree.counts, always)
-    cascade.update(lens, cu, tree.tables, runs)
-    on_device = [torch.from_numpy(x).to(CUDA) for x in (tree.tables, lens, cu)]
-    spelled = PromptCascade()
-    spelled.update(lens, cu, runs, CUDA)
+    prompts, windows = Prompts(shape, new), (0, 64, 4000)
+    own, shared = (prompts.plan(causal=causal, softcap=softcap) for causal in (True, False))
+    cascade, spelled = prompts.cascade(own, shared, prompts.plan(windows=windows, softcap=softcap)), prompts.spelled()
     for window in windows:
-        want = reference.prefill_rows(q.float(), tree.pages[1].float(), *on_device, tree.scale, window, softcap)
+        want = prompts.expected(window, softcap)
         for plan in (cascade, spelled):
-            tree.close(paged_prefill(q, tree.pages, 1, *on_device, tree.scale, plan.handle, None, None, window, softcap), want)
+            prompts.tree.close(prompts.attend(plan, window, softcap), want)
     with pytest.raises(PlanMismatchError, match="window 32"):
-        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, cascade.handle, None, None, 32, softcap)
-    without = FlashInferCascade(own, shared)
-    without.update(lens, cu, tree.tables, runs)
+        prompts.attend(cascade, 32, softcap)
     with pytest.raises(PlanMismatchError, match="window 64"):
-        paged_prefill(q, tree.pages, 1, *on_device, tree.scale, without.handle, None, None, 64, softcap)
+        prompts.attend(prompts.cascade(own, shared), 64, softcap)
 
 
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -322,13 +308,7 @@ LIMITS: dict[str, Any] = {"num_pages": 512, "page_size": 16, "max_num_seqs": 12,
 
 @pytest.fixture(scope="module")
 def model() -> nv.Model:
-    config = tiny_config(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, num_layers=4)
-    return random_model(config, 0, "bfloat16", device="cuda", std=0.05)
-
-
-def texts(model: nv.Model, *lengths: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, model.config.vocab_size, size=n).tolist() for n in lengths]
+    return small_model()
 
 
 def logits_of(model: nv.Model, state: nv.EngineState, contexts: list[Any], tokens: list[list[int]]) -> torch.Tensor:
@@ -342,15 +322,6 @@ def logits_of(model: nv.Model, state: nv.EngineState, contexts: list[Any], token
     return torch.stack(found)
 
 
-def lead(model: nv.Model, tokens: list[int]) -> float:
-    """By how much the likeliest next token leads, by an eager forward."""
-    state = nv.init_state(model, compile=False, **LIMITS)
-    _, gen = nv.generate(model, state, tokens, nv.SamplingParams(temperature=0.0, max_tokens=1, logprobs=2))
-    assert gen.logprobs is not None
-    (first, second) = gen.logprobs[0].top
-    return first[1] - second[1]
-
-
 def used_cascade(state: nv.EngineState) -> bool:
     executor = state.runtime.executor
     assert isinstance(executor, GraphExecutor)
@@ -358,7 +329,7 @@ def used_cascade(state: nv.EngineState) -> bool:
 
 
 def test_the_engine_with_and_without(model: nv.Model) -> None:
-    system, document, *own = texts(model, 200, 90, 5, 30, 1, 17, 60)
+    system, document, *own = random_prompts(model, 200, 90, 5, 30, 1, 17, 60)
     results, logits = [], []
     for cascade in (False, True):
         state = nv.init_state(model, cascade=cascade, **LIMITS)
@@ -386,7 +357,7 @@ def test_the_engine_with_and_without(model: nv.Model) -> None:
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 5}])
 def test_few_prompt_tokens_run_in_a_graph(model: nv.Model, options: dict[str, Any]) -> None:
-    system, *own = texts(model, 150, 1, 2, 9, 40, 100)
+    system, *own = random_prompts(model, 150, 1, 2, 9, 40, 100)
     params = nv.SamplingParams(max_tokens=6, ignore_eos=True, **options)
     replies = []
     for compile in (False, None):
@@ -409,11 +380,11 @@ def test_few_prompt_tokens_run_in_a_graph(model: nv.Model, options: dict[str, An
     prompts = [system + tail for tail in (*own, *own[:4], own[2])]
     for i, want, got in different:
         at = next(k for k, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)
-        assert options["temperature"] or lead(model, prompts[i] + want[:at]) < 0.15, (i, at, want, got)
+        assert options["temperature"] or lead(model, prompts[i] + want[:at], LIMITS) < TIE, (i, at, want, got)
 
 
 def test_a_running_batch_is_not_disturbed_by_a_short_prompt(model: nv.Model) -> None:
-    system, a, b, late = texts(model, 100, 20, 30, 4)
+    system, a, b, late = random_prompts(model, 100, 20, 30, 4)
     replies = []
     for together in (False, True):
         state = nv.init_state(model, **LIMITS)
@@ -436,7 +407,7 @@ def test_a_running_batch_is_not_disturbed_by_a_short_prompt(model: nv.Model) -> 
 def test_only_the_captured_weights_run_in_a_graph(model: nv.Model) -> None:
     """Choosing tokens by deviation runs two layers: KV of the others stays where it is not chosen."""
     state = nv.init_state(model, **LIMITS)
-    first, second = texts(model, 30, 60)
+    first, second = random_prompts(model, 30, 60)
     state, one = nv.prefill(model, state, first)
     state, two = nv.prefill(model, state, second)
     kept = []
@@ -451,7 +422,7 @@ def test_only_the_captured_weights_run_in_a_graph(model: nv.Model) -> None:
 
 def test_prompts_of_different_options_share_a_step(model: nv.Model) -> None:
     limits = {**LIMITS, "max_num_batched_tokens": 64}
-    short, long = texts(model, 40, 90)
+    short, long = random_prompts(model, 40, 90)
     plain = nv.SamplingParams(temperature=0.7, seed=1, max_tokens=5, ignore_eos=True)
     rare = nv.SamplingParams(top_k=5, seed=2, presence_penalty=0.5, logprobs=2, max_tokens=5, ignore_eos=True)
     replies = []
@@ -459,14 +430,14 @@ def test_prompts_of_different_options_share_a_step(model: nv.Model) -> None:
         state = nv.init_state(model, compile=compile, **limits)
         for prompt, params in ((short, plain), (long, rare)):  # the second is cut by the budget of the step in which the first draws
             state, _ = nv.submit(model, state, prompt, params)
-        _, outputs = finished(model, state)
-        replies.append([out.token_ids for out in outputs])
+        _, ended = drain(model, state)
+        replies.append([ended[rid].token_ids for rid in sorted(ended)])
     assert sum(a == b for a, b in zip(*replies, strict=True)) >= 1, replies  # a draw may fall between two bfloat16 roundings
 
 
 def test_many_prompts_behind_one_prefix_read_it_once(model: nv.Model) -> None:
     """More tokens than a graph takes: FlashInfer's cascade, in which a query must not see what stands behind it."""
-    system, *own = texts(model, 200, 60, 48, 47, 33, 64)
+    system, *own = random_prompts(model, 200, 60, 48, 47, 33, 64)
     outputs, rows = [], []
     for cascade in (False, True):
         state = nv.init_state(model, cascade=cascade, **{**LIMITS, "max_num_batched_tokens": 512})
@@ -482,14 +453,6 @@ def test_many_prompts_behind_one_prefix_read_it_once(model: nv.Model) -> None:
         both = plain.keys() & shared.keys()
         assert len(both) >= 3
         assert max(abs(plain[token] - shared[token]) for token in both) < 0.05
-
-
-def finished(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, list[nv.RequestOutput]]:
-    done = {}
-    while state.running or state.waiting:
-        state, outs = nv.step(model, state)
-        done.update({out.request_id: out.output for out in outs if out.output is not None})
-    return state, [done[rid] for rid in sorted(done)]
 
 
 def test_extension_sizes() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,17 +17,12 @@ from nanovllm.models import fused
 from nanovllm.models.choice import FastChoice, all_fast
 from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.testing.fused import attention_problem
-from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.gpu import random_prompts, require_same, small_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 LIMITS: dict[str, Any] = {"num_pages": 256, "page_size": 16, "max_num_seqs": 20, "max_num_batched_tokens": 64, "max_model_len": 256}
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 LAYER, MANY, HEAD = fused.decode_layer, fused.wide_layer, fused.head
-
-
-def small(architecture: str = "Qwen3ForCausalLM", seed: int = 0, dtype: str = "bfloat16") -> nv.Model:
-    config = tiny_config(architecture, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, num_layers=4)
-    return random_model(config, seed, dtype, device="cuda", std=0.05)
 
 
 def extreme(model: nv.Model) -> nv.Model:
@@ -79,7 +73,7 @@ def planted(model: nv.Model, fault: Callable[..., Tensor], *indices: int) -> Cal
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_the_kernels_keep_the_bound_on_random_and_extreme_weights(architecture: str, dtype: str, seed: int) -> None:
-    model = small(architecture, seed, dtype)
+    model = small_model(architecture, seed, dtype)
     for one in (model, extreme(model)):
         report = examine(one, 130)
         assert (report.fast, report.rows, report.fallen) == ("fused", ROWS, ()), table(report)
@@ -90,7 +84,7 @@ def test_the_kernels_keep_the_bound_on_random_and_extreme_weights(architecture: 
 
 @pytest.mark.parametrize("page_size", [1, 8, 32])
 def test_pages_of_other_sizes(page_size: int) -> None:
-    report = examine(small(), 70, page_size=page_size)
+    report = examine(small_model(), 70, page_size=page_size)
     assert report.fast == "fused" and report.fallen == (), table(report)
 
 
@@ -122,7 +116,7 @@ def test_attention_under_extreme_gains(lens: list[int], heads: int, kv_heads: in
 
 @pytest.mark.parametrize("fault", [forgets_q_norm, rounds_its_weights, writes_no_key, sees_no_new_token, is_no_number])
 def test_a_wrong_layer_is_found(fault: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
+    model = small_model()
     assert choose(model, 16) == (all_fast(model.config), "")
     monkeypatch.setattr(fused, "decode_layer", planted(model, fault, 2))
     choice, said = choose(model, 16)
@@ -141,23 +135,23 @@ def many_rows_wrong(model: nv.Model, *indices: int) -> Callable[..., Any]:
 
 
 def test_a_wrong_layer_for_many_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
+    model = small_model()
     monkeypatch.setattr(fused, "wide_layer", many_rows_wrong(model, 0, 3))
     assert choose(model, 16)[0] == FastChoice(layers=(False, True, True, False))
 
 
 def test_a_wrong_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "head", lambda *given: HEAD(*given) * 1.1)
-    model = small()
+    model = small_model()
     assert choose(model, 16)[0] == FastChoice(layers=(True,) * 4, head=False)
 
 
 def test_what_the_kernels_do_not_serve_is_not_looked_at() -> None:
-    assert choose(small(dtype="float32"), 16) == (None, "")
+    assert choose(small_model(dtype="float32"), 16) == (None, "")
 
 
 def test_looking_gives_its_memory_back() -> None:
-    model = small()
+    model = small_model()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     choose(model, 16)  # the libraries' own workspaces stay
@@ -165,33 +159,12 @@ def test_looking_gives_its_memory_back() -> None:
     assert free - torch.cuda.mem_get_info()[0] < 256 << 20
 
 
-def lead(model: nv.Model, tokens: list[int]) -> float:
-    """By how much the likeliest next token leads, by an eager forward."""
-    state = nv.init_state(model, compile=False, **LIMITS)
-    _, gen = nv.generate(model, state, tokens, nv.SamplingParams(temperature=0.0, max_tokens=1, logprobs=2))
-    assert gen.logprobs is not None
-    (first, second) = gen.logprobs[0].top
-    return first[1] - second[1]
-
-
-def assert_same(model: nv.Model, prompt: list[int], got: list[int], want: list[int]) -> None:
-    """Equal, or first different where two tokens were as good as tied in bfloat16."""
-    if got != want:
-        at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
-        assert lead(model, prompt + want[:at]) < 0.15, (at, got, want)
-
-
-def texts(model: nv.Model, *lens: int) -> list[list[int]]:
-    random = np.random.default_rng(0)
-    return [random.integers(0, model.config.vocab_size, size=n).tolist() for n in lens]
-
-
 @pytest.mark.parametrize("indices", [(2,), (0, 1, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("num_rows", [1, 6, 18])
 def test_wrong_layers_fall_back_in_an_engine(indices: tuple[int, ...], num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of few rows and of many, whose layers are fused or not one by one."""
-    model = small()
-    contexts = texts(model, *range(5, 5 + 7 * num_rows, 7))
+    model = small_model()
+    contexts = random_prompts(model, *range(5, 5 + 7 * num_rows, 7))
     eager, want = nv.generate_many(model, nv.init_state(model, compile=False, **LIMITS), contexts, GREEDY)
     nv.check(eager)
     monkeypatch.setattr(fused, "decode_layer", planted(model, is_no_number, *indices))
@@ -203,12 +176,12 @@ def test_wrong_layers_fall_back_in_an_engine(indices: tuple[int, ...], num_rows:
     state, got = nv.generate_many(model, state, contexts, GREEDY)
     nv.check(state)
     for prompt, mine, theirs in zip(contexts, got, want, strict=True):
-        assert_same(model, prompt, mine.token_ids, theirs.token_ids)
+        require_same(model, prompt, mine.token_ids, theirs.token_ids, LIMITS)
 
 
 def test_a_wrong_head_falls_back_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
-    contexts = texts(model, 5, 20)
+    model = small_model()
+    contexts = random_prompts(model, 5, 20)
     _, want = nv.generate_many(model, nv.init_state(model, compile=False, **LIMITS), contexts, GREEDY)
     monkeypatch.setattr(fused, "head", lambda *given: HEAD(*given) * torch.nan)
     with pytest.warns(UserWarning, match="the head will run in plain torch, slower"):
@@ -217,18 +190,18 @@ def test_a_wrong_head_falls_back_in_an_engine(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(executor, GraphExecutor) and executor._decode.way() == "fused"
     _, got = nv.generate_many(model, state, contexts, GREEDY)
     for prompt, mine, theirs in zip(contexts, got, want, strict=True):
-        assert_same(model, prompt, mine.token_ids, theirs.token_ids)
+        require_same(model, prompt, mine.token_ids, theirs.token_ids, LIMITS)
 
 
 def test_an_engine_over_extreme_weights_stays_fused(recwarn: pytest.WarningsRecorder) -> None:
-    state = nv.init_state(extreme(small()), **LIMITS)
+    state = nv.init_state(extreme(small_model()), **LIMITS)
     executor = state.runtime.executor
     assert isinstance(executor, GraphExecutor) and executor._decode.way() == "fused"
     assert not [each for each in recwarn if "plain torch" in str(each.message)]
 
 
 def test_unchecked_kernels_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    model = small()
+    model = small_model()
     monkeypatch.setattr(fused, "decode_layer", planted(model, is_no_number, 1))
     state = nv.init_state(model, check=False, **LIMITS)
     executor = state.runtime.executor

@@ -8,12 +8,13 @@ import torch
 
 import nanovllm as nv
 from nanovllm import chunk_format
+from nanovllm.testing.gpu import SMALL
 from nanovllm.testing.models import random_model, tiny_config
 
 pytestmark = pytest.mark.gpu
 
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-CONFIG = tiny_config(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, num_layers=4)
+CONFIG = tiny_config(**SMALL)
 TOKENS = [(7 * i + 3) % 200 for i in range(301)]
 
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm.testing.gpu import SMALL
 from nanovllm.testing.models import random_model, tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-CONFIG = tiny_config(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, num_layers=4)
+CONFIG = tiny_config(**SMALL)
 RUNS = [[(7 * i + 3 * j) % 200 for i in range(20 + 13 * j)] for j in range(3)]
 
 

@@ -9,7 +9,9 @@ import torch
 
 import nanovllm as nv
 from nanovllm.cuda_graphs import GraphExecutor, batch_sizes
+from nanovllm.testing.gpu import random_prompts, require_same, small_model
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.worlds import drain
 
 pytestmark = pytest.mark.gpu
 
@@ -19,43 +21,12 @@ LIMITS: dict[str, Any] = {"num_pages": 256, "page_size": 16, "max_num_seqs": 12,
 
 @pytest.fixture(scope="module")
 def model() -> nv.Model:
-    config = tiny_config(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, num_layers=4)
-    return random_model(config, 0, "bfloat16", device="cuda", std=0.05)
+    return small_model()
 
 
 @pytest.fixture(scope="module")
 def contexts(model: nv.Model) -> list[list[int]]:
-    random = np.random.default_rng(0)
-    return [random.integers(0, model.config.vocab_size, size=n).tolist() for n in (1, 5, 16, 17, 33, 64, 70, 100, 3)]
-
-
-def finish(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, dict[int, nv.RequestOutput]]:
-    done = {}
-    while state.running or state.waiting:
-        state, outs = nv.step(model, state)
-        done.update({o.request_id: o.output for o in outs if o.output is not None})
-    return state, done
-
-
-def margins(model: nv.Model, tokens: list[int], num_prompt: int) -> list[float]:
-    """By how much the likeliest token led at each place of the reply, by one eager forward."""
-    state = nv.init_state(model, compile=False, **LIMITS)
-    params = nv.SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
-    found = []
-    for end in range(num_prompt, len(tokens)):
-        state, gen = nv.generate(model, state, tokens[:end], params)
-        assert gen.logprobs is not None
-        (top, second) = gen.logprobs[0].top
-        found.append(top[1] - second[1])
-    return found
-
-
-def assert_same(model: nv.Model, prompt: list[int], got: list[int], want: list[int]) -> None:
-    """Equal, or first different where two tokens were as good as tied in bfloat16."""
-    if got == want:
-        return
-    at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
-    assert margins(model, prompt + want[: at + 1], len(prompt) + at)[0] < 0.15, (at, got, want)
+    return random_prompts(model, 1, 5, 16, 17, 33, 64, 70, 100, 3)
 
 
 def test_graphs_equal_eager_steps(model: nv.Model, contexts: list[list[int]]):
@@ -68,7 +39,7 @@ def test_graphs_equal_eager_steps(model: nv.Model, contexts: list[list[int]]):
     nv.check(graphs)
     assert graphs.kv.pools[0].data_ptr() == address
     for prompt, a, b in zip(contexts, got, want, strict=True):
-        assert_same(model, prompt, a.token_ids, b.token_ids)
+        require_same(model, prompt, a.token_ids, b.token_ids, LIMITS)
 
 
 def test_continuous_batching_and_preemption(model: nv.Model, contexts: list[list[int]]):
@@ -93,7 +64,7 @@ def test_continuous_batching_and_preemption(model: nv.Model, contexts: list[list
     assert state.stats.preemptions > 0
     for prompt, rid, tokens in zip(contexts, ids, want, strict=True):
         if rid in done:
-            assert_same(model, prompt, done[rid].token_ids, tokens)
+            require_same(model, prompt, done[rid].token_ids, tokens, LIMITS)
 
 
 def test_sampling_on_the_device(model: nv.Model, contexts: list[list[int]]):
@@ -132,7 +103,7 @@ def test_two_steps_in_one_fullgraph_region(model: nv.Model, contexts: list[list[
     state, gens = nv.commit(model, state, carry)
     nv.check(state)
     for prompt, a, b in zip(contexts, gens, want, strict=False):
-        assert_same(model, prompt, a.token_ids, b.token_ids[:20])
+        require_same(model, prompt, a.token_ids, b.token_ids[:20], LIMITS)
 
 
 def test_chunks_share_pages(model: nv.Model, contexts: list[list[int]]):
@@ -144,7 +115,7 @@ def test_chunks_share_pages(model: nv.Model, contexts: list[list[int]]):
     before = state.stats
     state, gen = nv.generate(model, state, rest, GREEDY)
     assert state.stats.prefill_tokens - before.prefill_tokens == 1
-    assert_same(model, whole, gen.token_ids, fresh.token_ids)
+    require_same(model, whole, gen.token_ids, fresh.token_ids, LIMITS)
     state, cut = nv.truncate(state, gen.chunk, 50)
     state, more = nv.generate(model, state, cut, GREEDY)
     nv.check(state)
@@ -154,7 +125,7 @@ def test_chunks_share_pages(model: nv.Model, contexts: list[list[int]]):
 def test_a_failing_step_leaves_the_old_state(model: nv.Model, contexts: list[list[int]], monkeypatch: pytest.MonkeyPatch):
     state = nv.init_state(model, **{**LIMITS, "num_pages": 20})
     state, rid = nv.submit(model, state, contexts[5], GREEDY)
-    state, want = finish(model, state)
+    state, want = drain(model, state)
     state, again = nv.submit(model, state, contexts[5], GREEDY)
     for _ in range(4):
         state, _ = nv.step(model, state)
@@ -166,9 +137,9 @@ def test_a_failing_step_leaves_the_old_state(model: nv.Model, contexts: list[lis
         patch.setattr(GraphExecutor, "decode", broken)
         with pytest.raises(nv.OutOfPagesError, match="memory"):
             nv.step(model, state)
-    state, got = finish(model, state)
+    state, got = drain(model, state)
     nv.check(state)
-    assert_same(model, contexts[5], got[again].token_ids, want[rid].token_ids)
+    require_same(model, contexts[5], got[again].token_ids, want[rid].token_ids, LIMITS)
 
 
 def test_a_pool_that_does_not_fit_is_refused(model: nv.Model):
@@ -221,12 +192,12 @@ def test_steps_that_nobody_asked_for_do_not_show(model: nv.Model, contexts: list
             state, gone = nv.submit(model, state, contexts[8], GREEDY)
             state, _ = nv.step(model, state)
             state = nv.cancel(state, gone)
-    state, rest = finish(model, state)
+    state, rest = drain(model, state)
     done |= rest
     assert ahead > 5
     for prompt, tokens, rid in zip(contexts[4:8], want, [ids[0], ids[1], ids[3], ids[4]], strict=True):
-        assert_same(model, prompt, done[rid].token_ids, tokens)
-    assert_same(model, contexts[6][:21], done[ids[2]].token_ids, alone.token_ids)
+        require_same(model, prompt, done[rid].token_ids, tokens, LIMITS)
+    require_same(model, contexts[6][:21], done[ids[2]].token_ids, alone.token_ids, LIMITS)
     nv.check(state)
 
 
@@ -248,7 +219,7 @@ def test_rows_that_end_become_padding(model: nv.Model, contexts: list[list[int]]
         executor.load = lambda *args, seen=loads, load=load, **options: seen.append(len(args[-1])) or load(*args, **options)
         state, gens = nv.generate_many(model, state, prompts, each)
         for prompt, gen, tokens in zip(prompts, gens, want, strict=True):
-            assert_same(model, prompt, gen.token_ids, tokens)
+            require_same(model, prompt, gen.token_ids, tokens, LIMITS)
         assert len(loads) <= 12, loads
         nv.check(state)
 

@@ -1,13 +1,12 @@
 """The kernels of `experts` on a GPU: against float64, at the sizes of published models and odd ones, and captured once for any routing."""
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.bench.graphs import captured
 from nanovllm.ops import experts, route, triton_experts
 from nanovllm.ops.backends import dependent_launch, shared_memory
 from nanovllm.ops.experts import ACTS, FewTiles, _dense, _few_tile, _grouped_tiles, tiles_of
@@ -16,9 +15,6 @@ from nanovllm.testing.experts import experts_problem, routed
 pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 QWEN, MIXTRAL, ERNIE = (8, 128, 2048, 768), (2, 8, 4096, 14336), (6, 64, 2560, 1536)  # k, experts, width, neurons of an expert
-
-
-T = TypeVar("T")
 
 
 def exact(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str = "silu") -> Tensor:
@@ -41,19 +37,6 @@ def check(problem: tuple[Tensor, ...], act: str, got: Tensor) -> None:
     x, gate_up, down, chosen, weights = problem
     want = exact(x, gate_up, down, chosen, weights, act)
     assert error(got, want) < 1.5 * error(_dense(x, gate_up, down, chosen, weights, act), want) + 2e-3
-
-
-def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of a call, which refuses whatever waits for the device, and what its replays write to."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 17, 64, 70, 300, 1024])

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.bench.graphs import captured
 from nanovllm.ops import copy_pages, kv_write, move_kv, paged_decode, paged_prefill, reference
-from nanovllm.ops.flashinfer import AttentionWorkspace, DecodePlan, PrefillPlan
+from nanovllm.ops.flashinfer import AttentionWorkspace
+from nanovllm.ops.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
@@ -188,9 +190,7 @@ def test_decode_without_a_plan_can_be_captured():
     lens, q = int32([20, 70]), pool.queries(2)
     step = lambda: paged_decode(q, pool.pages, 0, pool.device_tables, lens, pool.scale, 0)  # noqa: E731
     want = step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     graph.replay()
     assert torch.equal(out, want)
 
@@ -256,14 +256,7 @@ def test_replays_of_layers_with_windows_follow_lengths_and_new_plans():
         given = [(q, pool.pages, layer, pool.device_tables, lens, pool.scale, plan.handle, windows[layer], 5.0) for layer in range(2)]
         return [paged_decode(*each) for each in given]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = step()
+    graph, outs = captured(step)
     first = [list(plan.schedules[window].info) for window in windows]
     for start in ([1, 1, 1, 1], [199, 30, 201, 500], [900, 40, 310, 198]):
         for grown in range(0, 40, 3):
@@ -309,14 +302,7 @@ def test_replays_follow_lengths_on_the_device_and_new_plans():
     lens, outs = torch.ones(rows, dtype=torch.int32, device=CUDA), torch.zeros(2, *q.shape, dtype=pool.dtype, device=CUDA)
     real_tables = pool.device_tables.clone()
     pool.device_tables.fill_(pool.dummy)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        decode_step(pool, plan, q, lens, outs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode_step(pool, plan, q, lens, outs)
+    graph, _ = captured(lambda: decode_step(pool, plan, q, lens, outs))
     pool.device_tables.copy_(real_tables)
     first = list(plan.schedules[0].info)
     start = [1, 250, 3, 100, 511, 16]
@@ -469,10 +455,7 @@ def test_a_captured_prefill_of_windows_serves_other_batches():
     pages = torch.zeros(2, 64, 2, 2, 16, 128, dtype=torch.bfloat16, device=CUDA)
     plan.update(np.array([0, 1], np.int32), np.array([1], np.int32), np.zeros((1, 1), np.int32))
     run = lambda: [plan.run(q, pages, layer, 128**-0.5, window=windows[layer]) for layer in range(2)]  # noqa: E731
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = run()
+    graph, outs = captured(run)
     for rows in [[(100, 20), (17, 17)], [(300, 60)], [(40, 1), (50, 3), (64, 64)], [(9, 9)]]:
         pool, cu, seq_lens, real_q, _ = prefill_case(shape, rows)
         pages[:, : pool.num_pages].copy_(pool.pages)
@@ -520,10 +503,7 @@ def test_a_captured_prefill_serves_other_batches():
     pages = torch.zeros(2, 64, 2, 8, 16, 128, dtype=torch.bfloat16, device=CUDA)
     plan.update(np.array([0, 1], np.int32), np.array([1], np.int32), np.zeros((1, 1), np.int32))
     run = lambda: [plan.run(q, pages, layer, 128**-0.5) for layer in range(2)]  # noqa: E731
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = run()
+    graph, outs = captured(run)
     for rows in steps:
         pool, cu, seq_lens, real_q, wants = prefill_case(shape, rows)
         pages[:, : pool.num_pages].copy_(pool.pages)

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops import flashinfer, reference
+from nanovllm.ops import flashinfer, flashinfer_plans, reference
 from nanovllm.ops.cascade import attend_part
-from nanovllm.ops.flashinfer import EVERYTHING, AttentionWorkspace, DecodePlan, PrefillPlan
+from nanovllm.ops.flashinfer import EVERYTHING, AttentionWorkspace
 from nanovllm.ops.flashinfer_cascade import FlashInferCascade
+from nanovllm.ops.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.ops.plans import PlanMismatchError
 from nanovllm.sharing import shared_runs
 
@@ -89,7 +90,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("nanovllm.ops.triton_kv", kv, raising=False)
     monkeypatch.setattr(flashinfer, "attention_backend", lambda *_: "flashinfer")
-    monkeypatch.setattr(flashinfer, "_num_tiles", lambda *_: 1)
+    monkeypatch.setattr(flashinfer_plans, "num_tiles", lambda *_: 1)
     monkeypatch.setattr(flashinfer, "_Staging", Staging)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanovllm.errors import NanoVLLMError
-from nanovllm.ops.flashinfer import attention_backend, prefill_kernel
+from nanovllm.ops.backends import attention_backend
+from nanovllm.ops.flashinfer_plans import prefill_kernel
 from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError, lookup, register
 
 

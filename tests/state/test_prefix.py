@@ -124,6 +124,19 @@ def test_what_is_left_of_a_long_run_holds_no_more_memory_than_it_needs():
             assert len(held if held.base is None else held.base) <= 2 * len(held)
 
 
+def test_pages_take_the_places_of_others():
+    index, _ = prefix_ops.insert(prefix_ops.init_prefix(8, 1), ids(1, 2, 3), ids(0, 1, 2), 0)
+    index, _ = prefix_ops.insert(index, ids(1, 2, 4), ids(0, 1, 3), 2)
+    swapped = prefix_ops.swap(prefix_ops.set_idle(index, ids(2, 1)), ids(0, 1), ids(5, 6))
+    check_prefix(swapped)
+    assert prefix_ops.match(swapped, ids(1, 2, 3)).tolist() == [5, 6, 2]
+    assert prefix_ops.match(swapped, ids(1, 2, 4)).tolist() == [5, 6, 3]
+    assert swapped.idle_pages() == [2] and prefix_ops.match(index, ids(1, 2, 4)).tolist() == [0, 1, 3]
+    for old, new in ((ids(7), ids(4)), (ids(2), ids(3))):
+        with pytest.raises(BrokenInvariantError, match="take their places"):
+            prefix_ops.swap(swapped, old, new)
+
+
 def test_runs_are_looked_through_once_an_eviction(monkeypatch):
     """However many idle pages stand before some that are held."""
     calls = []
@@ -176,6 +189,11 @@ class Plain:
         self.idle = [p for p in self.idle if p not in gone]
         return gone
 
+    def swap(self, to):
+        self.before = {to.get(page, page): to.get(parent, parent) for page, parent in self.before.items()}
+        self.tokens = {to.get(page, page): own for page, own in self.tokens.items()}
+        self.idle = [page for page in self.idle if page not in to]
+
     def evict(self, count):
         gone, wanted = [], max(0, len(self.idle) - count)
         while len(self.idle) > wanted:
@@ -196,7 +214,7 @@ def test_runs_do_what_single_pages_would(random, num_pages, size):
 
     for _ in range(30):
         kept.keep(index)
-        match random.choice(["insert", "insert", "copy", "idle", "busy", "evict", "forget"]):
+        match random.choice(["insert", "insert", "copy", "idle", "busy", "evict", "forget", "swap"]):
             case "insert" | "copy" as how:  # behind what is there, or in pages of its own from the first on
                 tokens = tokens_of()
                 pages = plain.match(tokens, size)[: random.randint(0, 6)] if how == "insert" else []
@@ -221,6 +239,11 @@ def test_runs_do_what_single_pages_would(random, num_pages, size):
                 lost = some(list(range(num_pages)))[:2]
                 index, gone = prefix_ops.forget(index, frozenset(lost))
                 assert sorted(gone.tolist()) == sorted(p for page in lost if page in plain.before for p in plain.drop(page))
+            case "swap":  # whatever stands behind them, and with whatever is swapped too
+                old, new = some(list(plain.before)), some([page for page in range(num_pages) if page not in plain.before])
+                to = dict(zip(old, new, strict=False))
+                index = prefix_ops.swap(index, ids(*to), ids(*to.values()))
+                plain.swap(to)
         check_prefix(index)
         assert {page: index.before(page) for page in index.pages()} == plain.before
         assert index.idle_pages() == plain.idle and index.num_idle == len(plain.idle)

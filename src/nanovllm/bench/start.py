@@ -21,6 +21,7 @@ from ..checkpoint_folder import resolve_folder
 from ..config import ModelConfig
 from ..errors import NanoVLLMError
 from ..model import Model
+from ..models import unfitted
 from ..types import dtype_of
 from ..weights import num_params, save_params
 from .shapes import SHAPES
@@ -107,7 +108,7 @@ def _folder(model: Model, name: str) -> Iterator[Path]:
         folder = Path(made)
         try:
             save_params(model.params, model.config, folder, dtype_of(model.config.dtype))
-            (folder / "config.json").write_text(json.dumps(model.spec.config_to_hf(model.config)), encoding="utf-8")
+            (folder / "config.json").write_text(json.dumps(model.spec.config_to_hf(unfitted(model.config))), encoding="utf-8")
         except (OSError, SafetensorError) as error:
             raise StartError(f"the weights could not be written to {folder}: {error}") from error
         yield folder

@@ -39,15 +39,18 @@ class Found:
         return self.config.get_text_config(decoder=True)
 
 
-def find(folder: Path, hf: HF, known: str) -> Found:
-    """What runs the checkpoint of a folder; the caller has made sure that its code may run. `known` names the built-in architectures.
+def find(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> Found:
+    """What runs the checkpoint of a folder. `known` names the built-in architectures.
 
-    Code that a checkpoint brings is named on stderr, file by file, before any of it runs. Raises `CheckpointError`.
+    Code that a checkpoint brings runs where transformers has no such architecture, and only with `trust_remote_code`; it is named on
+    stderr before, file by file. Raises `CheckpointError`.
     """
     names, auto_map = hf.get("architectures"), hf.get("auto_map") or {}
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"unknown architecture {names!r}; known are {known}")
     code = not _native(hf, names) and bool(auto_map)
+    if code and not trust_remote_code:
+        raise CheckpointError(f"the checkpoint brings its own code (auto_map={auto_map!r}): refused without trust_remote_code=True")
     if auto_map and not code:
         note(f"{folder}: {names[0]} is in transformers {transformers.__version__}: the checkpoint's own code is not run")
     with as_checkpoint_error(f"{folder}: transformers {transformers.__version__} cannot read its config"), quiet():

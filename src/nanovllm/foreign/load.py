@@ -29,12 +29,12 @@ LENGTHS, FIRST = (11, 7), 6  # tokens of the trial's two rows, of which the firs
 LEAST_ERROR, SPACINGS = 1e-3, 32  # the error that the trial allows, relative, and in the dtype's spacings; whichever is more
 
 
-def foreign_spec(folder: Path, hf: HF, known: str) -> ModelSpec:
-    """How a folder's model runs through transformers; code that it brings may run. `known` names the built-in architectures.
+def foreign_spec(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> ModelSpec:
+    """How a folder's model runs through transformers. Arguments as in `find`.
 
     Raises `CheckpointError`, as do its `config_from_hf`, before any weights are read, and its `load`.
     """
-    found = find(folder, hf, known)
+    found = find(folder, hf, known, trust_remote_code=trust_remote_code)
     return ModelSpec(
         config_from_hf=lambda _: trace(found),
         param_table=foreign.nothing_here,

@@ -22,7 +22,7 @@ from ..models.features import features, without_memory
 from ..step_memory import GRAPHS
 from ..tokenizer import Tokenizer
 from ..tokenizer_files import load_tokenizer
-from ..weights import FLOATS, header_faults, num_params, wanted
+from ..weights import FLOATS, header_faults, num_params, stored_head, wanted
 from .kernels import Kernels, kernels
 from .report import device_name
 from .room import Memory, kv_memory
@@ -103,6 +103,7 @@ def outlook(
         require_whole(folder)
         hf = read_json(folder / "config.json", required=True)
         spec, config = read_config(folder, trust_remote_code=trust_remote_code)
+        config = _with_stored_head(folder, spec, config)
     except CheckpointError as error:
         names = hf.get("architectures")
         told = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "unknown architecture"
@@ -111,6 +112,13 @@ def outlook(
             config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
         )  # fmt: skip
     return _looked(called, folder, bool(hf.get("auto_map")), spec, config, device, dtype, memory_fraction, max_model_len)
+
+
+def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> ModelConfig:
+    try:
+        return config if spec.load is not None else stored_head(folder, config)
+    except CheckpointError:
+        return config  # what is wrong with the headers is said where the weights are looked at
 
 
 def _looked(
@@ -184,9 +192,7 @@ def _weights(
     )
 
 
-def _judge(
-    config: ModelConfig, weights: Weights, memory: Memory, device: torch.device, problems: list[str], notes: list[str]
-) -> None:
+def _judge(config: ModelConfig, weights: Weights, memory: Memory, device: torch.device, problems: list[str], notes: list[str]) -> None:
     """Whether weights and some KV fit."""
     if memory.room is None or memory.left is None or memory.tokens is None:
         notes.append("how much memory is free is not known on this system")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..batch import Batch
-from ..config import ModelConfig, RopeConfig
+from ..config import ModelConfig
 from ..hf_config import HF, config_to_hf
 from ..ops.backends import FLASHINFER_HEAD_DIMS, attention_backend
 from ..state.kv import KVState
@@ -118,15 +118,25 @@ def fitted(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Mod
     wider = [width for width in FLASHINFER_HEAD_DIMS if width > config.head_dim]
     if served or not wider or attention_backend(device, dtype, wider[0], 16) != "flashinfer" or config.architecture not in REGISTRY:
         return config
-    share = config.head_dim / wider[0]
-
-    def turned(rope: RopeConfig | None) -> Any:
-        return None if rope is None else replace(rope, partial=rope.partial * share)
-
-    ropes = {name: turned(getattr(config, name)) for name in ("rope", "local_rope", "long_rope")}
+    ropes = _turning(config, config.head_dim / wider[0])
     padded = replace(config, head_dim=wider[0], stored_head_dim=config.head_dim, attention_scale=config.scale, **ropes)
     layer = REGISTRY[config.architecture].param_table(padded).layers[0]
     return padded if layer.qkv.channels and layer.q_norm is None else config
+
+
+def unfitted(config: ModelConfig) -> ModelConfig:
+    """The config that the checkpoint has of a model whose heads `fitted` made wider."""
+    if not config.stored_head_dim:
+        return config
+    scale = 0.0 if config.scale == config.stored_head_dim**-0.5 else config.attention_scale
+    ropes = _turning(config, config.head_dim / config.stored_head_dim)
+    return replace(config, head_dim=config.stored_head_dim, stored_head_dim=0, attention_scale=scale, **ropes)
+
+
+def _turning(config: ModelConfig, share: float) -> dict[str, Any]:
+    """The rotary embeddings of heads of which the part that turns is `share` times as large."""
+    ropes = {name: getattr(config, name) for name in ("rope", "local_rope", "long_rope")}
+    return {name: rope and replace(rope, partial=rope.partial * share) for name, rope in ropes.items()}
 
 
 def forward(

@@ -11,10 +11,7 @@ from ..config import ModelConfig, MoEConfig
 from ..errors import CheckpointError
 from ..hf_config import HF, read_bool, read_float, read_int, read_sizes
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params
-
-__all__ = ["checkpoint_name", "config_from_hf", "config_from_hf_moe", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

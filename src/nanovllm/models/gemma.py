@@ -10,10 +10,8 @@ from ..config import ModelConfig
 from ..errors import CheckpointError
 from ..hf_config import HF, read_bool, read_int, read_sizes
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params
 
-__all__ = ["GAINS", "config_from_hf", "gemma_sizes", "layer", "param_table"]
 GAINS: Mapping[str, Any] = {"offset": 1.0, "dtype": torch.float32}  # gains are multiplied in float32, before the norm is rounded
 
 

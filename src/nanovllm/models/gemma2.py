@@ -7,10 +7,7 @@ from ..errors import CheckpointError
 from ..hf_config import FULL, HF, SLIDING, read_float, read_int, read_windows
 from . import tables
 from .gemma import GAINS, gemma_sizes
-from .layers import layer
 from .params import Layer, ParamInfo, Params
-
-__all__ = ["config_from_hf", "layer", "param_table", "sandwich", "scores"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

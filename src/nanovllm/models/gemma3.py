@@ -11,10 +11,8 @@ from ..hf_config import FULL, HF, SLIDING, config_to_hf, read_int, read_rope, re
 from . import tables
 from .gemma import GAINS, gemma_sizes
 from .gemma2 import sandwich, scores
-from .layers import layer
 from .params import Layer, ParamInfo, Params
 
-__all__ = ["checkpoint_name", "config_from_hf", "config_from_hf_with_vision", "layer", "param_table"]
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}  # absent where they are the 4B model's
 
 

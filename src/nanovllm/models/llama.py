@@ -5,10 +5,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..hf_config import HF, read_bool, read_sizes
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params
-
-__all__ = ["config_from_hf", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

@@ -3,10 +3,7 @@
 from ..config import ModelConfig
 from ..hf_config import HF, SLIDING, read_sizes, read_windows
 from . import llama
-from .layers import layer
 from .params import ParamInfo, Params
-
-__all__ = ["config_from_hf", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

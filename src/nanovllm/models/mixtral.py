@@ -3,10 +3,7 @@
 from ..config import ModelConfig, MoEConfig
 from ..hf_config import HF, SLIDING, read_int, read_sizes, read_windows
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params
-
-__all__ = ["config_from_hf", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

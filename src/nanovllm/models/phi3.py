@@ -14,10 +14,7 @@ from ..config import ModelConfig, RopeConfig
 from ..errors import CheckpointError
 from ..hf_config import HF, SLIDING, read_float, read_int, read_rope, read_sizes, read_windows
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params, loaded
-
-__all__ = ["config_from_hf", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:
@@ -36,8 +33,12 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
     kind = given.get("rope_type") or given.get("type") or "default"
     partial = read_float(given, "partial_rotary_factor", read_float(hf, "partial_rotary_factor", 1.0))
     theta = read_float(given, "rope_theta", read_float(hf, "rope_theta", 10000.0))
-    if not 0 < partial <= 1:
-        raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} must be in (0, 1]")
+    num_heads, hidden = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
+    head_dim = read_int(hf, "head_dim", hidden // max(1, num_heads))
+    turning = int(head_dim * partial)
+    if not 0 < partial <= 1 or turning % 2:
+        even = f"in (0, 1] and turn an even number of channels, not {turning} of head_dim={head_dim}"
+        raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} must be {even}")
     if kind not in ("su", "yarn", "longrope"):
         flat = {"rope_type": kind, "rope_theta": theta, "factor": given.get("factor")}
         return replace(read_rope({"rope_parameters": flat}), partial=partial), None
@@ -54,9 +55,7 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
         "original_max_position_embeddings": original,
         "attention_factor": read_float(given, "attention_factor", usual),
     }
-    num_heads, hidden = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
-    pairs = int(read_int(hf, "head_dim", hidden // max(1, num_heads)) * partial) // 2
-    short, long = (_factors(given, name, pairs) for name in ("short_factor", "long_factor"))
+    short, long = (_factors(given, name, turning // 2) for name in ("short_factor", "long_factor"))
     return RopeConfig(**same, factors=short), RopeConfig(**same, factors=long) if most > original else None
 
 

@@ -3,10 +3,7 @@
 from ..config import ModelConfig
 from ..hf_config import FULL, HF, SLIDING, read_bool, read_int, read_sizes, read_windows
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params
-
-__all__ = ["config_from_hf", "layer", "param_table", "qwen_windows"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

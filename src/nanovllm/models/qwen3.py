@@ -5,11 +5,8 @@ from typing import Any
 from ..config import ModelConfig
 from ..hf_config import HF, read_bool, read_sizes
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params
 from .qwen2 import qwen_windows
-
-__all__ = ["config_from_hf", "layer", "param_table", "qwen3_attention"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

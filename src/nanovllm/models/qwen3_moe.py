@@ -4,11 +4,8 @@ from ..config import ModelConfig, MoEConfig
 from ..errors import CheckpointError
 from ..hf_config import HF, SLIDING, read_bool, read_int, read_sizes, read_windows
 from . import tables
-from .layers import layer
 from .params import Layer, ParamInfo, Params
 from .qwen3 import qwen3_attention
-
-__all__ = ["config_from_hf", "layer", "param_table"]
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

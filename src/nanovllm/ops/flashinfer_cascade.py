@@ -7,7 +7,7 @@ import torch
 
 from ..types import Float, Int32, Tensor
 from .cascade import Run, merge_parts, run_tokens
-from .flashinfer import PrefillPlan
+from .flashinfer_plans import PrefillPlan
 from .plans import PlanMismatchError, register
 
 

@@ -4,7 +4,7 @@ import torch
 
 from ..types import Float, Int32, Tensor
 from .cascade import CascadePlan
-from .flashinfer import DecodePlan
+from .flashinfer_plans import DecodePlan
 from .plans import lookup
 from .reference import attend_one, decode_rows, first_seen, row_kv
 

@@ -4,8 +4,8 @@ import torch
 
 from ..types import Float, Int32, Tensor
 from .cascade import PromptCascade
-from .flashinfer import PrefillPlan
 from .flashinfer_cascade import FlashInferCascade
+from .flashinfer_plans import PrefillPlan
 from .plans import lookup
 from .reference import prefill_rows
 

@@ -4,7 +4,7 @@ A page held by the index alone counts as available, and so does a frame that nob
 frames.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -147,10 +147,10 @@ def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray
 def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool:
     """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones.
 
-    Where it has others for the same tokens, of which fewer have frames, these leave it: what was run again takes their place.
+    Where it has others for the same tokens, of which fewer have frames, those of the run take their places; what stands behind stays.
     """
     if pool.frames is not None:
-        pool = _make_way(pool, pool.frames, tokens, held)
+        pool = _made_way(pool, pool.frames, tokens, held)
     prefix, added = prefix_ops.insert(pool.prefix, tokens, held, start)
     return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames) if len(added) else pool
 
@@ -158,24 +158,21 @@ def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:
     """Take pages whose KV was lost, and all indexed behind them, out of the index; those that are left lose their frames, which nobody may
     need."""
-    pool = _unindex(pool, lost)
-    return pool if pool.frames is None else replace(pool, frames=frame_ops.vacate(pool.frames, as_array(sorted(lost))))
-
-
-def _unindex(pool: Pool, gone: frozenset[int]) -> Pool:
-    prefix, dropped = prefix_ops.forget(pool.prefix, gone)
-    if not len(dropped):
-        return pool
+    prefix, dropped = prefix_ops.forget(pool.prefix, lost)
     pages, given, left = page_ops.give_back(pool.pages, dropped)
-    return Pool(pages=pages, prefix=prefix, frames=pool.frames and frame_ops.vacate(pool.frames, given[left == 0]))
+    if pool.frames is None:
+        return Pool(pages=pages, prefix=prefix)
+    frames = frame_ops.vacate(pool.frames, given[left == 0])
+    return Pool(pages=pages, prefix=prefix, frames=frame_ops.vacate(frames, as_array(sorted(lost))))
 
 
-def _make_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray) -> Pool:
-    """The pool without indexed pages that have lost frames where a run has others, with more of them, for the same tokens."""
+def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray) -> Pool:
+    """The pool with a run's pages in the index, in the places of others for the same tokens of which fewer have frames."""
     matched = match(pool, tokens)[: len(held)]
-    differs = matched != held[: len(matched)]
-    if not differs.any():
+    places = np.flatnonzero(matched != held[: len(matched)])
+    old, new = matched[places], held[places]
+    if np.count_nonzero(frames.have(new)) <= np.count_nonzero(frames.have(old)):
         return pool
-    at = int(differs.argmax())
-    mine, theirs = (np.count_nonzero(frames.have(pages[at : len(matched)])) for pages in (held, matched))
-    return _unindex(pool, frozenset((int(matched[at]),))) if mine > theirs else pool
+    prefix = prefix_ops.swap(pool.prefix, old, new)
+    pages, given, left = page_ops.give_back(page_ops.retain(pool.pages, new), old)
+    return Pool(pages=pages, prefix=prefix, frames=frame_ops.vacate(frames, given[left == 0]))

@@ -160,6 +160,33 @@ def _behind(index: PrefixIndex, page: int) -> bytes:
     return index.runs[index.run_of[page]].tokens[start : start + index.page_size].tobytes()
 
 
+def swap(index: PrefixIndex, old: np.ndarray, new: np.ndarray) -> PrefixIndex:
+    """Put pages that are not indexed in the places of others, which leave the index without what stands behind them: both hold the exact KV
+    of the same tokens. Linear in the number of runs where one of the old has a run behind it.
+
+    Raises `BrokenInvariantError` for an old page that is not indexed, and for a new one that is.
+    """
+    if not index.contains(old).all() or index.contains(new).any():
+        raise BrokenInvariantError(f"pages {old[:8]} are to leave the index, and {new[:8]} to take their places")
+    index, to = set_busy(index, old), dict(zip(old.tolist(), new.tolist(), strict=True))
+    touched = dict.fromkeys(index.run_of.get(old).tolist())
+    if index.num_behind.get(old).any():
+        behind = _runs_behind(index)
+        touched.update(dict.fromkeys(head for page in to for head in behind.get(page, ())))
+    heads, runs = index.heads, index.runs
+    place_of = index.place_of.put(new, index.place_of.get(old))
+    num_behind = index.num_behind.put(new, index.num_behind.get(old)).put(old, 0)
+    run_of = index.run_of.put(old, -1)
+    for head in touched:
+        run = runs[head]
+        pages = np.array([to.get(page, page) for page in run.pages.tolist()], np.int32)
+        moved = Run(to.get(run.parent, run.parent), run.tokens, pages)
+        first, tokens = pages.item(0), run.tokens[: index.page_size].tobytes()
+        heads = heads.delete((run.parent, tokens)).set((moved.parent, tokens), first)
+        runs, run_of = runs.delete(head).set(first, moved), run_of.put(pages, first)
+    return _replace(index, heads=heads, runs=runs, run_of=run_of, place_of=place_of, num_behind=num_behind)
+
+
 def set_idle(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
     """Mark pages that only the index holds now, each given once, in the order in which they may be evicted."""
     if not len(pages):

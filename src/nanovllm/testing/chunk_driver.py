@@ -7,9 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
 
 from ..chunk_file import save_chunk
 from ..chunks import prefill, release
@@ -18,14 +16,14 @@ from ..engine import cancel, capacity, enter, step
 from ..errors import InvalidRequestError, OutOfPagesError
 from ..invariants import check
 from ..state.chunk import Chunk
-from ..state.engine_state import EngineState, windowed_pools
+from ..state.engine_state import EngineState
 from ..state.kv import pages_for
 from ..state.request import StepOutput
 from .chunk_shadow import ChunkShadow, ShadowChunk
-from .engine_driver import SMALLEST
-from .shadow import KeptValues, expect, freeze, indexed_runs
+from .engine_holder import SMALLEST, EngineHolder, kv_bytes
+from .shadow import expect, freeze, indexed_runs
 from .strategies import token_ids
-from .worlds import ChunkWorld, FlakyExecutor, PlantedError, SymbolicWorld
+from .worlds import ChunkWorld, PlantedError, SymbolicWorld
 
 MOST_STEPS = 1000  # of a few requests: more means that they never end
 
@@ -56,32 +54,20 @@ class Asked:
     most_filled: int = 0
 
 
-class ChunkDriver(RuleBasedStateMachine):
+class ChunkDriver(EngineHolder):
     """One engine of `world`, a second one that shares files with it, and what the shadow knows of the chunks."""
 
     world: ClassVar[ChunkWorld] = SymbolicWorld()
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: EngineState = self.world.init_state(SMALLEST)
         self.other: EngineState = self.world.init_state(SMALLEST)
         self.shadow = ChunkShadow(self.world)
         self.held: dict[int, Held] = {}  # the oldest first
         self.files: list[Saved] = []
         self.folder = TemporaryDirectory(prefix="nanovllm-")
         self.num_files = 0
-        self.most_pinned = 0
-        self.needed = 0
-        self.stale: list[EngineState] = []
-        self.dead: list[Chunk] = []
         self.foreign: Chunk | None = None
-        self.kept = KeptValues()
-
-    @property
-    def _executor(self) -> FlakyExecutor:
-        executor = self.state.runtime.executor
-        assert isinstance(executor, FlakyExecutor)
-        return executor
 
     def _pick(self, data: st.DataObject) -> Held:
         """A live chunk, every other time one with gaps; a new one where there is none, and now and then."""
@@ -135,7 +121,7 @@ class ChunkDriver(RuleBasedStateMachine):
                 self._require_reason(error, self.state, most, offset)
             return None
         self._executor.disarm()
-        self.stale = [*self.stale[-3:], before]
+        self._replaced(before)
         return done
 
     def _require_reason(self, error: Exception, state: EngineState, most: int | None, offset: int = 0) -> None:
@@ -178,7 +164,8 @@ class ChunkDriver(RuleBasedStateMachine):
         before = self.state
         self.state = release(self.state, chunk)
         del self.held[chunk.liveness]
-        self.stale, self.dead = [*self.stale[-3:], before], [*self.dead[-3:], chunk]
+        self._replaced(before)
+        self._released(chunk)
 
     def _require_told(self, state: EngineState, chunk: Chunk, told: ShadowChunk) -> None:
         expect(chunk.token_ids.tolist() == told.token_ids, f"{chunk!r} holds {chunk.token_ids.tolist()}, not {told.token_ids}")
@@ -264,15 +251,6 @@ class ChunkDriver(RuleBasedStateMachine):
         size = state.config.page_size
         for run, page in indexed_runs(state.prefix):
             self.world.require_cells(state.kv, [page], self.shadow.exact(run).cells[-size:], state.pool.frames, 1)
-
-
-def kv_bytes(state: EngineState, chunk: Chunk) -> bytes:
-    """The KV of a chunk's tokens."""
-    at, size, held, frames, parts = np.arange(len(chunk)), state.config.page_size, chunk.pages.array(), state.pool.frames, []
-    for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
-        table = frames.of(held) if framed and frames is not None else held
-        parts.append(pool.numpy()[:, table[at // size], :, :, at % size].tobytes())
-    return b"".join(parts)
 
 
 def offset_of(told: ShadowChunk) -> int:

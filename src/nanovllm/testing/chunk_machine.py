@@ -22,7 +22,7 @@ from ..state.chunk import Chunk
 from ..state.engine_state import EngineState
 from .chunk_driver import Asked, ChunkDriver, Held, offset_of
 from .chunk_files import damaged
-from .engine_driver import room_of
+from .engine_holder import room_of
 from .shadow import expect, freeze
 from .strategies import limits, token_ids
 from .worlds import ModelWorld

@@ -1,4 +1,7 @@
-"""How `EngineMachine` calls the engine: each call with the shadow's bookkeeping, and what the shadow expects of its result."""
+"""How `EngineMachine` calls the engine: each call with the shadow's bookkeeping, and what the shadow expects of its result.
+
+Steps that a machine runs between `begin` and `commit` are in `session_driver.py`.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -6,25 +9,23 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, multiple
+from hypothesis.stateful import multiple
 
 from ..chunks import prefill, release
 from ..engine import cancel, capacity, enter, request_seed, step, submit
-from ..errors import DonatedStateError, InvalidRequestError, NanoVLLMError, OutOfPagesError
+from ..errors import InvalidRequestError, NanoVLLMError, OutOfPagesError
 from ..generate import Generation, generate_many
 from ..requests import detach, submit_many
 from ..sampling_params import SamplingParams
-from ..session import begin, commit
 from ..state.chunk import Chunk
-from ..state.engine_state import EngineState, windowed_pools
+from ..state.engine_state import EngineState
 from ..state.frames import least_frames
 from ..state.kv import pages_for
 from ..state.request import Request, Sequence, StepOutput
-from .shadow import KeptValues, expect, freeze
-from .strategies import Limits, sampling_options
-from .worlds import FlakyExecutor, PlantedError, SymbolicWorld, World
-
-SMALLEST = Limits(num_pages=2, page_size=1, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1)
+from .engine_holder import EngineHolder, kv_bytes
+from .shadow import expect
+from .strategies import sampling_options
+from .worlds import PlantedError, SymbolicWorld, World
 
 
 @dataclass(slots=True)
@@ -37,42 +38,17 @@ class Pending:
     drawn: list[int] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Steps:
-    """Decode steps between `begin` and `commit`."""
-
-    carry: Any
-    requests: list[Request]
-    prompts: list[list[int]]
-    room: int
-    drawn: list[list[int]]
-    done: int = 0
-
-
-class EngineDriver(RuleBasedStateMachine):
-    """One engine of `world`, and what the shadow knows about it."""
+class EngineDriver(EngineHolder):
+    """One engine of `world`, and what the shadow knows of its chunks and requests."""
 
     world: ClassVar[World] = SymbolicWorld()
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: EngineState = self.world.init_state(SMALLEST)
         self.chunk_kv: dict[int, bytes] = {}
         self.pending: dict[int, Pending] = {}
         self.ended: list[int] = []  # ids of kept requests that have ended and hold their pages
-        self.sessions: list[Steps] = []
-        self.stale: list[EngineState] = []
-        self.dead: list[Chunk] = []
-        self.most_pinned = 0
         self.quiet = 0  # rules since the last misuse or planted failure: these are to be rarer than the others
-        self.needed = 0  # tokens whose KV was needed by what is over
-        self.kept = KeptValues()
-
-    @property
-    def _executor(self) -> FlakyExecutor:
-        executor = self.state.runtime.executor
-        assert isinstance(executor, FlakyExecutor)
-        return executor
 
     def _options(self, data: st.DataObject) -> SamplingParams:
         return SamplingParams(**data.draw(sampling_options(greedy_only=self.world.greedy_only)))
@@ -99,18 +75,8 @@ class EngineDriver(RuleBasedStateMachine):
         self._executor.disarm()
         if done is None:
             return None
-        self.stale = [*self.stale[-3:], before]
+        self._replaced(before)
         return done
-
-    def _refused(self, error: type[NanoVLLMError], call: Callable[[], Any]) -> None:
-        before = freeze(self.state.pool)
-        try:
-            call()
-        except error as raised:
-            expect(bool(str(raised)), f"{error.__name__} says nothing")
-        else:
-            expect(False, f"{error.__name__} was to be raised")
-        expect(freeze(self.state.pool) == before, "a refused call changed the pool")
 
     def _new_chunk(self, done: tuple[EngineState, Chunk] | None, tokens: list[int]):
         if done is None:
@@ -133,15 +99,8 @@ class EngineDriver(RuleBasedStateMachine):
 
     def _adopt(self, chunk: Chunk, tokens: list[int]) -> None:
         expect(chunk.token_ids.tolist() == tokens, f"{chunk!r} holds {chunk.token_ids.tolist()}, not {tokens}")
-        self.chunk_kv[chunk.liveness] = self._bytes(chunk)
+        self.chunk_kv[chunk.liveness] = kv_bytes(self.state, chunk)
         self.kept.keep(chunk)
-
-    def _bytes(self, chunk: Chunk) -> bytes:
-        size, parts, frames = self.state.config.page_size, [], self.state.pool.frames
-        for pool, framed in zip(self.state.kv.pools, windowed_pools(self.state), strict=True):
-            for at, page in enumerate(frames.of(chunk.pages.array()) if framed and frames is not None else chunk.pages):
-                parts.append(pool[:, page, :, :, : min(size, len(chunk) - at * size)].numpy().tobytes())
-        return b"".join(parts)
 
     def _available(self, base: Chunk | None) -> int:
         """Pages that a request over this chunk can count on: those available and the whole ones it shares."""
@@ -165,10 +124,10 @@ class EngineDriver(RuleBasedStateMachine):
     def _release(self, chunk: Chunk) -> None:
         done = self._attempt(lambda: (release(self.state, chunk), None))
         self.state = done[0]
-        self.dead = [*self.dead[-3:], chunk]
+        self._released(chunk)
 
     def _submit(self, base: Chunk | None, ids: list[int], params: SamplingParams, keep: bool) -> None:
-        context, tokens = _context(base, ids), _tokens(base, ids)
+        context, tokens = context_of(base, ids), tokens_of(base, ids)
         if len(tokens) >= capacity(self.state, whole=keep):
             if keep and len(tokens) < capacity(self.state, whole=False):
                 call = lambda: submit_many(self.world.model, self.state, [context], [params], keep=True)  # noqa: E731
@@ -231,11 +190,11 @@ class EngineDriver(RuleBasedStateMachine):
         mine.drawn += out.token_ids
         self.world.require_reply(mine.prompt, mine.drawn, mine.request, len(mine.drawn) - len(out.token_ids))
         if out.output is None:
-            over = out.finish_reason or _ends(mine.request, mine.drawn)
+            over = out.finish_reason or ends(mine.request, mine.drawn)
             return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, which is its {over}")
         expect(out.output.token_ids == mine.drawn, f"request {out.request_id} drew {mine.drawn} and returned {out.output.token_ids}")
         total = len(mine.prompt) + len(mine.drawn)
-        if out.finish_reason != _ends(mine.request, mine.drawn):
+        if out.finish_reason != ends(mine.request, mine.drawn):
             expect(out.finish_reason == "length", f"request {out.request_id} ended with {out.finish_reason} after {mine.drawn}")
             short = self._too_much(mine.request, total, pinned)
             expect(short, f"request {out.request_id} was given up with {total} tokens; {pinned} pages are pinned")
@@ -247,8 +206,8 @@ class EngineDriver(RuleBasedStateMachine):
             self.ended.append(out.request_id)
 
     def _generate(self, rows: Seq[tuple[Chunk | None, list[int], SamplingParams]]):
-        contexts = [_context(base, ids) for base, ids, _ in rows]
-        prompts = [_tokens(base, ids) for base, ids, _ in rows]
+        contexts = [context_of(base, ids) for base, ids, _ in rows]
+        prompts = [tokens_of(base, ids) for base, ids, _ in rows]
         params, size = [options for *_, options in rows], self.state.config.page_size
         call = lambda: generate_many(self.world.model, self.state, contexts, params)  # noqa: E731
         if max(map(len, prompts)) >= capacity(self.state):
@@ -274,62 +233,10 @@ class EngineDriver(RuleBasedStateMachine):
 
     def _see_generation(self, generation: Generation, prompt: list[int], request: Request) -> None:
         self.world.require_reply(prompt, generation.token_ids, request)
-        reason = _ends(request, generation.token_ids)
+        reason = ends(request, generation.token_ids)
         expect(generation.finish_reason == reason, f"{generation.token_ids} ended with {generation.finish_reason}, not {reason}")
         self._adopt(generation.chunk, prompt + generation.token_ids)
         self.needed += len(prompt) + len(generation.token_ids)
-
-    def _begin(self, rows: Seq[tuple[Chunk | None, list[int]]], room: int, params: SamplingParams) -> bool:
-        contexts = [_context(base, ids) for base, ids in rows]
-        prompts = [_tokens(base, ids) for base, ids in rows]
-        size = self.state.config.page_size
-        shared = sum(len(base) // size for base, _ in rows if base is not None)
-        if self._pinned() + sum(pages_for(len(p) + room, size) for p in prompts) - shared > self.most_pinned:
-            return False
-        call = lambda: begin(self.world.model, self.state, contexts, params, room=room)  # noqa: E731
-        if max(map(len, prompts)) + room > capacity(self.state) or len(rows) > self.state.config.max_num_seqs:
-            self._refused(InvalidRequestError, call)
-            return False
-        available, next_id = self._available(None), self.state.next_id
-        done = self._attempt(call, OutOfPagesError)
-        if isinstance(done, OutOfPagesError):
-            wanted = sum(pages_for(len(p) + room, size) for p in prompts)
-            expect(wanted > available + shared, f"{wanted} pages were wanted, {available} are available and {shared} shared: {done}")
-            return False
-        if done is None:
-            return False
-        self.state, carry = done
-        requests = [self._request(next_id + i, len(p), params, len(p) + room) for i, p in enumerate(prompts)]
-        self.sessions.append(Steps(carry, requests, prompts, room, [[] for _ in rows]))
-        return True
-
-    def _decode(self, session: Steps, count: int) -> None:
-        for _ in range(min(count, session.room - session.done)):
-            old = session.carry
-            session.carry, out = self.world.decode(old)
-            self._refused(DonatedStateError, lambda old=old: self.world.decode(old))
-            session.done += 1
-            for row, token in zip(session.drawn, out.token_ids.tolist(), strict=True):
-                row.append(token)
-
-    def _commit(self, at: int):
-        session = self.sessions[at]
-        done = self._attempt(lambda: commit(self.world.model, self.state, session.carry))
-        if done is None:
-            return multiple()
-        self.state, made = done
-        del self.sessions[at]
-        for generation, prompt, request, drawn in zip(made, session.prompts, session.requests, session.drawn, strict=True):
-            self.world.require_reply(prompt, drawn, request)
-            count = next((i for i in range(1, len(drawn) + 1) if _ends(request, drawn[:i])), len(drawn))
-            expect(generation.token_ids == drawn[:count], f"{drawn} were drawn, {generation.token_ids} returned")
-            reason = _ends(request, drawn[:count]) or "length"
-            expect(generation.finish_reason == reason, f"{drawn} ended with {generation.finish_reason}, not {reason}")
-            self._adopt(generation.chunk, prompt + drawn[:count])
-            self.needed += len(prompt) + count
-        self._refused(DonatedStateError, lambda: commit(self.world.model, self.state, session.carry))
-        self._refused(DonatedStateError, lambda: self.world.decode(session.carry))
-        return self._hold(*(generation.chunk for generation in made))
 
     def _request(self, request_id: int, num_prompt: int, params: SamplingParams, max_len: int) -> Request:
         """What the engine makes of a request, but for what the oracle does not look at."""
@@ -346,21 +253,16 @@ class EngineDriver(RuleBasedStateMachine):
         )
 
 
-def room_of(state: EngineState) -> int:
-    """Pages that can have KV in all layers."""
-    return min(state.config.num_pages, state.config.num_frames or state.config.num_pages)
-
-
-def _ends(request: Request, drawn: list[int]) -> str | None:
+def ends(request: Request, drawn: list[int]) -> str | None:
     """Why a reply ends here; None where it goes on."""
     if drawn and drawn[-1] in request.stop_ids:
         return "stop"
     return "length" if request.num_prompt + len(drawn) >= request.max_len else None
 
 
-def _context(base: Chunk | None, ids: list[int]) -> Any:
+def context_of(base: Chunk | None, ids: list[int]) -> Any:
     return ids if base is None else [base, ids] if ids else base
 
 
-def _tokens(base: Chunk | None, ids: list[int]) -> list[int]:
+def tokens_of(base: Chunk | None, ids: list[int]) -> list[int]:
     return ids if base is None else base.token_ids.tolist() + ids

@@ -16,12 +16,13 @@ from ..sampling_params import SamplingParams
 from ..session import begin
 from ..state.chunk import Chunk
 from ..state.engine_state import EngineState
-from .engine_driver import SMALLEST, EngineDriver, room_of
+from .engine_holder import SMALLEST, kv_bytes, room_of
+from .session_driver import SessionDriver
 from .shadow import expect, indexed_runs
 from .strategies import limits, token_ids
 
 
-class EngineMachine(EngineDriver):
+class EngineMachine(SessionDriver):
     """Chunks, requests, replies and sessions over one engine of a few pages, with planted failures, stale states and released chunks.
 
     After each rule all of the engine's values, and the KV that any of them refers to, are compared with the shadow's. `world` is what
@@ -257,7 +258,7 @@ class EngineMachine(EngineDriver):
         frames = state.pool.frames
         for chunk in state.chunks.values():
             self.world.require_kv(state.kv, list(chunk.pages), chunk.token_ids.tolist(), frames)
-            expect(self._bytes(chunk) == self.chunk_kv[chunk.liveness], f"invariant 3: the KV of {chunk!r} changed")
+            expect(kv_bytes(self.state, chunk) == self.chunk_kv[chunk.liveness], f"invariant 3: the KV of {chunk!r} changed")
         for sequence in self._sequences(state):
             filled = sequence.tokens.array(0, sequence.num_filled).tolist()
             self.world.require_kv(state.kv, list(sequence.pages), filled, frames, sequence.retired)

@@ -1,6 +1,7 @@
 """`FrameMachine`: the pool with frames for layers with windows: needs, spare frames, and what each frame holds, against plain Python."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -52,7 +53,19 @@ class FrameMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def allocate(self, count: int) -> None:
         """Pages and frames for all that were asked for, or nothing."""
-        before = self._with_frames()
+        self._take(range(self.next_token + 1, self.next_token + 1 + count))
+        self.next_token += count
+
+    @rule(data=st.data())
+    def again(self, data: st.DataObject) -> None:
+        """Pages of its own for the beginning of what is indexed, and something else behind it, perhaps: run without being reused."""
+        found = sorted(self._indexed())
+        if found:
+            tokens = data.draw(st.sampled_from(found))
+            self._take([*tokens[: data.draw(st.integers(1, len(tokens)))], *data.draw(st.lists(st.integers(-2, -1), max_size=1))])
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        count, before = len(tokens), self._with_frames()
         free = self._frames.used.num_free
         available = min(self.pool.pages.num_free + self.pool.prefix.num_idle, free + len(self.spare))
         done = self.ops.allocate(self.pool, count)
@@ -67,9 +80,8 @@ class FrameMachine(RuleBasedStateMachine):
         wanted = [page for page in self.spare if page in owned][: max(0, count - free - len(evicted))]
         expect(sorted(lost) == sorted(wanted), f"pages {lost} lost their frames, not {wanted}, the first of {self.spare}")
         self.spare = [page for page in self.spare if page in owned and page not in lost]
-        for page in pages:
-            self.next_token += 1
-            self.written[page] = self.memory[self._frame(page)] = self.next_token
+        for page, token in zip(pages, tokens, strict=True):
+            self.written[page] = self.memory[self._frame(page)] = token
         self.holders.append(Holder(pages, [self.written[page] for page in pages]))
 
     @precondition(lambda self: self.holders)
@@ -106,19 +118,23 @@ class FrameMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def index(self, data: st.DataObject) -> None:
-        """A run can be found."""
-        holder = data.draw(st.sampled_from(self.holders))
-        self._move(self.ops.insert(self.pool, np.array(holder.tokens, np.int32), np.array(holder.pages, np.int32), 0))
+        """A run can be found, with the more frames of its own pages and of those that were found before; nothing falls out of the index."""
+        holder, before = data.draw(st.sampled_from(self.holders)), self._indexed()
+        tokens, pages = np.array(holder.tokens, np.int32), np.array(holder.pages, np.int32)
+        matched = pools.match(self.pool, tokens)
+        frames = max(np.count_nonzero(self._frames.have(either)) for either in (matched, pages[: len(matched)]))
+        self._move(self.ops.insert(self.pool, tokens, pages, 0))
+        self.spare = [page for page in self.spare if page in self.pool.pages.refcounts]
+        lost = sorted(before - self._indexed())
+        expect(not lost, f"runs {lost} are not found any more behind {holder.tokens}")
+        found = np.count_nonzero(self._frames.have(pools.match(self.pool, tokens)[: len(matched)]))
+        expect(found >= frames, f"{found} of the pages for {holder.tokens} have frames, {frames} could")
 
     @rule(data=st.data(), more=st.integers(0, 3), whole=st.booleans())
     def reuse(self, data: st.DataObject, more: int, whole: bool) -> None:
         """The longest indexed beginning of a run all of whose pages that are seen behind it have frames."""
-        indexed = self.pool.prefix.pages()
-        tokens: list[int] = []
-        page = data.draw(st.sampled_from(indexed)) if indexed else -1
-        while page >= 0:
-            tokens.insert(0, self.written[page])
-            page = self.pool.prefix.before(page)
+        indexed = sorted(self._indexed())
+        tokens = list(data.draw(st.sampled_from(indexed))) if indexed else []
         matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
         tokens += [0] * more or ([] if tokens else [0])
         found, retired = self.ops.reusable(self.pool, np.array(tokens, np.int32), whole=whole)
@@ -165,6 +181,17 @@ class FrameMachine(RuleBasedStateMachine):
 
     def _with_frames(self) -> set[int]:
         return set(np.flatnonzero(self._frames.frame_of.copy() >= 0).tolist())
+
+    def _indexed(self) -> set[tuple[int, ...]]:
+        """The tokens up to each page that is indexed."""
+        found = set[tuple[int, ...]]()
+        for page in self.pool.prefix.pages():
+            tokens, before = [self.written[page]], self.pool.prefix.before(page)
+            while before >= 0:
+                tokens.insert(0, self.written[before])
+                before = self.pool.prefix.before(before)
+            found.add(tuple(tokens))
+        return found
 
     def _become_spare(self, pages: tuple[int, ...]) -> None:
         needed = {page for holder in self.holders for page in holder.pages[holder.retired :]}

@@ -11,11 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ..invariants import check_pool
 from ..sampling_params import SamplingParams
-from ..schedule import Plan, give_up_pages, reserve, schedule, written_pages
+from ..schedule import Plan, schedule
 from ..state import pool as pools
 from ..state.kv import pages_for
 from ..state.pool import Pool
 from ..state.request import Queue, Request, Sequence
+from ..state.sequence_pages import give_up_pages, reserve, written_pages
 from ..state.vector import IntVector
 from .shadow import KeptValues, ShadowMemory, expect, indexed_runs
 from .strategies import Limits, limits, token_ids
