@@ -30,12 +30,12 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
-@pytest.mark.parametrize("gains", [None, torch.float32])
 def usual_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """The median over rows of the largest error, of the largest value."""
     return float((got.double() - want).abs().flatten(1).amax(1).median() / want.abs().max())
 
 
+@pytest.mark.parametrize("gains", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11, 16])
 @pytest.mark.parametrize(
@@ -91,17 +91,23 @@ def test_norms_of_what_is_added(rows: int, outputs: int, width: int, gains: torc
     def normed(y: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gain.double()
 
+    def require_close(mine: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
+        # The largest values are few, those with the largest gains, and rounded five times: they may fall a spacing apart.
+        spacing = max(2e-3, torch.finfo(dtype).eps)
+        assert error(mine, exact) < 1.5 * error(theirs, exact) + spacing
+        assert (mine.double() - exact).abs().mean() < 1.5 * (theirs.double() - exact).abs().mean() + 1e-5
+
     for each in (bias, None):
         added = normed(wide_norm_linear(x, weight, None, each, None, eps, False), inner)
         want = (residual.double() + added, normed(residual.double() + added, gain))
         near = [None if t is None else t.cpu() for t in (x, weight, each, residual, gain, inner)]
         got, plain = linear_add_norm(x, weight, each, residual, gain, eps, inner=inner), linear_add_norm(*near[:5], eps, inner=near[5])
         for mine, theirs, exact in zip(got, plain, want, strict=True):
-            assert error(mine, exact) < 1.5 * error(theirs.cuda(), exact) + 2e-3
+            require_close(mine, theirs.cuda(), exact)
     for more in (None, residual):
         exact = normed(residual.double(), gain) + (0 if more is None else more.double())
         theirs = norm_add(residual.cpu(), gain.cpu(), None if more is None else more.cpu(), eps)
-        assert error(norm_add(residual, gain, more, eps), exact) < 1.5 * error(theirs.cuda(), exact) + 2e-3
+        require_close(norm_add(residual, gain, more, eps), theirs.cuda(), exact)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 24, 100])
