@@ -28,12 +28,15 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# Three processes: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook;
+# In several processes with a thread each: threads of their own would spin for cores that the other processes need.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
+# Three runs: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook;
 # Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
 test: lint
-	$(BIN)/python -m pytest -q -m "not compile and not gpu and not interpret" --jaxtyping-packages=nanovllm,beartype.beartype
-	$(BIN)/python -m pytest -q -m "compile and not gpu"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpret
+	$(PYTEST) -m "not compile and not gpu and not interpret" --jaxtyping-packages=nanovllm,beartype.beartype
+	$(PYTEST) -m "compile and not gpu"
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
