@@ -67,7 +67,7 @@ def main() -> int:
         try:
             found = measured(name, options.repeats, at, options.seconds)
         except subprocess.SubprocessError as error:
-            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            said = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
             print(f"{name}: {said[-1] if said else error}", flush=True)
             failed = True
             continue

@@ -184,6 +184,9 @@ def test_longrope_and_padded_heads_are_written_as_a_checkpoint_has_them() -> Non
     padded = replace(usual, head_dim=16, stored_head_dim=12, attention_scale=usual.scale, rope=replace(short, partial=0.75))
     assert unfitted(padded) == usual and unfitted(usual) is usual
     assert unfitted(replace(padded, attention_scale=0.3)) == replace(usual, attention_scale=0.3)
+    for width in (98, 196, 206, 214):  # shares that floats do not hold the inverse of
+        wide = replace(usual, head_dim=256, stored_head_dim=width, rope=replace(short, partial=width / 256))
+        assert unfitted(wide).rope.partial == 1.0
 
 
 @pytest.mark.parametrize("partial", [0.2, 0.0, 1.5])

@@ -91,8 +91,9 @@ def outlook(
 ) -> Outlook:
     """Look at a folder, a repository, or one of `shapes`, which are random weights. `where` goes to `resolve_folder`.
 
-    No weight is read, only headers; with `trust_remote_code` a checkpoint's code runs, where nothing else knows its architecture. Raises
-    `CheckpointError` where there is no such folder or repository, `InvalidRequestError` for a dtype that there is not.
+    No weight is read, only headers, and a head that is stored beside the table that it is said to be, up to where they differ. With
+    `trust_remote_code` a checkpoint's code runs, where nothing else knows its architecture. Raises `CheckpointError` where there is no
+    such folder or repository, `InvalidRequestError` for a dtype that there is not.
     """
     if name in shapes:
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]

@@ -118,7 +118,7 @@ def fitted(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Mod
     wider = [width for width in FLASHINFER_HEAD_DIMS if width > config.head_dim]
     if served or not wider or attention_backend(device, dtype, wider[0], 16) != "flashinfer" or config.architecture not in REGISTRY:
         return config
-    ropes = _turning(config, config.head_dim / wider[0])
+    ropes = _turning(config, lambda partial: partial * (config.head_dim / wider[0]))
     padded = replace(config, head_dim=wider[0], stored_head_dim=config.head_dim, attention_scale=config.scale, **ropes)
     layer = REGISTRY[config.architecture].param_table(padded).layers[0]
     return padded if layer.qkv.channels and layer.q_norm is None else config
@@ -129,14 +129,14 @@ def unfitted(config: ModelConfig) -> ModelConfig:
     if not config.stored_head_dim:
         return config
     scale = 0.0 if config.scale == config.stored_head_dim**-0.5 else config.attention_scale
-    ropes = _turning(config, config.head_dim / config.stored_head_dim)
+    ropes = _turning(config, lambda partial: partial / (config.stored_head_dim / config.head_dim))  # exact: the wider is a power of two
     return replace(config, head_dim=config.stored_head_dim, stored_head_dim=0, attention_scale=scale, **ropes)
 
 
-def _turning(config: ModelConfig, share: float) -> dict[str, Any]:
-    """The rotary embeddings of heads of which the part that turns is `share` times as large."""
+def _turning(config: ModelConfig, changed: Callable[[float], float]) -> dict[str, Any]:
+    """The rotary embeddings, the part of a head that turns `changed`."""
     ropes = {name: getattr(config, name) for name in ("rope", "local_rope", "long_rope")}
-    return {name: rope and replace(rope, partial=rope.partial * share) for name, rope in ropes.items()}
+    return {name: rope and replace(rope, partial=changed(rope.partial)) for name, rope in ropes.items()}
 
 
 def forward(

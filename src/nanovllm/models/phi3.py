@@ -35,8 +35,8 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
     theta = read_float(given, "rope_theta", read_float(hf, "rope_theta", 10000.0))
     num_heads, hidden = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
     head_dim = read_int(hf, "head_dim", hidden // max(1, num_heads))
-    turning = int(head_dim * partial)
-    if not 0 < partial <= 1 or turning % 2:
+    turning = head_dim if partial == 1 else int(head_dim * partial)
+    if not 0 < partial <= 1 or (partial != 1 and turning % 2):
         even = f"in (0, 1] and turn an even number of channels, not {turning} of head_dim={head_dim}"
         raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} must be {even}")
     if kind not in ("su", "yarn", "longrope"):
