@@ -1,6 +1,7 @@
 """One thread, because machines are shared, and a Hypothesis profile that draws the same examples every time."""
 
 import os
+import signal
 from importlib.util import find_spec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports transformers: no test may look at the network
@@ -9,6 +10,9 @@ import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # its processes ignore Ctrl-C, and so would those that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
