@@ -695,6 +695,15 @@ def test_the_report_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["layers"][0]["k_gain"] == 96.5 and found["falls_back"] == ["1"] and found["agreement"]["both"] == 50
 
 
+def test_weights_that_are_no_numbers_are_said_to_be() -> None:
+    model = small("LlamaForCausalLM")
+    broken = model.params.layers[1]
+    broken = replace(broken, down=torch.full_like(broken.down, math.nan))
+    params = replace(model.params, layers=(model.params.layers[0], broken, *model.params.layers[2:]))
+    told = table(examine(replace(model, params=params), 20)).splitlines()[-1]
+    assert told.startswith("No numbers come out of layer 1, ") and "the head" in told and "not finite" in told
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_a_model_without_a_fast_path(dtype: str) -> None:
     report = examine(small("LlamaForCausalLM", dtype=dtype), 20)

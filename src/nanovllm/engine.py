@@ -138,7 +138,10 @@ def new_sequence(
     resolved = resolve(model, state, context)
     num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
     if num_prompt >= limit:
-        raise InvalidRequestError(f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated")
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated: what max_model_len and its "
+            "KV memory (num_pages, num_frames) allow"
+        )
     ends = () if params.ignore_eos else model.config.eos_token_ids
     rid = state.next_id
     request = Request(

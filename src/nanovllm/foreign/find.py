@@ -47,7 +47,7 @@ def find(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> Found:
     """
     names, auto_map = hf.get("architectures"), hf.get("auto_map") or {}
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"unknown architecture {names!r}; known are {known}")
+        raise CheckpointError(f"unknown architecture {names!r}: architectures in config.json must name one; known are {known}")
     code = not _native(hf, names) and bool(auto_map)
     if code and not trust_remote_code:
         raise CheckpointError(f"the checkpoint brings its own code (auto_map={auto_map!r}): refused without trust_remote_code=True")

@@ -22,6 +22,7 @@ from ..state.kv import init_kv
 from ..types import Float, Tensor
 from ..weights import fingerprint
 from .find import Found, as_checkpoint_error, canonical, find, quiet, refuse
+from .tensors import tensor_faults
 from .trace import embedding, trace
 
 PAGE_SIZE = 4  # of the trial's pages
@@ -42,6 +43,7 @@ def foreign_spec(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -
         head=foreign.nothing_here,
         config_to_hf=foreign.nothing_here,
         load=partial(load_params, found, hf),
+        tensor_faults=partial(tensor_faults, found),
     )
 
 
@@ -53,6 +55,8 @@ def load_params(
     Raises `CheckpointError` for tensors that are missing, unknown or misshapen, and where the model's own attention and ours disagree.
     """
     headers = read_headers(folder)  # first of all: it refuses pickles
+    for fault in tensor_faults(found, headers):
+        raise CheckpointError(f"{folder}: {fault}")
     with as_checkpoint_error(f"{folder}: transformers could not load it"), quiet():
         loaded: Any = found.model.from_pretrained(
             str(folder), config=copy.deepcopy(found.config), dtype=dtype, attn_implementation="eager", local_files_only=True,

@@ -176,6 +176,7 @@ def _weights(
     foreign, moved = spec.load is not None, 0
     if foreign:
         held = sum((h.stop - h.start) * dtype.itemsize // FLOATS[h.dtype].itemsize for h in headers.values() if h.dtype in FLOATS)
+        problems += shortened(spec.tensor_faults(headers) if headers and spec.tensor_faults else ())
     else:
         table, empty = spec.param_table(config), without_memory(config, dtype)
         pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))

@@ -180,7 +180,11 @@ def table(report: CheckReport) -> str:
 
 
 def verdict(report: CheckReport) -> str:
-    """One sentence: what runs how."""
+    """One sentence: what runs how, or where the plain layers themselves give what is no number."""
+    broken = [f"layer {each.index}" for each in report.layers if not math.isfinite(each.plain.output + each.plain.kv)]
+    broken += [] if math.isfinite(report.head.plain) else ["the head"]
+    if broken:
+        return f"No numbers come out of {', '.join(broken)}, in plain torch too: its weights, or what they make of text, are not finite."
     if report.fast is None:
         return "There is no fast path for this model here: every layer runs in plain torch."
     if not report.fallen:

@@ -1,6 +1,6 @@
 """The architectures: one file each, found by the name that a Hugging Face `config.json` gives in `architectures`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 
 from ..batch import Batch
 from ..config import ModelConfig
+from ..headers import TensorHeader
 from ..hf_config import HF, config_to_hf
 from ..ops.backends import FLASHINFER_HEAD_DIMS, attention_backend
 from ..state.kv import KVState
@@ -43,8 +44,8 @@ class ModelSpec:
     """What is an architecture's own. `layer` stands alone so that it can be compiled once for all layers; `head` is the plain one.
 
     `checkpoint_name` gives a checkpoint's tensor the name by which the table asks for it, None where it is not wanted. `config_to_hf` is
-    `config_from_hf` backwards. `load` reads the weights of a folder in the place of `weights.load_params`. `known` are models that people
-    know by the architecture.
+    `config_from_hf` backwards. `load` reads the weights of a folder in the place of `weights.load_params`, and `tensor_faults` says what is
+    wrong with its headers in the place of `weights.header_faults`. `known` are models that people know by the architecture.
     """
 
     config_from_hf: Callable[[HF], ModelConfig]
@@ -54,6 +55,7 @@ class ModelSpec:
     checkpoint_name: Callable[[str], str | None] = str
     config_to_hf: Callable[[ModelConfig], HF] = config_to_hf
     load: Callable[..., tuple[Params[Tensor], str]] | None = None
+    tensor_faults: Callable[[Mapping[str, TensorHeader]], Iterable[str]] | None = None
     known: str = ""
 
     def forward(
