@@ -1,5 +1,5 @@
-"""Steps on a GPU as few kernels that follow each other closely: five a layer for few tokens, seven where what
-is added has norms; for many seven, or nine.
+"""Steps on a GPU as few kernels that follow each other closely: five a layer for few tokens, seven where what is
+added has norms; for many seven, or nine.
 
 It agrees with a model's own `forward` within rounding, for every architecture whose layers are those of `params.Layer`.
 """

@@ -261,8 +261,10 @@ def ends(request: Request, drawn: list[int]) -> str | None:
 
 
 def context_of(base: Chunk | None, ids: list[int]) -> Any:
+    """A chunk, if any, and ids behind it, as a call takes them."""
     return ids if base is None else [base, ids] if ids else base
 
 
 def tokens_of(base: Chunk | None, ids: list[int]) -> list[int]:
+    """The tokens of the same."""
     return ids if base is None else base.token_ids.tolist() + ids
