@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from nanovllm.bench.report import markdown
+from nanovllm.entrypoints.cli.bench.report import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nanovllm as nv
-from nanovllm.batch import Batch
-from nanovllm.state.kv import init_kv
+from nanovllm.executor.batch import Batch
+from nanovllm.state.kv_cache import init_kv
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "src/nanovllm/assets/tiny"

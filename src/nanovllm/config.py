@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from .errors import CheckpointError, InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 

@@ -3,16 +3,16 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from .chunks import chunk_of
-from .context import Context
-from .engine import commit_state, enter_with, new_sequence
-from .errors import InvalidRequestError, NanoVLLMError
-from .model import Model
-from .sampling_params import SamplingParams
-from .state import pool as pools
-from .state.chunk import Chunk
-from .state.engine_state import EngineState
-from .state.sequence_pages import give_up_pages
+from nanovllm.chunks.handles import chunk_of
+from nanovllm.engine.prompt import Context
+from nanovllm.engine.step import commit_state, enter_with, new_sequence
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.loading.load_model import Model
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state import pool as pools
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.sequence_pages import give_up_pages
 
 
 def submit_many(

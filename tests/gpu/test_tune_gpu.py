@@ -13,20 +13,21 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm import bench, cli
-from nanovllm.models.cuts import DEFAULT, StepCuts
+from nanovllm.entrypoints.cli import bench
+from nanovllm.entrypoints.cli import main as cli
+from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
+from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
+from nanovllm.models.fast.cuts import DEFAULT, StepCuts
+from nanovllm.models.tuning.candidates import default_cut, neighbours, starts
+from nanovllm.models.tuning.choose import cuts_for, machine_of
+from nanovllm.models.tuning.file import default_path, key_of, read_cuts
+from nanovllm.models.tuning.launches import Machine, Work, works
+from nanovllm.ops.attention.rope_attend import FusedDecodePlan, rope_attend
 from nanovllm.ops.cuts import Cut, CutError
-from nanovllm.ops.norm_linear import norm_linear
-from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
-from nanovllm.ops.wide import BY_LIBRARY, linear_add_norm
-from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
+from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, linear_add_norm
+from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.tune.candidates import default_cut, neighbours, starts
-from nanovllm.tune.device import Recorder, measuring
-from nanovllm.tune.file import default_path, key_of, read_cuts
-from nanovllm.tune.search import Unfit
-from nanovllm.tune.use import cuts_for, machine_of
-from nanovllm.tune.work import Machine, Work, works
+from nanovllm.testing.problems import attention_problem, linear_problem, wide_norm_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 BF16 = torch.bfloat16

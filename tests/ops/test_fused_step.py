@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.models import layers
-from nanovllm.ops import norm_linear as few
-from nanovllm.ops.norm_linear import Tile, norm_linear
-from nanovllm.ops.paged_decode import paged_decode
-from nanovllm.ops.plain import ACTS, rms_norm
-from nanovllm.ops.rope_attend import FusedDecodePlan, attention_fits, cut_of, rope_attend, rope_write
-from nanovllm.ops.wide import DEEPEST, SHALLOW, WideTile, linear_add_norm, norm_add, wide_tile
-from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
+from nanovllm.models.common import layers
+from nanovllm.ops.attention.paged_decode import paged_decode
+from nanovllm.ops.attention.rope_attend import FusedDecodePlan, attention_fits, cut_of, rope_attend, rope_write
+from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
+from nanovllm.ops.linear import norm_linear as few
+from nanovllm.ops.linear.linear_add_norm import DEEPEST, SHALLOW, WideTile, linear_add_norm, norm_add, wide_tile
+from nanovllm.ops.linear.norm_linear import Tile, norm_linear
+from nanovllm.testing.problems import attention_problem, linear_problem, wide_norm_linear
 
 CASES = [
     (1, 24, 64, False, True, False), (2, 13, 96, False, False, True), (1, 8, 128, True, True, False), (2, 7, 64, True, False, False),
@@ -46,7 +46,7 @@ def test_the_gate_of_the_reference_is_the_plain_functions(act: str) -> None:
 @pytest.mark.parametrize("case", [*CASES, (1, 1, 33, False, True, True), (2, 5, 128, False, True, True)])
 @pytest.mark.parametrize("outputs", [1, 4])
 def test_few_rows_interpreted(case, outputs: int) -> None:
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows as triton_linear
 
     given = linear_problem(*case, torch.float32)
     got = triton_linear.launch(*given, Tile(outputs=outputs, warps=1), False)
@@ -61,7 +61,7 @@ def test_few_rows_interpreted(case, outputs: int) -> None:
 )  # fmt: skip
 def test_many_rows_interpreted(case) -> None:
     """One step of the loop over the inputs, two and three."""
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows as triton_linear
 
     given = linear_problem(*case, torch.float32)
     got = triton_linear.launch(*given, Tile(outputs=16, warps=2, depth=32), False)
@@ -76,7 +76,7 @@ def test_many_rows_interpreted(case) -> None:
     ("case", "act"), [((2, 13, 128, False, True, True), "silu"), *(((2, 13, 128, True, True, False), act) for act in ACTS)]
 )
 def test_the_kernels_round_where_the_plain_functions_do(case, act: str, tile: Tile, gains: torch.dtype) -> None:
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows as triton_linear
 
     x, weight, gain, bias, residual, eps, gated = given = linear_problem(*case, torch.float16, gains=gains)
     got = triton_linear.launch(*given, tile, False, act)
@@ -89,7 +89,7 @@ def test_the_kernels_round_where_the_plain_functions_do(case, act: str, tile: Ti
 
 def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int, stages: int, limits: tuple[int, float] = (0, 0.0)) -> None:
     """Twice, because the first launch must leave the plan's counters as they were."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
     mine, (_, _, _, kv_heads, _, head_dim) = pages.clone(), pages.shape
@@ -145,7 +145,7 @@ def test_attention_in_a_window_of_capped_scores_interpreted(
 @pytest.mark.parametrize(("splits", "stages"), [(4, 0), (2, 2)])
 def test_heads_normed_by_wide_gains_interpreted(splits: int, stages: int) -> None:
     """In float16, where rounding before the gains would show; what is written must be what the plain functions write."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([1, 5, 40, 17], 4, 2, 32, 4, True, torch.float16, gains=torch.float32)
     qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
@@ -181,7 +181,7 @@ def test_a_plan_holds_parts_only_where_rows_are_split(rows: int) -> None:
 @pytest.mark.interpret
 def test_a_plan_without_parts_interpreted() -> None:
     """As it is made for many rows; what it holds is never read, and the memory behind it never written."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([1, 70, 3, *range(20, 34)], 4, 2, 16, 4, True, torch.float32)
     plan = FusedDecodePlan(17, 4, 2, 16, torch.device("cpu"))
@@ -199,7 +199,7 @@ def test_a_plan_without_parts_interpreted() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "size"), [(4, 2, 16, 4), (24, 12, 24, 1), (8, 1, 12, 8)])
 def test_what_is_written_before_attention_interpreted(heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
     """q is that which attends; k and v lie in the pages, and nothing else does."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([9, 1, 30], heads, kv_heads, head_dim, size, norm, torch.float32)
     qkv, q_gain, k_gain, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
@@ -255,7 +255,7 @@ WIDE = [(5, 64, 128, False), (17, 32, 64, False), (20, 64, 192, True), (70, 32, 
 @pytest.mark.parametrize("extras", [True, False])
 @pytest.mark.parametrize(("rows", "outputs", "width", "gated"), WIDE)
 def test_products_of_many_rows_interpreted(rows: int, outputs: int, width: int, gated: bool, extras: bool) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     x, weight, _, bias, *_ = linear_problem(rows, outputs, width, gated, False, extras, torch.float32)
     got = triton_wide.product(x, weight, bias, gated, WideTile(outputs=32, rows=16, depth=64, stages=2), False)
@@ -267,7 +267,7 @@ def test_products_of_many_rows_interpreted(rows: int, outputs: int, width: int, 
 @pytest.mark.parametrize("rows", [3, 33])
 def test_a_sum_of_parts_and_its_norm_interpreted(rows: int, parts: int) -> None:
     """In float16, so that rounding elsewhere than the plain functions do shows."""
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     x, weight, _, bias, residual, eps, _ = linear_problem(rows, 96, 192, False, False, True, torch.float16)
     gain = (torch.rand(96) + 0.5).half()
@@ -289,7 +289,7 @@ def test_a_sum_of_parts_and_its_norm_interpreted(rows: int, parts: int) -> None:
 @pytest.mark.parametrize(("rows", "parts", "extras"), [(3, 2, True), (5, 1, True), (2, 3, False)])
 def test_a_sum_of_parts_between_two_norms_interpreted(rows: int, parts: int, extras: bool, gains: torch.dtype) -> None:
     """Its own norm first, then the residual, then the next norm; a width that is no power of two."""
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     x, weight, _, bias, _, eps, _ = linear_problem(rows, 96, 192, False, False, extras, torch.float16)
     inner, gain, residual = torch.rand(96).to(gains) + 0.5, torch.rand(96).to(gains) + 0.5, torch.randn(rows, 96).half()
@@ -309,7 +309,7 @@ def test_a_sum_of_parts_between_two_norms_interpreted(rows: int, parts: int, ext
 @pytest.mark.parametrize("gains", [torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [64, 100])
 def test_a_norm_by_itself_interpreted(width: int, gains: torch.dtype) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     x, residual, gain = torch.randn(3, width).half(), torch.randn(3, width).half(), torch.rand(width).to(gains) + 0.5
     gain[::7] = 96.5
@@ -325,7 +325,7 @@ def test_a_norm_by_itself_interpreted(width: int, gains: torch.dtype) -> None:
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 64), (4, 3000)])
 def test_a_gate_interpreted(rows: int, outputs: int, act: str) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     both = torch.randn(rows, 2 * outputs).half() * 3
     gate, up = both.chunk(2, -1)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops import cascade, rope_attend
+from nanovllm.ops.attention import cascade, rope_attend
+from nanovllm.ops.attention.cascade import CascadePlan, CascadeWorkspace, Run
+from nanovllm.ops.attention.rope_attend import FusedDecodePlan
 from nanovllm.ops.backends import LARGEST
-from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, Run
-from nanovllm.ops.experts import FewTiles, tiles_of
-from nanovllm.ops.norm_linear import ROWS, fits, tile_of
-from nanovllm.ops.rope_attend import FusedDecodePlan
-from nanovllm.ops.wide import WideTile, wide_tile
-from nanovllm.testing.fused import attention_problem, linear_problem
+from nanovllm.ops.linear.linear_add_norm import WideTile, wide_tile
+from nanovllm.ops.linear.norm_linear import ROWS, fits, tile_of
+from nanovllm.ops.moe.experts import FewTiles, tiles_of
+from nanovllm.testing.problems import attention_problem, linear_problem
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")]
@@ -71,7 +71,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("rows", [1, 2, 8, ROWS])
 @pytest.mark.parametrize(("gated", "norm", "extras"), [(False, True, True), (True, True, False), (False, False, True)])
 def test_products_of_few_rows(compiled: Compiled, rows: int, gated: bool, norm: bool, extras: bool) -> None:
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows as triton_linear
 
     for outputs, width in ((512, 512), (4096, 1024), (1024, 3072)):
         if not fits(rows, width, gated, compiled.memory):
@@ -85,7 +85,7 @@ def test_products_of_few_rows(compiled: Compiled, rows: int, gated: bool, norm: 
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
 def test_products_of_few_rows_with_wide_gains_and_other_gates(compiled: Compiled, rows: int, act: str) -> None:
     """The last is the shape of Gemma 3 4B's gate and up."""
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows as triton_linear
 
     for gated, outputs, width in ((False, 512, 512), (True, 512, 512), (True, 10240, 2560)):
         if fits(rows, width, gated, compiled.memory):
@@ -96,7 +96,7 @@ def test_products_of_few_rows_with_wide_gains_and_other_gates(compiled: Compiled
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
 def test_products_of_many_rows_with_other_gates(compiled: Compiled, act: str) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     x, weight, *_ = linear_problem(64, 1024, 2048, True, False, False, BF16)
     tile = wide_tile(64, 1024, 2048, True, PROCESSORS, compiled.memory) or WideTile(depth=64, stages=3)
@@ -108,7 +108,7 @@ def test_products_of_many_rows_with_other_gates(compiled: Compiled, act: str) ->
 @pytest.mark.parametrize("gains", [BF16, torch.float32])
 @pytest.mark.parametrize("width", [96, 2560, 5376])
 def test_norms_about_the_residual(compiled: Compiled, width: int, gains: torch.dtype) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     rows, gain, bias = torch.zeros(3, width, dtype=BF16), torch.ones(width, dtype=gains), torch.zeros(width, dtype=BF16)
     for parts in (torch.zeros(1, 3, width, dtype=BF16), torch.zeros(4, 3, width)):
@@ -122,7 +122,7 @@ def test_norms_about_the_residual(compiled: Compiled, width: int, gains: torch.d
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_of_many_rows_and_what_follows(compiled: Compiled, gated: bool) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     x, weight, _, bias, residual, eps, _ = linear_problem(64, 1024, 2048, gated, True, True, BF16)
     whole = wide_tile(64, 1024, 2048, gated, PROCESSORS, compiled.memory) or WideTile(depth=64, stages=3)
@@ -139,7 +139,7 @@ def test_products_of_many_rows_and_what_follows(compiled: Compiled, gated: bool)
 
 @pytest.mark.parametrize(("rows", "gated"), [(8, True), (64, True), (24, False)])
 def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compiled: Compiled, rows: int, gated: bool) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows as triton_wide
 
     x, weight, *_ = linear_problem(rows, 12288 if gated else 4096, 1024, gated, False, False, BF16)
     tile = wide_tile(rows, 12288 if gated else 4096, 1024, gated, PROCESSORS, compiled.memory)
@@ -157,7 +157,7 @@ def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compil
     ],
 )  # fmt: skip
 def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> None:
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, norm, BF16)
     qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
@@ -172,7 +172,7 @@ def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_h
 
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(1, 8, 4, 256), (16, 8, 4, 256), (64, 16, 16, 256), (4, 16, 8, 128)])
 def test_attention_of_heads_normed_by_wide_gains(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, True, BF16, gains=torch.float32)
     qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
@@ -186,7 +186,7 @@ def test_attention_of_heads_normed_by_wide_gains(compiled: Compiled, rows: int, 
 
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(4, 16, 8, 128), (3, 32, 4, 64), (2, 6, 2, 80), (3, 8, 4, 256)])
 def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    from nanovllm.ops import triton_attention
+    from nanovllm.ops.attention import triton_cascade as triton_attention
 
     q, pages = torch.zeros(rows, heads, head_dim, dtype=BF16), torch.zeros(64, 2, kv_heads, 16, head_dim, dtype=BF16)
     tables, lens = torch.zeros(rows, 8, dtype=torch.int32), torch.full((rows,), 100, dtype=torch.int32)
@@ -204,7 +204,7 @@ def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_
 @pytest.mark.parametrize("tokens", [1, 48, 1024, 4096])
 def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, inner: int) -> None:
     """The first three are Qwen3-30B-A3B's, Mixtral-8x7B's and ERNIE-4.5-21B-A3B's; of weights only the shapes are asked."""
-    from nanovllm.ops import triton_experts
+    from nanovllm.ops.moe import triton_experts
 
     gate_up, down = (torch.empty(num, *shape, dtype=BF16, device="meta") for shape in ((2 * inner, width), (width, inner)))
     x, weights = torch.empty(tokens, width, dtype=BF16, device="meta"), torch.empty(tokens, k, dtype=BF16, device="meta")
@@ -220,7 +220,7 @@ def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, 
 
 @pytest.mark.parametrize(("num", "k"), [(128, 8), (8, 2), (64, 6)])
 def test_route(compiled: Compiled, num: int, k: int) -> None:
-    from nanovllm.ops import triton_experts
+    from nanovllm.ops.moe import triton_experts
 
     for dtype in (BF16, torch.float32):
         for bias in (None, torch.zeros(num)):
@@ -229,7 +229,9 @@ def test_route(compiled: Compiled, num: int, k: int) -> None:
 
 
 def test_memory_rows_and_sampling(compiled: Compiled) -> None:
-    from nanovllm.ops import triton_kv, triton_rows, triton_sampling
+    from nanovllm.ops.elementwise import triton_decode_rows as triton_rows
+    from nanovllm.ops.kv_cache import triton_kv
+    from nanovllm.ops.sampling import triton_sampling
 
     pages, places = torch.zeros(2, 8, 2, 8, 16, 128, dtype=BF16), torch.arange(3, dtype=torch.int32)
     tokens = torch.zeros(3, 8, 128, dtype=BF16)

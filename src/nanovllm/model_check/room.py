@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from ..config import EngineConfig, ModelConfig
-from ..errors import OutOfPagesError
-from ..init import CPU_KV_BYTES, default_tokens
-from ..state.kv import bytes_per_page
-from ..state.sizes import pool_sizes
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.init_state import CPU_KV_BYTES, default_tokens
+from nanovllm.errors import OutOfPagesError
+from nanovllm.state.kv_cache import bytes_per_page
+from nanovllm.state.pool_sizes import pool_sizes
 
 PAGE_SIZE, MAX_NUM_SEQS = 16, 256  # an engine's, unless told otherwise
 MEMINFO = Path("/proc/meminfo")

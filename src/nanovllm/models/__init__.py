@@ -7,34 +7,19 @@ from typing import Any
 
 import torch
 
-from ..batch import Batch
-from ..config import ModelConfig
-from ..headers import TensorHeader
-from ..hf_config import HF, config_to_hf
-from ..ops.backends import FLASHINFER_HEAD_DIMS, attention_backend
-from ..state.kv import KVState
-from ..types import Float, Tensor
-from . import (
-    cpu,
-    decoder,
-    ernie4_5,
-    foreign,
-    fused,
-    gemma,
-    gemma2,
-    gemma3,
-    gpt2,
-    layers,
-    llama,
-    mistral,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)  # fmt: skip
-from .choice import FastChoice, by_layer
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig
+from nanovllm.executor.batch import Batch
+from nanovllm.loading.safetensors_headers import TensorHeader
+from nanovllm.models import ernie4_5, gemma, gemma2, gemma3, gpt2, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from nanovllm.models import transformers as foreign
+from nanovllm.models.common import decoder, layers
+from nanovllm.models.common.hf_config import HF, config_to_hf
+from nanovllm.models.common.params import Layer, ParamInfo, Params
+from nanovllm.models.fast import cpu, fused
+from nanovllm.models.fast.choice import FastChoice, by_layer
+from nanovllm.ops.backends import FLASHINFER_HEAD_DIMS, attention_backend
+from nanovllm.state.kv_cache import KVState
+from nanovllm.types import Float, Tensor
 
 __all__ = ["REGISTRY", "FastChoice", "Layer", "ModelSpec", "ParamInfo", "Params", "fitted", "forward", "fused"]
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..config import ModelConfig
-from .params import Params
+from nanovllm.config import ModelConfig
+from nanovllm.models.common.params import Params
 
 
 def beyond(params: Params[Any], config: ModelConfig) -> str:

@@ -9,19 +9,19 @@ from uuid import uuid4
 import torch
 from immutables import Map
 
-from ..config import EngineConfig, RopeConfig
-from ..errors import DonatedStateError
-from ..types import register_value
-from .chunk import Chunk
-from .kv import KVState
-from .pages import PageState
-from .pool import Pool
-from .prefix import PrefixIndex
-from .request import Queue, Sequence
-from .steady import Steady
+from nanovllm.config import EngineConfig, RopeConfig
+from nanovllm.errors import DonatedStateError
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.pages import PageState
+from nanovllm.state.pool import Pool
+from nanovllm.state.prefix_cache import PrefixIndex
+from nanovllm.state.request import Queue, Sequence
+from nanovllm.state.steady import Steady
+from nanovllm.types import register_value
 
 if TYPE_CHECKING:
-    from ..compile import Runtime
+    from nanovllm.executor.executor import Runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..ops.experts import ACTS
-from ..types import Tensor
+from nanovllm.ops.elementwise.norm_rope import ACTS
+from nanovllm.types import Tensor
 
 
 def experts_problem(

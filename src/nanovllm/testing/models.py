@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch.utils import _pytree as pytree
 
-from ..config import ModelConfig, MoEConfig, RopeConfig
-from ..model import Model, resolve_device
-from ..models import REGISTRY, ParamInfo
-from ..tokenizer import Tokenizer, make_tokenizer
-from ..types import Tensor, dtype_of
-from ..weights import random_fingerprint, random_params
+from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.loading.load_model import Model, resolve_device
+from nanovllm.loading.weights import random_fingerprint, random_params
+from nanovllm.models import REGISTRY
+from nanovllm.models.common.params import ParamInfo
+from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
+from nanovllm.types import Tensor, dtype_of
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 BYTE_VOCAB = 256 + len(SPECIAL)  # the smallest vocabulary that `byte_tokenizer` fits into
