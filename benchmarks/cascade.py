@@ -1,8 +1,8 @@
 """Attention of one layer with and without cascade: microseconds by rows, tokens shared and tokens of their own, inside CUDA graphs.
 
-    python bench/cascade.py --output bench/results/h200-cascade.json
+    python benchmarks/cascade.py --output benchmarks/results/h200-cascade.json
 
-The bounds in `sharing.py`, below which shared pages are not read once, come from this table.
+The bounds in `executor/cascade_policy.py`, below which shared pages are not read once, come from this table.
 """
 
 import argparse
@@ -20,15 +20,13 @@ from nanovllm.entrypoints.cli.bench.graph_timer import graph_us, replay_us
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.executor.cascade_policy import shared_runs
 from nanovllm.ops import paged_decode, paged_prefill
-from nanovllm.ops.attention.cascade import CascadePlan, CascadeWorkspace
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
 from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
 from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
 
 LAYERS, SIZE, CUDA = 8, 16, torch.device("cuda")
-DECODE = [
-    (rows, shared, own) for rows in (2, 4, 8, 16, 32, 64) for shared, own in ((256, 200), (1024, 200), (4096, 200), (16384, 64))
-]
+DECODE = [(rows, shared, own) for rows in (2, 4, 8, 16, 32, 64) for shared, own in ((256, 200), (1024, 200), (4096, 200), (16384, 64))]
 PROMPTS = [(32, 16384, 32), (32, 1024, 32), (8, 16384, 64), (4, 4096, 48), (32, 4096, 128), (8, 16384, 256)]
 
 
@@ -102,7 +100,7 @@ def main() -> None:
         print(f"{name:48}", *(f"{key} {value:8.2f}" for key, value in row.items()))
     result = {
         "gpu": torch.cuda.get_device_name(), "commit": options.commit or commit(), "versions": versions(),
-        "command": f"python bench/cascade.py --model {options.model}", "table": table,
+        "command": f"python benchmarks/cascade.py --model {options.model}", "table": table,
     }  # fmt: skip
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n")

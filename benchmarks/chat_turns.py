@@ -1,7 +1,7 @@
 """Prompt tokens that a chat with thinking runs, turn by turn: its KV kept as a chunk, beside its history sent as text.
 
-    python bench/chat_turns.py --output bench/results/chat-turns.json
-    python bench/chat_turns.py --model Qwen/Qwen3-0.6B --max-tokens 1000 --max-model-len 32768
+    python benchmarks/chat_turns.py --output benchmarks/results/chat-turns.json
+    python benchmarks/chat_turns.py --model Qwen/Qwen3-0.6B --max-tokens 1000 --max-model-len 32768
 
 Every figure is a difference of `state.stats` around the calls of a turn. Kept as a chunk, a turn is `nv.generate` with the chunk of the
 last one and the new tokens; `retain` says how the reply stays without its thinking ("all": with it). As text, a turn is the whole
@@ -92,7 +92,7 @@ def is_right(reply: str, question: Question) -> bool:
 def new_tokens(model: nv.Model, text: str, chunk: nv.Chunk | None) -> list[int]:
     """What a turn adds to the chunk: the end of the last answer where it is missing, the user's words, the head of the reply."""
     if chunk is None:
-        return render(model, [{"role": "user", "content": text}])
+        return render(model.tokenizer, [{"role": "user", "content": text}])
     assert model.tokenizer is not None
     pair = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": MARK}, {"role": "user", "content": text}]
     tail = model.tokenizer.apply_chat_template(pair).partition(MARK)[2]
@@ -225,7 +225,7 @@ def main() -> None:
         parser.error(f"{model.name} has no think tokens")
     chats = measure(model, options.turns, max_tokens=options.max_tokens, max_model_len=options.max_model_len)
     print(table(chats, options.turns))
-    command = f"python bench/chat_turns.py --model {options.model} --turns {options.turns} --max-tokens {options.max_tokens}"
+    command = f"python benchmarks/chat_turns.py --model {options.model} --turns {options.turns} --max-tokens {options.max_tokens}"
     result = record(model, {"page_size": 16, "ways": {way: figures(chat, chats["anew"]) for way, chat in chats.items()}}, command)
     if options.output:
         text = json.dumps(result, indent=2)

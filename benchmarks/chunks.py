@@ -1,7 +1,7 @@
 """What chunks cost: composing, a first token after it, saving and loading, sharing; medians of the repeats, in one process.
 
-    python bench/chunks.py --output bench/results/h200-chunks.json
-    python bench/chunks.py --model tiny --length 256 --device cpu
+python benchmarks/chunks.py --output benchmarks/results/h200-chunks.json
+python benchmarks/chunks.py --model tiny --length 256 --device cpu
 """
 
 import argparse
@@ -150,7 +150,7 @@ def main() -> None:
     memory, shm = Path("/dev/shm"), os.access("/dev/shm", os.W_OK)
     with tempfile.TemporaryDirectory(dir=memory if shm else None) as folder, tempfile.TemporaryDirectory(dir=options.disk) as disk:
         figures = measure(model, options.length, options.repeats, Path(folder), Path(disk))
-    result = record(model, figures, f"python bench/chunks.py --model {options.model} --length {options.length}", options.commit)
+    result = record(model, figures, f"python benchmarks/chunks.py --model {options.model} --length {options.length}", options.commit)
     print(json.dumps(result, indent=2))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """Decode speed on a CPU beside transformers' own `generate`, the two in turn within one process; medians of the repeats.
 
-    python bench/cpu_vs_transformers.py --model tiny --output bench/results/cpu-tiny.json
-    python bench/cpu_vs_transformers.py --model qwen3-0.6b --dtypes float32,bfloat16 --tokens 24
+    python benchmarks/cpu_vs_transformers.py --model tiny --output benchmarks/results/cpu-tiny.json
+    python benchmarks/cpu_vs_transformers.py --model qwen3-0.6b --dtypes float32,bfloat16 --tokens 24
 
 The embedded model runs on its own weights, and the replies must agree; the other shapes run on random weights, each engine on its own.
 """
@@ -85,7 +85,9 @@ def main() -> None:
         batches = [int(b) for b in options.batches.split(",")]
         result |= compare(options.model, dtype, batches, options.tokens, options.repeats, options.compile)
     del result["dtype"]
-    result["command"] = f"python bench/cpu_vs_transformers.py --model {options.model} --dtypes {options.dtypes} --tokens {options.tokens}"
+    result["command"] = (
+        f"python benchmarks/cpu_vs_transformers.py --model {options.model} --dtypes {options.dtypes} --tokens {options.tokens}"
+    )
     result["command"] += " --compile" if options.compile else ""
     print(json.dumps(result, indent=2))
     if options.output:

@@ -1,6 +1,6 @@
 """The feed-forward of a mixture of experts, one layer: microseconds by tokens, inside CUDA graphs, beside what memory and arithmetic allow.
 
-    python bench/experts.py --output bench/results/h200-experts.json
+    python benchmarks/experts.py --output benchmarks/results/h200-experts.json
 
 Calls in a graph have routing of their own, random and even, so that what one read is seldom in L2 for the next. The bound is the slower of
 reading the weights of the experts that are hit, once, and of the products, at rates that are measured first.
@@ -18,8 +18,9 @@ from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
 from nanovllm.entrypoints.cli.bench.roofline import Ceiling, measure_ceiling
 from nanovllm.ops import experts
 from nanovllm.ops.backends import shared_memory
-from nanovllm.ops.moe.experts import FewTiles, tiles_of
-from nanovllm.testing.experts import experts_problem, routed
+from nanovllm.ops.moe.experts import tiles_of
+from nanovllm.ops.moe.tiles import FewTiles
+from nanovllm.testing.problems import experts_problem, routed
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 SIZES = {"qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336), "ernie-4.5-21b-a3b": (6, 64, 2560, 1536)}
@@ -60,7 +61,7 @@ def main() -> None:
         del weights
     result = {
         "gpu": torch.cuda.get_device_name(), "commit": options.commit or commit(), "versions": versions(),
-        "command": "python bench/experts.py" + (f" --model {options.model}" if options.model else ""),
+        "command": "python benchmarks/experts.py" + (f" --model {options.model}" if options.model else ""),
         "read_gb_s": round(ceiling.read_bytes / 1e9), "tflop_s": round(ceiling.flops / 1e12), "table": table,
     }  # fmt: skip
     if options.output:

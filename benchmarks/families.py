@@ -1,6 +1,6 @@
 """Decoding at the sizes of one published model or more of each family, random weights: each in a process of its own, beside the roofline.
 
-    python bench/families.py --output bench/results/h200-families.json
+    python benchmarks/families.py --output benchmarks/results/h200-families.json
 
 Each is `nanovllm bench --model NAME --which b1,b8,b64`, and besides which kernels serve it, and what stands against the fast ones. One that
 fails is named and leaves the others be; the exit status is then 1.
@@ -21,7 +21,7 @@ from nanovllm.entrypoints.cli.bench.environment import commit
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.check.kernel_choice import kernels
 from nanovllm.loading.load_model import resolve_device, resolve_dtype
-from nanovllm.models import fitted
+from nanovllm.models.registry import fitted
 
 FAMILIES = (
     "llama-3.1-8b", "tinyllama-1.1b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "mistral-7b-v0.1", "mixtral-8x7b",
@@ -61,7 +61,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in SHAPES]:
         parser.error(f"unknown models {', '.join(unknown)}; there are {', '.join(SHAPES)}")
     chosen = f" --models {options.models}" if options.models != ",".join(FAMILIES) else ""
-    result: dict[str, Any] = {"commit": at, "command": f"python bench/families.py --repeats {options.repeats}{chosen}", "models": {}}
+    result: dict[str, Any] = {"commit": at, "command": f"python benchmarks/families.py --repeats {options.repeats}{chosen}", "models": {}}
     failed = False
     for name in names:
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Microseconds of the host: what the engine does around the model's steps, measured with an executor that does nothing.
 
-    python bench/host.py --output bench/results/host.json
+    python benchmarks/host.py --output benchmarks/results/host.json
 
 Seven questions: how long requests over one cached prefix take from the first `submit` to the first prompt run, and from the last step to
 the last reply; the same of one request by itself, whose prompt is there but for a page; what the end of a reply costs, and a page that has
@@ -21,10 +21,10 @@ from typing import Any, cast
 import numpy as np
 
 import nanovllm as nv
-from nanovllm import collector
 from nanovllm.entrypoints.arguments import positive
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
+from nanovllm.entrypoints.process import freeze
 from nanovllm.executor.batch import decode_batch, to_device
 from nanovllm.executor.executor import Drawn
 from nanovllm.testing.models import random_model, tiny_config
@@ -257,7 +257,7 @@ def _median(values: Any, scale: float = 1.0) -> float:
 
 def measure(repeats: int) -> dict[str, float]:
     """All figures."""
-    collector.freeze()
+    freeze()
     return {
         **shared_prompt(repeats),
         **cached(repeats),
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--commit", help="recorded in place of what git says")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    command = f"python bench/host.py --repeats {options.repeats}"
+    command = f"python benchmarks/host.py --repeats {options.repeats}"
     result = record(engine_of(1)[0].model, measure(options.repeats), command, options.commit)
     print(json.dumps(result, indent=2))
     if options.output:

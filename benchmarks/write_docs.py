@@ -1,14 +1,13 @@
 """The figures in docs/performance.md and README.md, from the JSON files of `nanovllm bench`: tables and pictures between markers.
 
-    nanovllm bench --output bench/results/h200-bench.json
-    nanovllm bench --model qwen3-8b --output bench/results/h200-8b.json
-    python tools/bench_docs.py
+    nanovllm bench --output benchmarks/results/h200-bench.json
+    nanovllm bench --model qwen3-8b --output benchmarks/results/h200-8b.json
+    python benchmarks/write_docs.py
 
-A block begins with `<!-- bench: NAME.json -->`, a file in bench/results, and ends with `<!-- /bench -->`: all tables of the run behind its
-picture. One between `<!-- brief: NAME.json -->` and `<!-- /brief -->` is a short table, and `families` a row for each model of a file of
-`bench/families.py`. What stands between is replaced; a document
-may have any number of them. Columns for other engines' figures out of other runs come from the files NAME-peers.json there, where card,
-model and dtype are the same.
+A block begins with `<!-- bench: NAME.json -->`, a file in benchmarks/results, and ends with `<!-- /bench -->`: all tables of the run
+and its picture. A block between `<!-- brief: NAME.json -->` and `<!-- /brief -->` is a short table. A `families` block has a row for
+each model in a file of `benchmarks/families.py`. The text inside of a block is replaced. A document may have any number of blocks. Columns
+for other engines' figures from other runs come from the files NAME-peers.json there, where card, model and dtype are the same.
 """
 
 import argparse
@@ -109,7 +108,7 @@ def main() -> None:
     """Fill the documents in and write their pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--document", type=Path, action="append", help="may be given several times (default: those two)")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench/results")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
     for document in options.document or DOCUMENTS:
         text = document.read_text(encoding="utf-8")

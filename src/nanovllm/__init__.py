@@ -6,15 +6,18 @@ those who just want text.
 
 from nanovllm.chunks.compose import compose, drop
 from nanovllm.chunks.generate import Generation, generate, generate_many
-from nanovllm.chunks.handles import fork, prefill, release, truncate
+from nanovllm.chunks.handles import fork, release, truncate
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin, commit
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import cancel, step, submit
+from nanovllm.engine.requests import cancel, submit
+from nanovllm.engine.step import step
 from nanovllm.entrypoints.llm import LLM, Piece
-from nanovllm.entrypoints.memory.report import MemoryReport, PageOwner, PageRun, memory
+from nanovllm.entrypoints.memory.pages import PageOwner, PageRun
+from nanovllm.entrypoints.memory.report import MemoryReport, memory
 from nanovllm.errors import (
     BrokenInvariantError,
     CheckpointError,
@@ -27,11 +30,12 @@ from nanovllm.errors import (
     ReleasedChunkError,
     TuningFileError,
 )
-from nanovllm.executor.batch import Batch
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
-from nanovllm.loading.load_model import Model, load_model
-from nanovllm.models import forward
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params
+from nanovllm.models.model import Model
+from nanovllm.models.registry import forward
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, Stats

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm as nv
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.testing.models import random_model, tiny_config
@@ -75,9 +75,7 @@ def exact_kv(model: Model, tokens: list[int]) -> torch.Tensor:
 
 @given(runs=runs, recompute=st.sampled_from([0, 1, 3, 100, 0.3, 0.99, "all"]), page_size=st.sampled_from([1, 3, 4]))
 @settings(max_examples=60)
-def test_what_is_run_again_is_counted_and_helps(
-    model: Model, runs: list[list[int]], recompute: int | float | str, page_size: int
-) -> None:
+def test_what_is_run_again_is_counted_and_helps(model: Model, runs: list[list[int]], recompute: int | float | str, page_size: int) -> None:
     state, chunks = filled(model, runs, page_size)
     before = state.stats
     state, whole = nv.compose(model, state, chunks, recompute)

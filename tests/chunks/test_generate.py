@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from nanovllm.chunks.generate import generate, generate_many
-from nanovllm.chunks.handles import prefill, release
+from nanovllm.chunks.handles import release
+from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import submit
+from nanovllm.engine.requests import submit
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.invariants import check

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from nanovllm.chunks.generate import generate, generate_many
-from nanovllm.chunks.handles import fork, prefill, release, truncate
+from nanovllm.chunks.handles import fork, release, truncate
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import submit
+from nanovllm.engine.requests import submit
 from nanovllm.errors import DonatedStateError, ForeignChunkError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.invariants import check

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from nanovllm.chunks.generate import generate
-from nanovllm.chunks.handles import prefill, release
+from nanovllm.chunks.handles import release
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin, commit
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import step, submit
+from nanovllm.engine.requests import submit
+from nanovllm.engine.step import step
 from nanovllm.errors import DonatedStateError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
 from nanovllm.executor.decode import decode_step
 from nanovllm.sampling.params import SamplingParams

@@ -5,10 +5,11 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.chunks.thinking import think_spans, without_thinking
-from nanovllm.engine.step import commit_state, guarded
+from nanovllm.engine.donation import commit_state, guarded
 from nanovllm.entrypoints.cli import chat
 from nanovllm.loading.hub import TINY
-from nanovllm.loading.load_model import Model, load_model
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.model import Model
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from nanovllm.tokenizer.messages import render
 
@@ -106,7 +107,7 @@ def test_many_blocks_run_what_is_between_them_once(model: Model, retain: chat.Re
 def test_words_of_the_prompt_are_kept(retain: chat.Retain) -> None:
     tiny = load_model(TINY, device="cpu")
     state = nv.init_state(tiny, num_pages=64)
-    prompt = render(tiny, [{"role": "user", "content": "The tag <think> is odd. What is 27 + 38?"}])
+    prompt = render(tiny.tokenizer, [{"role": "user", "content": "The tag <think> is odd. What is 27 + 38?"}])
     state, gen = nv.generate(tiny, state, prompt, nv.SamplingParams(temperature=0, max_tokens=120), retain=retain)
     assert tiny.tokenizer is not None
     kept = tiny.tokenizer.decode(gen.chunk.token_ids.tolist(), skip_special_tokens=False)
@@ -186,7 +187,7 @@ def test_a_chat_keeps_its_thinking() -> None:
         ids = conversation.chunk.token_ids
         assert np.count_nonzero(ids == tokenizer.think_token_ids[0]) == np.count_nonzero(ids == tokenizer.think_token_ids[1]) == i + 1
     chunk = turns[-1][0].chunk
-    assert chunk is not None and len(chunk) > len(render(model, turns[-1][0].messages[:-1])) + 100
+    assert chunk is not None and len(chunk) > len(render(model.tokenizer, turns[-1][0].messages[:-1])) + 100
     prompt, greedy = chunk.token_ids[: turns[-1][1].prompt], nv.SamplingParams(temperature=0, max_tokens=60)
     _, gen = nv.generate(model, nv.init_state(model, num_pages=256), prompt, greedy)
     assert gen.text == turns[-1][0].messages[-1]["content"]
@@ -208,7 +209,7 @@ def test_what_a_chat_keeps_is_the_prompt_and_its_thinking(text: str, limit: int)
         turns = talk(model, ["What is 1 + 1?", text, "And 4 + 4?"], max_model_len=limit)
     assert tokenizer is not None
     for (conversation, figures), context in zip(turns, contexts, strict=True):
-        prompt = np.array(render(model, conversation.messages[:-1]))
+        prompt = np.array(render(model.tokenizer, conversation.messages[:-1]))
         assert len(context) == figures.prompt <= limit
         kept = np.ones(len(context), bool)
         for begin, end in think_spans(tokenizer, context):

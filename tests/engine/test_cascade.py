@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.ops.attention.cascade import CascadePlan
+from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.plan_table import lookup
 from nanovllm.testing.models import random_model, tiny_config
 

@@ -8,11 +8,14 @@ import torch
 
 from nanovllm.chunks.compose import compose, drop
 from nanovllm.chunks.generate import generate, generate_many
-from nanovllm.chunks.handles import fork, prefill, release
+from nanovllm.chunks.handles import fork, release
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin, commit
 from nanovllm.chunks.storage.file import load_chunk
+from nanovllm.engine.donation import enter
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import cancel, enter, step, submit
+from nanovllm.engine.requests import cancel, submit
+from nanovllm.engine.step import step
 from nanovllm.errors import DonatedStateError, ForeignChunkError, InvalidRequestError, NanoVLLMError, OutOfPagesError, ReleasedChunkError
 from nanovllm.executor.decode import decode_step
 from nanovllm.executor.executor import Runtime

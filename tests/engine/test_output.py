@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 
 import nanovllm as nv
 from nanovllm.engine.output import draw_token, finish_reason, reply_text
-from nanovllm.engine.step import new_sequence
+from nanovllm.engine.requests import new_sequence
 from nanovllm.executor.executor import Drawn
 from nanovllm.state.request import StopScan
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
@@ -37,7 +37,7 @@ def drawn_reply(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple
     """The tokens and the text of a reply that draws `ids`, and its scan; its stream shows the same text."""
     model, params = replace(MODEL, tokenizer=tokenizer), nv.SamplingParams(stop=stops, max_tokens=500)
     _, sequence, _ = new_sequence(model, STATE, [1], params)
-    stream, shown = TextStream.of(model, params), ""
+    stream, shown = TextStream.of(model.tokenizer, params.stop), ""
     for token in ids:
         sequence = draw_token(sequence, token, Drawn(token_ids=np.zeros(1, np.int32)), 0, 0.0)
         if finish_reason(sequence, token):

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from nanovllm.chunks.generate import generate
-from nanovllm.chunks.handles import prefill
+from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.prompt import resolve, token_array
-from nanovllm.engine.step import submit
+from nanovllm.engine.requests import submit
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.testing.models import random_model, tiny_config

@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.chunks.generate import generate, generate_many
-from nanovllm.chunks.handles import prefill, release, truncate
+from nanovllm.chunks.handles import release, truncate
+from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.init_state import init_state
+from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.scheduler import schedule
-from nanovllm.engine.step import cancel, step, submit
+from nanovllm.engine.step import step
 from nanovllm.errors import OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.invariants import check
@@ -67,7 +69,7 @@ def test_a_schedule_is_made_only_where_pages_are_missing(monkeypatch):
         plans.append(schedule(*args))
         return plans[-1]
 
-    monkeypatch.setattr("nanovllm.engine.schedule", noted)
+    monkeypatch.setattr("nanovllm.engine.step.schedule", noted)
     state, params = engine(num_pages=200, max_model_len=400), [greedy(count, ignore_eos=True) for count in (10, 20, 30, 150)]
     _, gens = generate_many(MODEL, state, PROMPTS[:4], params)
     assert [len(gen.token_ids) for gen in gens] == [10, 20, 30, 150]

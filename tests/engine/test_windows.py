@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm.chunks.handles import detach
 from nanovllm.config import EngineConfig
+from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints.memory.report import memory
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
-from nanovllm.requests import detach, submit_many
 from nanovllm.state.invariants import check
 from nanovllm.state.kv_cache import bytes_by_group, pages_for
 from nanovllm.state.pool_sizes import bytes_of, frames_for_all, pool_sizes

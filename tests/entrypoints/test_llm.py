@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm as nv
+from nanovllm.chunks.handles import detach
+from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints import llm as shell
+from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.llm import LLM
-from nanovllm.progress import bar
-from nanovllm.requests import detach, submit_many
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tokenizer.stream import TextStream, held_back
 
@@ -297,7 +298,7 @@ def test_a_text_stream_never_shows_a_part_of_a_stop(text, stops, size):
     ends = [text.find(stop) for stop in stops if stop in text]
     whole = text[: min(ends)] if ends else text
     ids = MODEL.tokenizer.encode(text)
-    stream, shown = TextStream.of(MODEL, nv.SamplingParams(stop=stops) if stops else GREEDY), ""
+    stream, shown = TextStream.of(MODEL.tokenizer, stops), ""
     for start in range(0, len(ids), size):
         seen = MODEL.tokenizer.decode(ids[: start + size]).rstrip("\ufffd")
         if any(stop in seen for stop in stops):

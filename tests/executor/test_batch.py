@@ -10,7 +10,7 @@ from nanovllm import models
 from nanovllm.chunks.prefill import plain_request
 from nanovllm.executor.batch import HostBatch, decode_batch, padded, prefill_batch, to_device, token_rows
 from nanovllm.executor.cascade_policy import CascadePolicy
-from nanovllm.ops.attention.cascade import CascadePlan, CascadeWorkspace
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
 from nanovllm.state.kv_cache import KVState, init_kv
 from nanovllm.state.request import Sequence
 from nanovllm.state.vector import IntVector

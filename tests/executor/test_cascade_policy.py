@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nanovllm.executor.batch import HostBatch
 from nanovllm.executor.cascade_policy import DECODE_BYTES, RUN_TOKENS, CascadePolicy, num_saved, own_runs, shared_runs
-from nanovllm.ops.attention.cascade import Run
+from nanovllm.ops.attention.cascade_plan import Run
 
 
 @st.composite

@@ -6,8 +6,8 @@ import torch
 
 from nanovllm import models
 from nanovllm.config import EngineConfig
-from nanovllm.executor.attention_plans import Cascades, cascade_policy
 from nanovllm.executor.batch import HostBatch, padded
+from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, StepKind
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.state.kv_cache import init_kv

@@ -8,9 +8,10 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.executor.decode import DecodeCarry
-from nanovllm.executor.executor import Drawn, EagerExecutor, Runtime
+from nanovllm.executor.eager import EagerExecutor
+from nanovllm.executor.executor import Drawn, Runtime
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, steps_ahead
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Request, Sequence
 from nanovllm.state.vector import IntVector

@@ -7,7 +7,7 @@ import numpy as np
 
 from nanovllm.chunks.generate import generate
 from nanovllm.engine.init_state import init_state
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.testing.models import random_model, tiny_config
 

@@ -8,12 +8,14 @@ import torch
 
 import nanovllm as nv
 from nanovllm.entrypoints.cli.bench.graph_timer import captured
-from nanovllm.executor.attention_plans import EXTENSION
+from nanovllm.executor.batch import EXTENSION
 from nanovllm.executor.cascade_policy import own_runs, shared_runs
-from nanovllm.executor.graph_executor import GraphExecutor, extension_sizes
+from nanovllm.executor.cuda_graphs import extension_sizes
+from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.ops import paged_decode, paged_prefill
 from nanovllm.ops.attention import reference
-from nanovllm.ops.attention.cascade import CascadePlan, CascadeWorkspace, PromptCascade
+from nanovllm.ops.attention.cascade import PromptCascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
 from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
 from nanovllm.ops.attention.flashinfer_plans import PrefillPlan
@@ -193,7 +195,7 @@ class Alone:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]])
 def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
     """Layers of a product, the write of k and v and attention, which start before what they read is there: not a bit may differ."""
-    from nanovllm.ops.attention import triton_cascade as triton_attention
+    from nanovllm.ops.attention import triton_cascade
 
     tree = Tree(24, shape, own=[*range(1, 300, 13), 3000], room=16)
     heads, width = tree.group * tree.kv_heads, (tree.group + 2) * tree.kv_heads * tree.head_dim
@@ -222,7 +224,7 @@ def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
     place()
     assert plan.update(own_runs(tree.counts))
     graph, outs = captured(layers)
-    launched = triton_attention._shared, triton_attention._own
+    launched = triton_cascade._shared, triton_cascade._own
     for turn in range(12):
         assert plan.update(tree.runs() if turn % 3 else own_runs(tree.counts))
         lens.copy_(torch.from_numpy(tree.lens + turn))
@@ -233,7 +235,7 @@ def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
         got, after = [out.clone() for out in outs], pages.clone()
         pages.copy_(kept)
         for name, kernel in zip(("_shared", "_own"), launched, strict=True):
-            monkeypatch.setattr(triton_attention, name, Alone(kernel))
+            monkeypatch.setattr(triton_cascade, name, Alone(kernel))
         for mine, alone in zip(got, layers(), strict=True):
             assert mine.isfinite().all() and torch.equal(mine, alone)
         assert torch.equal(after, pages)

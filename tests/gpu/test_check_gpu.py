@@ -16,7 +16,8 @@ from nanovllm.models.check.examine import ROWS, choose, examine
 from nanovllm.models.check.report import table
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice, all_fast
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.testing.problems import attention_problem
 from tests.gpu.small import random_prompts, require_same, small_model
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.executor.graph_executor import GraphExecutor, batch_sizes
+from nanovllm.executor.cuda_graphs import batch_sizes
+from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.worlds import drain
 from tests.gpu.small import random_prompts, require_same, small_model

@@ -9,9 +9,10 @@ from torch.utils._pytree import tree_map
 
 from nanovllm import models
 from nanovllm.config import MoEConfig, RopeConfig
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast import fused
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.elementwise.decode_rows import capped_logits, next_places, rotary_angles
 from nanovllm.ops.elementwise.norm_rope import soft_cap
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add

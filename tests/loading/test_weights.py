@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 import nanovllm as nv
-from nanovllm.entrypoints.cli import bench
+from nanovllm.entrypoints.cli.bench.model_shapes import random_model as bench_model
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading import weights
 from nanovllm.loading.load_model import load_model
 from nanovllm.loading.safetensors_headers import read_headers
-from nanovllm.loading.weights import drawn_by, fingerprint, random_fingerprint, random_params
-from nanovllm.models import REGISTRY
+from nanovllm.loading.weights import fingerprint
 from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
+from nanovllm.models.registry import REGISTRY
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 NORM = "model.layers.1.post_attention_layernorm.weight"
@@ -64,7 +65,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no architecture": (set_config(architectures=None), "unknown architecture None"),
     "quantised": (set_config(quantization_config={"quant_method": "gptq"}), "gptq"),
     "remote code": (
-        set_config(architectures=["MineForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling.Mine"}), "trust_remote_code",
+        set_config(architectures=["MineForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling.Mine"}),
+        "trust_remote_code",
     ),
     "missing tensor": (edit(lambda t: t.pop(NORM)), f"lacks the tensor {NORM}"),
     "extra tensor": (edit(lambda t: t.update({"model.layers.0.extra": torch.ones(3)})), "model.layers.0.extra"),
@@ -211,7 +213,7 @@ def test_random_values_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: 
 def test_a_fingerprint_tells_who_drew_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the benchmark's models are those of every other seed-0 draw; each kind of GPU draws its own."""
     config, cpu, gpu = tiny_config(), torch.device("cpu"), torch.device("cuda", 0)
-    model = bench.shapes.random_model("small", config, device="cpu")
+    model = bench_model("small", config, device="cpu")
     assert torch.equal(model.params.embed, random_params(config, seed=0, device=cpu, dtype=torch.float32).embed)
     assert model.fingerprint == random_fingerprint(config, 0) == random_fingerprint(config, 0, by=drawn_by(cpu))
     found = {model.fingerprint}

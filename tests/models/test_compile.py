@@ -9,10 +9,12 @@ import torch
 
 from nanovllm import models
 from nanovllm.config import EngineConfig
-from nanovllm.executor.batch import Batch, HostBatch, to_device
+from nanovllm.executor.batch import HostBatch, sample_prompts, to_device
 from nanovllm.executor.cascade_policy import own_runs
-from nanovllm.executor.executor import COMPILED_PROMPTS, compiled_forward, sample_prompts
-from nanovllm.ops.attention.cascade import CascadePlan, CascadeWorkspace, PromptCascade
+from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward
+from nanovllm.models.common.batch import Batch
+from nanovllm.ops.attention.cascade import PromptCascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
 from nanovllm.testing.driver import layout, run_greedy, step_batch
 from nanovllm.testing.models import random_model, tiny_config
 

@@ -12,7 +12,7 @@ from nanovllm import models
 from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.loading import weights
 from nanovllm.loading.load_model import load_model
-from nanovllm.models import REGISTRY, fitted
+from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.testing.driver import layout, run_chunks
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 

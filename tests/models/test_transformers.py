@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 import nanovllm as nv
 from nanovllm.entrypoints.cli.main import main
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.loading.load_model import Model, load_model
+from nanovllm.loading.load_model import load_model
 from nanovllm.loading.transformers.trace import causal_mask
+from nanovllm.models.model import Model
 from nanovllm.models.transformers import ForeignParams
 from nanovllm.testing.driver import layout, run_chunks
 from nanovllm.testing.models import save_tokenizer

@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 
 from nanovllm.executor.cascade_policy import own_runs
 from nanovllm.ops import kv_write, paged_decode
-from nanovllm.ops.attention.cascade import CascadePlan, CascadeWorkspace
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
 from nanovllm.state.kv_cache import KVState
 
 pytestmark = pytest.mark.compile

@@ -1,4 +1,4 @@
-"""Every architecture beside transformers: `measure` compares one of `CASES`, `python -m nanovllm.testing.parity` all of them."""
+"""Every architecture beside transformers: `measure` compares one of `CASES`, `python -m tests.parity` all of them."""
 
 from tests.parity.cases import CASES, Case
 from tests.parity.measure import Measures, measure, measured

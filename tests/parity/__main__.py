@@ -1,4 +1,4 @@
-"""`python -m nanovllm.testing.parity`: measure all cases and write the page."""
+"""`python -m tests.parity`: measure all cases and write the page."""
 
 import argparse
 import multiprocessing
@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from nanovllm.progress import bar
+from nanovllm.entrypoints.display.terminal import bar
 from tests.parity.cases import CASES
 from tests.parity.measure import Measures, measure, settle
 from tests.parity.report import page
@@ -14,7 +14,7 @@ from tests.parity.report import page
 
 def main() -> int:
     """Returns 1 where a measure is out of bounds, or no case has the name that was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.testing.parity", description="Compare every architecture with transformers.")
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description="Compare every architecture with transformers.")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="write the page to PREFIX.md; without it, it is printed")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain this text")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes of one thread each (default %(default)s)")

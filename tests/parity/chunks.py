@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from nanovllm.chunks.compose import compose, drop
-from nanovllm.chunks.handles import fork, prefill, truncate
+from nanovllm.chunks.handles import fork, truncate
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.engine.init_state import init_state
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, windowed_pools
 from nanovllm.testing.driver import layout, step_batch
@@ -59,9 +60,7 @@ def chunk_errors(pair: Pair) -> ChunkErrors:
         return ChunkErrors(exact=exact, moved=0.0, refused=str(error))
     starts = np.cumsum([0, *LENGTHS])
     found = kv_of(state, placed)
-    pieces = [
-        _far(found[:, start : start + len(run)], run_at(model, run, int(start))) for run, start in zip(runs, starts, strict=False)
-    ]
+    pieces = [_far(found[:, start : start + len(run)], run_at(model, run, int(start))) for run, start in zip(runs, starts, strict=False)]
     # What stands behind the span has attended to it: its values are those of the whole, its keys those of new positions.
     kept, turned = kv_of(state, whole)[:, 26:], kv_of(state, shifted)[:, 5:]
     pieces += [_far(turned[:, :, 1], kept[:, :, 1]), _products(turned[:, :, 0], kept[:, :, 0])]

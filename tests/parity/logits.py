@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm import models
-from nanovllm.executor.batch import Batch
-from nanovllm.loading.load_model import Model
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast import cpu
 from nanovllm.models.fast import path as fast
+from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.testing.driver import layout, run_chunks, step_batch
 from nanovllm.types import Float, Tensor

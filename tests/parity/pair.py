@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.loading.load_model import Model, load_model
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.model import Model
 from nanovllm.testing.models import save_tokenizer
 from nanovllm.types import Tensor
 from tests.parity.cases import KINDS, Case
@@ -89,5 +90,3 @@ def _config(kind: Any, case: Case) -> Any:
     config = kind(**changes)
     config._experts_implementation = "eager"  # the others have no float64
     return config
-
-

@@ -16,7 +16,7 @@ weights: small models with random weights, saved by transformers and loaded by `
 ```
 {command}
 ```
-with Python {python}, torch {torch} and transformers {transformers} on a CPU ({machine}). The measures are in `nanovllm.testing.parity`, and
+with Python {python}, torch {torch} and transformers {transformers} on a CPU ({machine}). The measures are in `tests.parity`, and
 tests hold them to their bounds. transformers runs with `attn_implementation="eager"`: by its default, `sdpa`, Gemma 2 is another model,
 without the soft cap on its attention scores.
 

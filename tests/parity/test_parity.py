@@ -1,4 +1,4 @@
-"""The models against transformers, on random weights saved by transformers and loaded through `load_model`: `nanovllm.testing.parity`."""
+"""The models against transformers, on random weights saved by transformers and loaded through `load_model`: `tests.parity`."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -54,9 +54,7 @@ class SharedPages(CascadeMachine):
 
 
 WINDOWED = ModelWorld(
-    random_model(
-        tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8, windows=(3, 0))
-    )
+    random_model(tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8, windows=(3, 0)))
 )
 
 

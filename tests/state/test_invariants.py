@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from immutables import Map
 
-from nanovllm.chunks.handles import prefill
+from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import step, submit
+from nanovllm.engine.requests import submit
+from nanovllm.engine.step import step
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pages as page_ops

@@ -3,10 +3,11 @@
 from zlib import crc32
 
 import numpy as np
-from tiny_asking import Document, Fill, recall, recall_chat
-from tiny_chat import CONTEXT
-from tiny_grammar import Rng
-from tiny_text import draw_document, filler
+
+from tools.tiny_model.text.asking import Document, Fill, recall, recall_chat
+from tools.tiny_model.text.chat import CONTEXT
+from tools.tiny_model.text.documents import draw_document, filler
+from tools.tiny_model.text.grammar import Rng
 
 
 def _tokenized(tokenizer, documents: list[Document]) -> list[list[tuple[list[int], int] | Fill]]:

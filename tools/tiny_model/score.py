@@ -1,8 +1,8 @@
 """Measures what the tiny model recalls, adds and tells, greedily, by transformers or by nanovllm.
 
-    python tools/score_tiny.py                              # the table, by transformers
-    python tools/score_tiny.py --engine nanovllm            # the same by our engine
-    python tools/score_tiny.py --card --report              # also writes the model card's table and the samples in docs/tiny-model.md
+python -m tools.tiny_model.score                              # the table, by transformers
+python -m tools.tiny_model.score --engine nanovllm            # the same by our engine
+python -m tools.tiny_model.score --card --report              # also writes the model card's table and the samples in docs/tiny-model.md
 """
 
 import argparse
@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from zlib import crc32
 
-from tiny_cases import MEASURES, Case, Prompter, final_answer, judge, loops, story_prompts
-from tiny_grammar import Rng
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.tiny_model.text.cases import MEASURES, Case, Prompter, final_answer, judge, loops, story_prompts
+from tools.tiny_model.text.grammar import Rng
+
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "src/nanovllm/assets/tiny"
 Generate = Callable[[Sequence[str], int], list[str]]
 

@@ -1,6 +1,6 @@
 """Trains the embedded tiny model from nothing but this script's own text, in less than 15 minutes on one H200.
 
-    python tools/train_tiny.py --out src/nanovllm/assets/tiny --work /tmp/tiny      # the whole training; run again to resume
+    python -m tools.tiny_model.train --out src/nanovllm/assets/tiny --work /tmp/tiny      # the whole training; run again to resume
 
 The text, its order and the initial weights follow from --seed. Worker processes write the text while the GPU learns; a checkpoint is
 kept in --work, and a run that finds one goes on from there. On a machine without a GPU use --toy, which shows that every part works.
@@ -58,8 +58,9 @@ class BatchMaker:
 
     def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Odd steps hold long rows, even ones short rows; as many tokens either way."""
-        from tiny_pack import draw_batch
         from tokenizers import Tokenizer
+
+        from tools.tiny_model.pack import draw_batch
 
         if self.tokenizer is None:
             self.tokenizer = Tokenizer.from_file(self.tokenizer_file)
@@ -79,8 +80,8 @@ def make_tokenizer(folder: Path, seed: int, documents: int) -> None:
     """Trains the tokenizer on the text of the seed, unless the folder has one."""
     if (folder / "tokenizer.json").exists():
         return
-    from tiny_text import sample_texts
-    from tiny_tokenizer import save_tokenizer, train_tokenizer
+    from tools.tiny_model.text.documents import sample_texts
+    from tools.tiny_model.tokenizer import save_tokenizer, train_tokenizer
 
     save_tokenizer(train_tokenizer(sample_texts(seed, documents)), folder)
 
@@ -93,8 +94,9 @@ def learning_rate(step: int, steps: int) -> float:
 def train(args: argparse.Namespace, batches: Iterator[tuple[np.ndarray, np.ndarray]], start: int, checkpoint: dict | None) -> None:
     """The training loop, from step `start`; writes the folder at the end."""
     import torch
-    from tiny_net import CONFIG, Muon, TinyModel, load_model, save_model, weighted_loss
     from tqdm import tqdm
+
+    from tools.tiny_model.net import CONFIG, Muon, TinyModel, load_model, save_model, weighted_loss
 
     begun = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

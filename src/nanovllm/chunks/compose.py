@@ -14,11 +14,10 @@ from nanovllm import ops
 from nanovllm.chunks.handles import chunk_of, cut, cut_live, fork
 from nanovllm.chunks.layout import Layout, gapped, joined, shifted, slots_of
 from nanovllm.chunks.prefill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
-from nanovllm.config import ModelConfig
-from nanovllm.engine.prompt import require_chunk, require_live
-from nanovllm.engine.step import capacity, commit_state, enter_with, guarded
+from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_live
+from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.state import pages as page_ops
 from nanovllm.state import pool as pools
@@ -35,9 +34,7 @@ PROBED = 2  # layers that are run to choose tokens by deviation: KV of the first
 
 @explain_unknown_keywords
 @torch.no_grad()
-def compose(
-    model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int | float | Literal["all"] = 0
-) -> tuple[EngineState, Chunk]:
+def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int | float | Literal["all"] = 0) -> tuple[EngineState, Chunk]:
     """Place chunks one after another, in any order and each any number of times: one chunk of all their tokens.
 
     The first keeps its place and its whole pages are shared; keys of the others are turned for their new positions and copied into fresh
@@ -90,9 +87,7 @@ def drop(
         return commit_state(state), kept
 
 
-def dropped(
-    model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken
-) -> tuple[EngineState, Chunk]:
+def dropped(model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken) -> tuple[EngineState, Chunk]:
     """`drop`, uncommitted. Pages taken go into `taken`."""
     require_live(state, chunk)
     start, stop = _span(chunk, start, stop)
@@ -109,16 +104,11 @@ def dropped(
     return _placed(model, state, layout, f"dropped by {mode}", [chunk], taken)
 
 
-def keys_turn(config: ModelConfig) -> bool:
-    """Whether positions enter by a rotation of keys, which moves them to other positions."""
-    return config.rope.kind in ("default", "linear", "llama3", "yarn", "longrope")
-
-
 def require_rotary(model: Model, what: str) -> None:
     """Raise for a model whose keys cannot be turned: learned positions, or rotation speeds that depend on the length."""
     if model.foreign:
         raise InvalidRequestError(f"how positions enter {model.config.architecture} is not known here, which does not allow {what}")
-    if not keys_turn(model.config):
+    if not model.config.keys_turn:
         raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, which do not allow {what}")
 
 
@@ -236,9 +226,7 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
     return (there() - before).square().flatten(1).sum(1).cpu().numpy()
 
 
-def run_after(
-    model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: Taken
-) -> tuple[EngineState, Chunk]:
+def run_after(model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: Taken) -> tuple[EngineState, Chunk]:
     """A chunk of all tokens, those behind `base` run now; uncommitted. Pages taken go into `taken`."""
     if len(tokens) > capacity(state, base):
         raise InvalidRequestError(f"the chunk would have {len(tokens)} tokens; this engine holds at most {capacity(state, base)}")

@@ -8,10 +8,12 @@ import torch
 from nanovllm.chunks.handles import chunk_of
 from nanovllm.chunks.prefill import fill, reserve_all
 from nanovllm.chunks.thinking import Retain, check_retain, without_thinking
+from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.prompt import Context
-from nanovllm.engine.step import commit_state, enter_with, guarded, new_sequence, run_step
+from nanovllm.engine.requests import new_sequence
+from nanovllm.engine.step import run_step
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools

@@ -2,46 +2,18 @@
 
 import operator
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
-import torch
-
-from nanovllm.chunks.prefill import adopt, fill, plain_sequence, reserve_all
-from nanovllm.engine.prompt import parts_of, require_chunk, require_live, resolve
-from nanovllm.engine.step import capacity, commit_state, enter, enter_with, guarded
+from nanovllm.engine.donation import commit_state, enter, enter_with, require_chunk, require_live
 from nanovllm.errors import BrokenInvariantError, InvalidRequestError, OutOfPagesError
-from nanovllm.loading.load_model import Model
-from nanovllm.sampling.keywords import explain_unknown_keywords
+from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import EXACT, Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import Sequence
+from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.vector import IntVector
-
-
-@explain_unknown_keywords
-@torch.no_grad()
-def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
-    """Fill the KV of a text, of token ids or of a list of these, after a chunk or alone, and return the whole run as a chunk.
-
-    `after` stays valid. Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit,
-    `OutOfPagesError` for what does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
-    """
-    state = enter_with(model, state)
-    if after is not None:
-        require_chunk(after, "after")
-        text_or_ids = [after, *parts_of(text_or_ids)]
-    resolved = resolve(model, state, text_or_ids)
-    num_tokens, limit = len(resolved.tokens), capacity(state, resolved.base)
-    if num_tokens > limit:
-        raise InvalidRequestError(f"the chunk would have {num_tokens} tokens; this engine holds at most {limit}")
-    with guarded(state) as taken:
-        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base)])
-        filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
-        filled, (sequence,) = fill(model, filled, sequences)
-        filled, chunk = chunk_of(model, filled, sequence)
-        return commit_state(filled), chunk
 
 
 def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
@@ -118,3 +90,30 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[Engi
     pool = pools.release(state.pool, spare.tolist())
     pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array(), 0)  # a reply's pages are not indexed yet
     return replace(state, pool=pool, chunks=state.chunks.set(chunk.liveness, chunk), next_id=state.next_id + 1), chunk
+
+
+def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineState, Chunk | None]:
+    """End a request of `submit_many(keep=True)`, wherever it stands, and hand its KV over as a chunk of the tokens filled so far.
+
+    The newest token is not among them: a continuation runs it. None where nothing is filled. Raises
+    `InvalidRequestError` for a request that this state does not hold.
+    """
+    state = enter_with(model, state)
+    waiting, running, kept = state.waiting, state.running, state.kept
+    if request_id in kept:
+        sequence, kept = kept[request_id], kept.delete(request_id)
+    elif request_id in waiting.items:
+        sequence, waiting = waiting.items[request_id], waiting.pop(request_id)
+    else:
+        sequence = next((s for s in running if s.request.request_id == request_id), None)
+        if sequence is None:
+            raise InvalidRequestError(f"request {request_id!r} is neither kept, waiting nor running")
+        running = tuple(s for s in running if s is not sequence)
+    if state.pool.frames is not None and not sequence.request.keep:
+        raise InvalidRequestError(f"request {request_id} was not queued to be kept, and gives up what is outside of the model's windows")
+    state = replace(state, waiting=waiting, running=running, kept=kept)
+    if not sequence.num_filled:
+        return commit_state(state, pool=give_up_pages(state.pool, sequence)), None
+    filled = replace(sequence, tokens=sequence.tokens.truncate(sequence.num_filled))
+    state, chunk = chunk_of(model, state, filled)
+    return commit_state(state), chunk

@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 
+from nanovllm.chunks.handles import chunk_of
+from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk
 from nanovllm.engine.output import counted
-from nanovllm.engine.step import begin_sequence, copy_pages
-from nanovllm.loading.load_model import Model
+from nanovllm.engine.prompt import parts_of, resolve
+from nanovllm.engine.requests import begin_sequence, capacity
+from nanovllm.engine.step import copy_pages
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import executor_of
+from nanovllm.models.model import Model
+from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
@@ -48,9 +57,7 @@ def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False)
     return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), held
 
 
-def reserve_all(
-    state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken
-) -> tuple[EngineState, list[Sequence]]:
+def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken) -> tuple[EngineState, list[Sequence]]:
     """Give each sequence pages of its own up to `lengths` tokens; partly filled shared pages are copied. Donates the KV.
 
     Raises `OutOfPagesError` before anything is written.
@@ -87,7 +94,7 @@ def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: 
             return replace(state, kv=kv, pool=pool, stats=stats), done
         for i, count in rows:
             require_writable(pool.pages, written_pages(done[i], count, state.config.page_size).tolist())
-        _, kv = state.runtime.executor.prefill(model, kv, [(done[i], count) for i, count in rows], draw=False, frames=pool.frames)
+        _, kv = executor_of(state).prefill(model, kv, [(done[i], count) for i, count in rows], draw=False, frames=pool.frames)
         for i, count in rows:
             prompt, again = counted(done[i], count)
             stats = stats.add(prefill_tokens=prompt, decode_tokens=count - prompt, rerun_tokens=again)
@@ -112,5 +119,29 @@ def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.n
         batch.append((replace(sequence, tokens=sequence.tokens.truncate(stop), num_filled=start), stop - start))
         following = len(pieces[i + 1]) if i + 1 < len(pieces) else budget
         if sum(count for _, count in batch) + following > budget or len(batch) == state.config.max_num_seqs:
-            state.runtime.executor.prefill(model, state.kv, batch, draw=False, frames=state.pool.frames)
+            executor_of(state).prefill(model, state.kv, batch, draw=False, frames=state.pool.frames)
             batch = []
+
+
+@explain_unknown_keywords
+@torch.no_grad()
+def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
+    """Fill the KV of a text, of token ids or of a list of these, after a chunk or alone, and return the whole run as a chunk.
+
+    `after` stays valid. Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit,
+    `OutOfPagesError` for what does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
+    """
+    state = enter_with(model, state)
+    if after is not None:
+        require_chunk(after, "after")
+        text_or_ids = [after, *parts_of(text_or_ids)]
+    resolved = resolve(model, state, text_or_ids)
+    num_tokens, limit = len(resolved.tokens), capacity(state, resolved.base)
+    if num_tokens > limit:
+        raise InvalidRequestError(f"the chunk would have {num_tokens} tokens; this engine holds at most {limit}")
+    with guarded(state) as taken:
+        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base)])
+        filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
+        filled, (sequence,) = fill(model, filled, sequences)
+        filled, chunk = chunk_of(model, filled, sequence)
+        return commit_state(filled), chunk

@@ -9,12 +9,14 @@ import torch
 from nanovllm.chunks.generate import Generation, one_for_each
 from nanovllm.chunks.handles import chunk_of
 from nanovllm.chunks.prefill import adopt, fill, reserve_all
+from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.output import counted, finish_reason, reply_text, scan
 from nanovllm.engine.prompt import Context
-from nanovllm.engine.step import capacity, commit_state, enter_with, guarded, new_sequence
+from nanovllm.engine.requests import capacity, new_sequence
 from nanovllm.errors import DonatedStateError, InvalidRequestError
 from nanovllm.executor.decode import DecodeCarry, TokenLog, require_carry, require_fresh
-from nanovllm.loading.load_model import Model
+from nanovllm.executor.executor import executor_of
+from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.sampler import features
@@ -62,7 +64,7 @@ def begin(
         inner, sequences = adopt(inner, sequences, logits=True)
         inner, sequences = reserve_all(inner, sequences, [len(s.tokens) + room for s in sequences], taken)
         inner, sequences = fill(model, inner, sequences, keep_back=1)
-        carry = state.runtime.executor.begin(model, inner.kv, sequences, ticket, frames=inner.pool.frames)
+        carry = executor_of(state).begin(model, inner.kv, sequences, ticket, frames=inner.pool.frames)
         log = TokenLog(
             session=torch.tensor(ticket, device=model.device),
             ran=torch.tensor(0, dtype=torch.int32, device=model.device),
@@ -119,7 +121,7 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
             generations.append(Generation(chunk=chunk, token_ids=token_ids, text=text, finish_reason=reason, logprobs=logprobs))
         after = commit_state(inner, sessions=inner.sessions.delete(ticket))
     _retire(carry)
-    state.runtime.executor.end(ticket)
+    executor_of(state).end(ticket)
     return after, generations
 
 

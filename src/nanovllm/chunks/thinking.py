@@ -8,7 +8,7 @@ import numpy as np
 from nanovllm.chunks.compose import MODES, dropped, run_after
 from nanovllm.chunks.handles import cut, cut_live, released
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.pool import Taken
@@ -47,9 +47,7 @@ def think_spans(tokenizer: Tokenizer, token_ids: np.ndarray, start: int = 0, end
     return spans if begin is None else [*spans, (begin, len(token_ids))]
 
 
-def without_thinking(
-    model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain, taken: Taken
-) -> tuple[EngineState, Chunk]:
+def without_thinking(model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain, taken: Taken) -> tuple[EngineState, Chunk]:
     """A chunk in the place of `chunk`, without the think blocks behind token `start`; nothing is committed. Pages taken go into `taken`.
 
     A chunk cannot be empty: where nothing else would be left, its first block stays.

@@ -1,36 +1,26 @@
 """`init_state`: an engine's first state, its KV pool and its runtime."""
 
-import gc
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 import torch
 
-from nanovllm import models
 from nanovllm.config import EngineConfig, loaded_for_short
-from nanovllm.engine.step import model_key, require_model
-from nanovllm.errors import InvalidRequestError, OutOfPagesError, TuningFileError
-from nanovllm.executor.attention_plans import AttentionUnavailableError, Cascades, cascade_policy
-from nanovllm.executor.executor import EagerExecutor, Executor, Runtime, compiled_forward
-from nanovllm.loading.load_model import Model
-from nanovllm.models.check.examine import by_cuts, choose
-from nanovllm.models.fast.choice import FastChoice
-from nanovllm.models.fast.cuts import Cuts
-from nanovllm.models.tuning.choose import cuts_for, plain, require_tuning
-from nanovllm.ops.backends import attention_backend
+from nanovllm.engine.donation import model_key, require_model
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.executor.build_executor import build_executor, checked_choice, step_bytes_needed, tuned_cuts
+from nanovllm.executor.executor import Runtime
+from nanovllm.executor.kv_budget import default_tokens, device_budget
+from nanovllm.models.model import Model
+from nanovllm.models.tuning.choose import require_tuning
 from nanovllm.sampling.keywords import explain_unknown_keywords
-from nanovllm.state.engine_state import EngineState, Lease
-from nanovllm.state.kv_cache import KVState, init_kv
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import init_kv
+from nanovllm.state.lease import Lease
 from nanovllm.state.pool import init_pool
 from nanovllm.state.pool_sizes import bytes_of, pool_sizes
 from nanovllm.state.window_frames import init_frames
-
-R = TypeVar("R")
-CPU_KV_BYTES = 4 << 30  # unless told otherwise
 
 
 @explain_unknown_keywords
@@ -55,7 +45,7 @@ def init_state(
 
     `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
     what `memory_fraction` of a GPU's memory leaves beside the weights and what the largest steps hold, which is measured. `num_frames`:
-    for how many pages layers with a window keep KV (where it is None, `state/sizes.py` says how many that are); where all layers have
+    for how many pages layers with a window keep KV (where it is None, `state/pool_sizes.py` says how many that are); where all layers have
     one, `num_pages` says it. `max_num_batched_tokens`: None is 8,192, and
     on a GPU of 64 GiB or more what takes a prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
     steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
@@ -108,12 +98,14 @@ def init_state(
     if max_model_len > config.max_position_embeddings:
         more = "; load_model(..., max_model_len=...) loads it for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
-    cuts = _cuts(model, limits, compile, tuning)
-    choice, cuts = _choice(model, limits, compile, check, cuts, tuning)  # before the pool takes the memory that it needs for a moment
+    cuts = tuned_cuts(model, limits, compile, tuning)
+    choice, cuts = checked_choice(
+        model, limits, compile, check, cuts, tuning
+    )  # before the pool takes the memory that it needs for a moment
     budget = None
     if num_pages is None:
-        needed, cuts = _needed(model, limits, compile, choice, cuts, tuning)
-        budget = _budget(model, memory_fraction) - needed
+        needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
+        budget = device_budget(model, memory_fraction) - needed
     num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, model.dtype)
     limits = replace(limits, num_pages=num_pages, num_frames=frames)
     try:
@@ -121,138 +113,8 @@ def init_state(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = bytes_of(config, limits, model.dtype)
         raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
-    executor, cuts = _executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
+    executor, cuts = build_executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
     runtime = Runtime(Lease(model_key(model)), executor, cuts)
     windows = {"window": config.widest_window, "alone": config.all_windowed}
     pool = init_pool(num_pages, page_size, init_frames(frames, num_pages, **windows) if frames else None)
     return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)
-
-
-def _captures(model: Model, limits: EngineConfig, compile: bool | None) -> bool:
-    """Whether steps will be captured: on a GPU whose attention FlashInfer serves."""
-    served = not model.foreign and attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
-    return compile is not False and served
-
-
-def _cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
-    """The cuts of the kernels that will run; None: their defaults."""
-    if not _captures(model, limits, compile):
-        if tuning is None or tuning is False:
-            return None
-        raise InvalidRequestError(f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; there are none on {model.device} here")
-    return cuts_for(model, tuning)
-
-
-def _choice(
-    model: Model,
-    limits: EngineConfig,
-    compile: bool | None,
-    check: bool | None,
-    cuts: Cuts | None,
-    tuning: bool | str | os.PathLike[str] | None,
-) -> tuple[FastChoice | None, Cuts | None]:
-    """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks. Cuts by which
-    one does not are dropped for the defaults."""
-    cuda = model.device.type == "cuda"
-    runs_fast = _captures(model, limits, compile) if cuda else compile is None  # else compiled layers will run
-    if not (runs_fast and (cuda if check is None else check)):
-        return None, cuts
-    (choice, warning), cuts = _by_cuts(partial(_looked, model, limits), cuts, tuning)
-    if cuts is not None and choice is not None and not choice.whole:
-        warnings.warn(f"the cuts of {cuts.source} are not used but the defaults: by them {warning}", stacklevel=4)
-        (choice, warning), cuts = _looked(model, limits, None), None
-    if warning:
-        warnings.warn(warning, stacklevel=4)
-    return None if choice is None or choice.whole else choice, cuts
-
-
-def _by_cuts(make: Callable[[Cuts | None], R], cuts: Cuts | None, tuning: bool | str | os.PathLike[str] | None) -> tuple[R, Cuts | None]:
-    """What is made by the cuts, and the cuts; by the defaults where no kernel can be made by those of a file that nobody asked for."""
-    try:
-        with by_cuts(cuts):
-            return make(cuts), cuts
-    except TuningFileError as error:
-        if tuning is not None:
-            raise
-        warnings.warn(f"{error}; the default cuts are used", stacklevel=5)
-    gc.collect()  # what was half made holds memory
-    return make(None), None
-
-
-def _looked(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[FastChoice | None, str]:
-    """What `choose` finds, where there is memory for it."""
-    try:
-        return choose(model, limits.page_size, cuts)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return None, f"{model.name}: no memory to check the fast decode path with: it is used unchecked"
-
-
-def _executor(
-    model: Model,
-    limits: EngineConfig,
-    kv: KVState,
-    compile: bool | None,
-    cascade: bool | None,
-    choice: FastChoice | None,
-    cuts: Cuts | None,
-    tuning: bool | str | os.PathLike[str] | None,
-    progress: bool | None,
-) -> tuple[Executor, Cuts | None]:
-    """An executor, and the cuts that it uses."""
-    cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
-    # Plain torch gains nothing by reading once: it is for those who ask.
-    cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
-    if compile is False or model.foreign:
-        return EagerExecutor(*pages, model.spec.forward, cascades), None
-    if not (cuda or compile):
-        return EagerExecutor(*pages, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None
-    if not cuda:
-        return EagerExecutor(*pages, compiled_forward(model), cascades), None
-    from nanovllm.executor.graph_executor import GraphExecutor
-
-    def captured(cuts: Cuts | None) -> Executor:
-        with torch.cuda.device(model.device):
-            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, cuts=cuts, progress=progress)
-
-    try:
-        return _by_cuts(captured, cuts, tuning)
-    except AttentionUnavailableError as error:
-        warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
-        return EagerExecutor(*pages, compiled_forward(model), cascades), None
-
-
-def default_tokens(device: torch.device) -> int:
-    """Tokens of a step, unless told otherwise."""
-    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 64 << 30
-    return 16384 + 512 if large else 8192
-
-
-def _needed(
-    model: Model,
-    limits: EngineConfig,
-    compile: bool | None,
-    choice: FastChoice | None,
-    cuts: Cuts | None,
-    tuning: bool | str | os.PathLike[str] | None,
-) -> tuple[int, Cuts | None]:
-    """Bytes that steps hold beside weights and KV, where they are captured; and the cuts by which kernels could be made."""
-    if not _captures(model, limits, compile) or model.foreign:
-        return 0, cuts
-    from nanovllm.executor.kv_budget import measured
-
-    try:
-        return _by_cuts(partial(measured, model, limits, choice), cuts, tuning)
-    except AttentionUnavailableError:
-        return 0, cuts  # the executor says so
-    except torch.OutOfMemoryError as error:
-        what = f"max_num_batched_tokens={limits.max_num_batched_tokens} and max_num_seqs={limits.max_num_seqs}"
-        raise OutOfPagesError(f"a step of {what} does not fit on {model.device} beside the weights") from error
-
-
-def _budget(model: Model, memory_fraction: float) -> int:
-    """Bytes that may be held beside what is held now."""
-    if model.device.type != "cuda":
-        return CPU_KV_BYTES
-    free, total = torch.cuda.mem_get_info(model.device)
-    return int(total * memory_fraction) - (total - free)

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from nanovllm.executor.executor import Drawn
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.request import Metrics, RequestOutput, Sequence, StopScan, TokenLogprobs
 from nanovllm.tokenizer.tokenizer import REPLACEMENT
 

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nanovllm.errors import ForeignChunkError, InvalidRequestError, ReleasedChunkError
-from nanovllm.loading.load_model import Model
+from nanovllm.engine.donation import require_live
+from nanovllm.errors import InvalidRequestError
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.vector import IntVector
@@ -103,21 +104,6 @@ def _packed(ids: Any) -> Any:
         return ids
     small = (type(ids[at]) for at in (found < 2).nonzero()[0].tolist())
     return found if all(kind is int or issubclass(kind, np.integer) for kind in small) else ids
-
-
-def require_chunk(chunk: Any, name: str = "chunk") -> None:
-    """Raise `InvalidRequestError` for what is no chunk."""
-    if not isinstance(chunk, Chunk):
-        raise InvalidRequestError(f"{name}={reprlib.repr(chunk)} must be a chunk, not {type(chunk).__name__}")
-
-
-def require_live(state: EngineState, chunk: Chunk) -> None:
-    """Raise unless the chunk is this engine's and not released."""
-    require_chunk(chunk)
-    if chunk.engine != state.runtime.lease.engine:
-        raise ForeignChunkError(f"{chunk!r} belongs to another engine")
-    if chunk.liveness not in state.chunks:
-        raise ReleasedChunkError(f"{chunk!r} was released")
 
 
 def is_ids(context: list[Any] | tuple[Any, ...]) -> bool:

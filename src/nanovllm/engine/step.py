@@ -3,11 +3,8 @@
 Every function takes an `EngineState` and returns the next; the old one is donated. A call that raises leaves the old state usable.
 """
 
-import reprlib
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,38 +14,19 @@ import torch
 from immutables import Map
 
 from nanovllm import ops
+from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.output import counted, draw_token, finish_reason, result
-from nanovllm.engine.prompt import Context, resolve
 from nanovllm.engine.scheduler import Plan, schedule, steady
-from nanovllm.errors import InvalidRequestError, OutOfPagesError
-from nanovllm.executor.executor import Drawn
-from nanovllm.loading.load_model import Model
-from nanovllm.sampling.keywords import explain_unknown_keywords
-from nanovllm.sampling.params import SamplingParams, from_generation_config, validate_for
+from nanovllm.errors import OutOfPagesError
+from nanovllm.executor.executor import Drawn, executor_of
+from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
-from nanovllm.state.chunk import Chunk, offset_after
-from nanovllm.state.engine_state import EngineState, ModelKey
+from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool import Pool, Taken
-from nanovllm.state.request import Request, Sequence, StepOutput, StopScan
+from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.steady import Steady
-from nanovllm.state.vector import IntVector
-from nanovllm.state.window_frames import least_frames, num_retired, pages_with
-from nanovllm.tokenizer.tokenizer import Detokenizer
-
-
-@explain_unknown_keywords
-def submit(model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None) -> tuple[EngineState, int]:
-    """Queue a request and return its id; it runs as `step` is called. None takes the model's own `generation_config`.
-
-    Raises `InvalidRequestError` for a prompt that can never fit, and what `resolve` raises.
-    """
-    state = enter_with(model, state)
-    state, sequence, _ = new_sequence(model, state, context, sampling_params)
-    if sequence.pages.length:
-        state = replace(state, pool=pools.acquire(state.pool, sequence.pages, sequence.retired))
-    return commit_state(state, waiting=state.waiting.push(sequence)), sequence.request.request_id
 
 
 @torch.no_grad()
@@ -84,7 +62,7 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
     # A carry follows its rows from step to step: after a step without them it is stale, even where the same rows come back later.
     prefilled, loaded, decoded = None, None, None
     if plan.prefill:
-        prefilled, kv = state.runtime.executor.prefill(model, kv, plan.prefill, frames=plan.pool.frames)
+        prefilled, kv = executor_of(state).prefill(model, kv, plan.prefill, frames=plan.pool.frames)
     if plan.decode:
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
@@ -108,144 +86,9 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
             pool, kept = _end(pool, kept, sequence)
         if isinstance(after, Steady):
             after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
-    unused = state.runtime.executor.thrown_away()
+    unused = executor_of(state).thrown_away()
     stats = state.stats.add(decode_tokens=len(tokens) + unused, discarded_tokens=unused)
     return replace(state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded), outputs
-
-
-def cancel(state: EngineState, request_id: int) -> EngineState:
-    """Drop a request wherever it stands; its pages return. Raises `InvalidRequestError` for one that is not waiting or running."""
-    state = enter(state)
-    waiting, running = state.waiting, state.running
-    found = waiting.items.get(request_id) or next((s for s in running if s.request.request_id == request_id), None)
-    if found is None:
-        raise InvalidRequestError(f"request {request_id!r} is neither waiting nor running: it never was submitted, or has ended")
-    if request_id in waiting.items:
-        waiting = waiting.pop(request_id)
-    else:
-        running = tuple(s for s in running if s is not found)
-    return commit_state(state, pool=give_up_pages(state.pool, found), waiting=waiting, running=running)
-
-
-def new_sequence(
-    model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None, *, keep: bool = False
-) -> tuple[EngineState, Sequence, Chunk | None]:
-    """A sequence for a context, with the next request id, and its base chunk; it refers to that chunk's pages but is not an owner yet."""
-    params = from_generation_config(model.generation_config) if sampling_params is None else sampling_params
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
-    validate_for(params, model.config.vocab_size)
-    resolved = resolve(model, state, context)
-    num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
-    if num_prompt >= limit:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated: what max_model_len and its "
-            "KV memory (num_pages, num_frames) allow"
-        )
-    ends = () if params.ignore_eos else model.config.eos_token_ids
-    rid = state.next_id
-    request = Request(
-        request_id=rid,
-        num_prompt=num_prompt,
-        sampling=params,
-        seed=request_seed(state.config.seed, rid) if params.seed is None else params.seed,
-        max_len=min(num_prompt + params.max_tokens, limit),
-        stop_ids=frozenset((*ends, *params.stop_token_ids)),
-        arrival=time.perf_counter(),
-        keep=keep,
-    )
-    if params.stop and model.tokenizer is None:
-        raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, and this model has none")
-    stops = StopScan(detokenizer=Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
-    sequence = begin_sequence(request, resolved.tokens, resolved.base, stops)
-    if (frames := state.pool.frames) is not None and not keep:
-        retired = num_retired(sequence.num_filled, num_prompt, frames.window, state.config.page_size)
-        sequence = replace(sequence, retired=retired)
-    return replace(state, next_id=rid + 1), sequence, resolved.base
-
-
-def begin_sequence(request: Request, tokens: IntVector, base: Chunk | None, stops: StopScan | None = None) -> Sequence:
-    """A sequence over the pages of its base chunk, whose owner it is not yet."""
-    if base is None:
-        return Sequence(request=request, tokens=tokens, pages=IntVector.of(), stops=stops)
-    return Sequence(
-        request=request, tokens=tokens, pages=base.pages, num_filled=len(base), stops=stops, provenance=base.provenance,
-        exact_len=base.num_exact, gaps=base.gaps,
-    )  # fmt: skip
-
-
-def capacity(state: EngineState, base: Chunk | None = None, *, whole: bool = True) -> int:
-    """The most tokens that one request can have, prompt and reply; after a chunk with gaps fewer, because positions end too.
-
-    `whole`: all its KV stays, as a chunk's does; a request without that gives up what is outside of the windows of layers that have one.
-    """
-    offset, config, frames = 0 if base is None else offset_after(base.gaps), state.config, state.pool.frames
-    pages = config.num_pages
-    if frames is not None and (whole or frames.num_frames < least_frames(frames.window, config.page_size)):
-        pages = min(pages, frames.num_frames)
-    return min(config.max_model_len - offset, pages * config.page_size)
-
-
-def enter(state: EngineState, model: Model | None = None) -> EngineState:
-    """The state as a call finds it: checked against the lease, and without the pages whose KV an earlier failed call overwrote.
-
-    Raises `DonatedStateError` for an old state, `InvalidRequestError` for another model than the one that `init_state` was given.
-    """
-    if not isinstance(state, EngineState):
-        raise InvalidRequestError(f"state must be an EngineState, not {type(state).__name__}")
-    lease = state.runtime.lease
-    lease.check(state.epoch)
-    if model is not None and model_key(model) != lease.model:
-        raise InvalidRequestError(f"model {model.name!r} is not the one this state was made for: its KV would be another's")
-    if not lease.dirty:
-        return state
-    lost, pool, waiting, kept = lease.lost, state.pool, state.waiting, []
-    for sequence in (*state.running, *state.waiting):
-        if not lost.isdisjoint(sequence.pages):
-            pool = pools.release(pool, sequence.pages, sequence.retired)
-            waiting = waiting.push(sequence.restart(IntVector.of(), 0))
-        elif sequence.request.request_id not in waiting.items:
-            kept.append(sequence)
-    # The lease stays dirty until a call commits: one that fails again must find the same losses.
-    return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
-
-
-def enter_with(model: Model, state: EngineState) -> EngineState:
-    """`enter`, for a call that needs the model. Raises `InvalidRequestError` for what is none, too."""
-    require_model(model)
-    return enter(state, model)
-
-
-def require_model(model: Any) -> None:
-    """Raise `InvalidRequestError` for what is no model."""
-    if not isinstance(model, Model):
-        raise InvalidRequestError(f"model={reprlib.repr(model)} must be a Model, which load_model(...) returns, not {type(model).__name__}")
-
-
-def model_key(model: Model) -> ModelKey:
-    """What a state and its model must agree in."""
-    config = model.config
-    return ModelKey(fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=config.rope, places=config.places)
-
-
-def commit_state(state: EngineState, **changes) -> EngineState:
-    """The state that a call returns; every older one is donated from here on."""
-    return replace(state, **changes, epoch=state.runtime.lease.advance())
-
-
-@contextmanager
-def guarded(state: EngineState) -> Iterator[Taken]:
-    """Device work of one call up to its commit, which notes what it takes in what this gives. Where it raises, Ctrl-C included, what it
-    took over from the index or from preempted sequences, and the decode carry, count as lost for the old state."""
-    taken, pool = Taken(), state.pool
-    try:
-        yield taken
-    except BaseException as error:
-        overwritten = [] if pool.frames is None else pages_with(pool.frames, taken.frames)
-        state.runtime.lease.lose([*(page for page in taken.pages if pool.pages.refcount(page)), *overwritten])
-        if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfPagesError("the device's memory ran out in the middle of a step; the state is as it was before the call") from error
-        raise
 
 
 def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...], frame_copies: tuple[tuple[int, int], ...] = ()) -> KVState:
@@ -260,7 +103,7 @@ def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...], frame_copies: t
 
 def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, pool: Pool, *, grew: bool = False):
     """One decode step, on the carry of the last one where no other rows have come; `grew` where some have other pages."""
-    executor = state.runtime.executor
+    executor = executor_of(state)
     before, carry = ((), None) if state.loaded is None else state.loaded
     if carry is not None and before == ids:
         carry = executor.refresh(model, carry, rows, frames=pool.frames) if grew else carry
@@ -322,7 +165,7 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         rid, output = sequence.request.request_id, result(model, sequence, "length", now)
         outputs.append(StepOutput(rid, (), "length", output))
         pool, kept = _end(pool, kept, sequence)
-    unused = state.runtime.executor.thrown_away()
+    unused = executor_of(state).thrown_away()
     stats = state.stats.add(
         prefill_tokens=prompt_run,
         decode_tokens=reply_run + unused,
@@ -340,8 +183,3 @@ def _end(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool
     if sequence.request.keep:
         return pool, kept.set(sequence.request.request_id, sequence)
     return give_up_pages(pool, sequence), kept
-
-
-def request_seed(seed: int, request_id: int) -> int:
-    """A request's own seed where it gave none: reproducible from the engine's seed and the order of submission."""
-    return int(np.random.SeedSequence((seed, request_id)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from immutables import Map
 
+from nanovllm.engine.donation import enter
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.prompt import Context, is_ids
-from nanovllm.engine.step import cancel, enter, new_sequence, step
+from nanovllm.engine.requests import cancel, new_sequence, submit_many
+from nanovllm.engine.step import step
+from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.process import uninterrupted
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model, load_model
-from nanovllm.progress import bar
-from nanovllm.requests import submit_many
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.state.engine_state import EngineState
@@ -161,11 +163,11 @@ class LLM:
     @explain_unknown_keywords
     def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:
         """The token ids of a conversation's prompt, for `stream` and the functional interface; see `messages.render`."""
-        return render(self.model, messages, enable_thinking=enable_thinking)
+        return render(self.model.tokenizer, messages, enable_thinking=enable_thinking)
 
     def _pieces(self, prompt: Context, params: SamplingParams) -> Iterator[Piece]:
         ids: list[int] = []
-        text, seen = TextStream.of(self.model, params), 0
+        text, seen = TextStream.of(self.tokenizer, params.stop), 0
         try:
             with uninterrupted():
                 ids = self._submit([prompt], [params])

@@ -1,76 +1,23 @@
 """The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all its plans share."""
 
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError
-from nanovllm.executor.batch import HostBatch
+from nanovllm.executor.batch import EXTENSION, HostBatch
 from nanovllm.executor.cascade_policy import CascadePolicy
-from nanovllm.loading.load_model import Model
-from nanovllm.ops.attention.cascade import CascadePlan, CascadeWorkspace, PromptCascade, Run
+from nanovllm.models.model import Model
+from nanovllm.ops.attention.cascade_plan import Run
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
 from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
 from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.ops.backends import attention_backend
-from nanovllm.state.kv_cache import bytes_per_page, pages_for
-from nanovllm.state.pool_sizes import dummies
-
-EXTENSION = 128  # tokens of prompts that run as the rows of a captured decode step, at most
+from nanovllm.state.kv_cache import pages_for
 
 
 class AttentionUnavailableError(NanoVLLMError):
     """FlashInfer cannot serve a model on this machine; plain torch attention can, slowly."""
-
-
-def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> CascadePolicy:
-    """How an engine decides what is read once."""
-    c, size = model.config, limits.page_size
-    return CascadePolicy(
-        always=always,
-        page_size=size,
-        page_bytes=bytes_per_page(c, page_size=size, dtype=model.dtype) // c.num_layers,
-        group=c.num_heads // c.num_kv_heads,
-        no_frame=dummies(c, limits)[0] if c.all_windowed else None,
-    )
-
-
-class Cascades:
-    """The cascade plans of one engine: captured steps follow those of `plan`, prompts on the reference the one of `prompts`."""
-
-    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy):
-        c = model.config
-        self.policy, self._device = policy, model.device
-        self._workspace = CascadeWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.head_dim, model.device)
-        self._shape = (c.num_heads, c.num_kv_heads, limits.page_size, model.device)
-        self._prompts = PromptCascade()
-
-    def within(self, policy: CascadePolicy) -> "Cascades":
-        """Another that decides otherwise, over the same memory."""
-        twin = copy(self)
-        twin.policy = policy
-        return twin
-
-    def plan(self, size: int) -> CascadePlan:
-        """A plan of its own for decode batches of `size` rows."""
-        return CascadePlan(self._workspace, size, *self._shape)
-
-    def decode(self, host: HostBatch) -> CascadePlan | None:
-        """A plan of its own that follows what the rows of this batch share; None where nothing is worth sharing."""
-        runs = self.policy.decode(host)
-        if runs is None:
-            return None
-        plan = self.plan(len(host.seq_lens))
-        return plan if plan.update(runs) else None
-
-    def prompts(self, host: HostBatch) -> int:
-        """The handle for a batch of prompts, followed by plain torch; 0 where nothing is worth sharing."""
-        runs = self.policy.prompts(host)
-        if runs is None or host.cu_seqlens is None:
-            return 0
-        self._prompts.update(host.seq_lens, host.cu_seqlens, runs, self._device)
-        return self._prompts.handle
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,61 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.models.common.batch import Batch, Windowed
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.state.vector import joined
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Int32, Tensor, brief_fields, register_value
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Windowed:
-    """What layers with a window are given of a batch in the place of the fields of the same name, where they are not all layers.
-
-    `page_tables` are of frames, as wide as those of pages, and the dummy frame where a page has none: there no query of the row looks.
-    """
-
-    page_tables: Int32[Tensor, "B P"]
-    slots: Int32[Tensor, "T"]
-    plan: int = 0
-
-    def __repr__(self) -> str:
-        return brief_fields(self)
-
-
-register_value(Windowed, static=("plan",))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One step's tokens, all int32 on the model's device. A decode batch has one token a sequence and `cu_seqlens` None.
-
-    `slots` are `page * page_size + offset`; padding, and a token that is run again only for its logits, point into the dummy page.
-    `page_tables` rows are padded with the dummy page. `seq_lens` counts what the row's last token attends to, itself included;
-    the queries of row b are its tokens `seq_lens[b] - q_len[b] ... seq_lens[b] - 1`. A padding row has seq_len 1 on the dummy page.
-    `positions` are what the rotary embedding sees; they differ from a token's index behind a gap.
-    `logit_indices` names the tokens whose logits are wanted (None: all). `plan` is the static handle of an attention plan (0: none).
-    `window` is that of the layers that the batch is given to, in tokens, a token's own included; 0: they attend to all.
-
-    `page_tables` and `slots` are for the first KV pool: of frames (`state/frames.py`) where every layer has a window. `windowed` are those
-    of the second one, None where there is none, or where a page's frame has the page's number.
-    """
-
-    input_ids: Int32[Tensor, "T"]
-    positions: Int32[Tensor, "T"]
-    slots: Int32[Tensor, "T"]
-    page_tables: Int32[Tensor, "B P"]
-    seq_lens: Int32[Tensor, "B"]
-    cu_seqlens: Int32[Tensor, "B+1"] | None = None
-    logit_indices: Int32[Tensor, "R"] | None = None
-    plan: int = 0
-    window: int = 0
-    windowed: Windowed | None = None
-
-    def __repr__(self) -> str:
-        return brief_fields(self)
-
-
-register_value(Batch, static=("plan", "window"))
+EXTENSION = 128  # tokens of prompts that run as the rows of a captured decode step, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,3 +178,26 @@ def to_device(host: HostBatch, device: torch.device, plan: int = 0, windowed_pla
     frame_tables, frame_slots = tensors.pop("frame_tables", None), tensors.pop("frame_slots", None)
     windowed = None if frame_tables is None else Windowed(page_tables=frame_tables, slots=frame_slots, plan=windowed_plan)
     return Batch(**tensors, plan=plan, windowed=windowed)
+
+
+def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]], config: ModelConfig) -> list[HostBatch]:
+    """Prompts on the dummy page, each so many rows of so many tokens, as far as there is room for them: what they need is compiled and
+    loaded when they run."""
+    (dummy, frame), size = dummies(config, limits), limits.page_size
+    fitting = [(rows, min(count, limits.max_model_len, limits.max_num_batched_tokens // rows)) for rows, count in shapes]
+    return [
+        HostBatch(
+            input_ids=np.zeros(rows * count, np.int32),
+            positions=np.tile(np.arange(count, dtype=np.int32), rows),
+            slots=np.full(rows * count, dummy * size, np.int32),
+            page_tables=np.full((rows, max(2, pages_for(count, size))), dummy, np.int32),  # one page would be compiled for that alone
+            frame_tables=None if frame is None else np.full((rows, max(2, pages_for(count, size))), frame, np.int32),
+            frame_slots=None if frame is None else np.full(rows * count, frame * size, np.int32),
+            seq_lens=np.full(rows, count, np.int32),
+            page_counts=np.full(rows, pages_for(count, size), np.int32),
+            cu_seqlens=np.arange(0, (rows + 1) * count, count, dtype=np.int32),
+            logit_indices=np.arange(count, rows * count + 1, count, dtype=np.int32) - 1,
+        )
+        for rows, count in dict.fromkeys(fitting)
+        if count >= 2 and rows <= limits.max_num_seqs
+    ]

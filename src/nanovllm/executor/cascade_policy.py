@@ -5,12 +5,18 @@ Two rows share their leading pages as far as their tables are equal: a trie whos
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.executor.batch import HostBatch
-from nanovllm.ops.attention.cascade import Run
+from nanovllm.config import EngineConfig
+from nanovllm.executor.batch import EXTENSION, HostBatch
+from nanovllm.models.model import Model
+from nanovllm.ops.attention.cascade import PromptCascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace, Run
+from nanovllm.state.kv_cache import bytes_per_page
+from nanovllm.state.pool_sizes import dummies
 from nanovllm.types import Int32
 
 DECODE_BYTES = 1 << 20  # of one layer: what sharing has to spare a decode step
@@ -98,8 +104,8 @@ class CascadePolicy:
 
     `page_bytes` is the size of a page in one layer, `group` the query heads of a key/value head. `no_frame` is what the first KV pool's
     tables say of pages that have no memory there any more, where every layer has a window: from the first of them on nothing is shared.
-    The bounds were measured on an H200 (`bench/cascade.py`): below them the merge of partial results costs more than the reads that are
-    spared.
+    The bounds were measured on an H200 (`benchmarks/cascade.py`): below them the merge of partial results costs more than the
+    spared reads.
     """
 
     always: bool
@@ -130,3 +136,52 @@ class CascadePolicy:
 
     def _worth(self, rows: int, pages: int) -> bool:
         return self.always or (rows - 1) * pages * self.page_size >= RUN_TOKENS
+
+
+def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> CascadePolicy:
+    """How an engine decides what is read once."""
+    c, size = model.config, limits.page_size
+    return CascadePolicy(
+        always=always,
+        page_size=size,
+        page_bytes=bytes_per_page(c, page_size=size, dtype=model.dtype) // c.num_layers,
+        group=c.num_heads // c.num_kv_heads,
+        no_frame=dummies(c, limits)[0] if c.all_windowed else None,
+    )
+
+
+class Cascades:
+    """The cascade plans of one engine: captured steps follow those of `plan`, prompts on the reference the one of `prompts`."""
+
+    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy):
+        c = model.config
+        self.policy, self._device = policy, model.device
+        self._workspace = CascadeWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.head_dim, model.device)
+        self._shape = (c.num_heads, c.num_kv_heads, limits.page_size, model.device)
+        self._prompts = PromptCascade()
+
+    def within(self, policy: CascadePolicy) -> "Cascades":
+        """Another that decides otherwise, over the same memory."""
+        twin = copy(self)
+        twin.policy = policy
+        return twin
+
+    def plan(self, size: int) -> CascadePlan:
+        """A plan of its own for decode batches of `size` rows."""
+        return CascadePlan(self._workspace, size, *self._shape)
+
+    def decode(self, host: HostBatch) -> CascadePlan | None:
+        """A plan of its own that follows what the rows of this batch share; None where nothing is worth sharing."""
+        runs = self.policy.decode(host)
+        if runs is None:
+            return None
+        plan = self.plan(len(host.seq_lens))
+        return plan if plan.update(runs) else None
+
+    def prompts(self, host: HostBatch) -> int:
+        """The handle for a batch of prompts, followed by plain torch; 0 where nothing is worth sharing."""
+        runs = self.policy.prompts(host)
+        if runs is None or host.cu_seqlens is None:
+            return 0
+        self._prompts.update(host.seq_lens, host.cu_seqlens, runs, self._device)
+        return self._prompts.handle

@@ -15,28 +15,27 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import BrokenInvariantError
-from nanovllm.executor.attention_plans import Attention, Cascades, DecodePlans
-from nanovllm.executor.batch import Batch, HostBatch, Windowed, aligned, padded
-from nanovllm.executor.cascade_policy import own_runs
+from nanovllm.executor.attention_plans import Attention, DecodePlans
+from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
+from nanovllm.executor.cascade_policy import Cascades, own_runs
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
 from nanovllm.executor.executor import Drawn, Forward
 from nanovllm.executor.run_ahead import retire
-from nanovllm.loading.load_model import Model
+from nanovllm.models.common.batch import Batch, Windowed
 from nanovllm.models.common.params import Params
 from nanovllm.models.fast.cuts import Cuts
-from nanovllm.ops.attention.cascade import CascadePlan
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan
-from nanovllm.sampling import sampler as sample
+from nanovllm.models.model import Model
+from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.sampling import sampler
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.types import Int64, Tensor
 
-GREEDY = sample.Features()
+GREEDY = sampler.Features()
 RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
 MOVED = ("input_ids", "positions", "slots", "seq_lens")  # what a step moves on by itself
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
-
-
 Way = Literal["fused", "planned", "shared"]  # how a step attends: by `rope_attend`, FlashInfer's plan, or reading shared pages once
 
 
@@ -45,7 +44,7 @@ class StepKind:
     """What a graph is for: rows, what its sampling does, and how it attends."""
 
     size: int
-    features: sample.Features
+    features: sampler.Features
     way: Way
 
 
@@ -103,7 +102,7 @@ class StepGraphs:
         limits: EngineConfig,
         sizes: Seq[int],
         forward: Forward,
-        usual: Seq[sample.Features],
+        usual: Seq[sampler.Features],
         attention: Attention | None,
         cascades: Cascades | None,
         *,
@@ -139,7 +138,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # one for all, for what is cached of a stream's memory serves no other
 
-    def load(self, kv: KVState, host: HostBatch, drawing: Seq[sample.Row], features: sample.Features) -> CapturedStep:
+    def load(self, kv: KVState, host: HostBatch, drawing: Seq[sampler.Row], features: sampler.Features) -> CapturedStep:
         """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes, which
         nobody looks at where `features` are greedy."""
         rows = len(host.input_ids)
@@ -153,8 +152,8 @@ class StepGraphs:
         self._note_use(features)
         self._fill(step.carry, host, rows)
         if features != GREEDY:
-            tensors = sample.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
-            sample.copy_into(step.carry.sampling, tensors)
+            tensors = sampler.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
+            sampler.copy_into(step.carry.sampling, tensors)
         return step
 
     def refresh(self, step: CapturedStep, host: HostBatch) -> bool:
@@ -235,7 +234,7 @@ class StepGraphs:
         self._decode_plan(size).update(host)
         return "planned"
 
-    def _note_use(self, features: sample.Features) -> None:
+    def _note_use(self, features: sampler.Features) -> None:
         """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
         self._recent = [f for f in self._recent if f != features] + ([] if features in self.usual else [features])
         for old in self._recent[:-RARE_FEATURES]:
@@ -295,7 +294,7 @@ class StepGraphs:
         return DecodeCarry(
             kv=kv,
             batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[0][:size], plan=first, windowed=windowed),
-            sampling=sample.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
+            sampling=sampler.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
             active=active,
         )
 
@@ -329,3 +328,15 @@ def _landing(out: DecodeOutput) -> Fetched:
         return None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     return Fetched(event=torch.cuda.Event(), **{name: pinned(getattr(out, name)) for name in RESULTS})
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes that get a graph: 1, 2, 4, 8, then every eighth to 64, every sixteenth to 256, every 32nd beyond."""
+    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def extension_sizes(most: int) -> list[int]:
+    """The numbers of prompt tokens that get a graph."""
+    sizes = [1, *(1 << power for power in range(3, EXTENSION.bit_length()))]
+    return [size for size in sizes if size < most] + [most] * (most <= EXTENSION)

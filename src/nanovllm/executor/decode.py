@@ -13,7 +13,7 @@ import torch
 from nanovllm import models
 from nanovllm.config import ModelConfig
 from nanovllm.errors import DonatedStateError, InvalidRequestError
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
 from nanovllm.ops.elementwise.decode_rows import next_places
 from nanovllm.sampling.sampler import Sampled, Sampling, record, sample
 from nanovllm.state.kv_cache import KVState

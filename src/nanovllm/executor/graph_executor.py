@@ -19,28 +19,23 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import InvalidRequestError
-from nanovllm.executor.attention_plans import EXTENSION, Attention, Cascades, DecodePlans, cascade_policy
-from nanovllm.executor.batch import Batch, HostBatch, decode_batch, prefill_batch, to_device, token_rows
-from nanovllm.executor.cuda_graphs import GREEDY, CapturedStep, StepGraphs, StepKind
+from nanovllm.executor.attention_plans import Attention, DecodePlans
+from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows
+from nanovllm.executor.carry import decode_carry, draw_first, sampling_rows
+from nanovllm.executor.cascade_policy import Cascades, cascade_policy
+from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward, fused_forward
+from nanovllm.executor.cuda_graphs import GREEDY, CapturedStep, StepGraphs, StepKind, batch_sizes, extension_sizes
 from nanovllm.executor.decode import DecodeCarry
-from nanovllm.executor.executor import (
-    COMPILED_PROMPTS,
-    Drawn,
-    compiled_forward,
-    decode_carry,
-    draw_first,
-    fused_forward,
-    sample_prompts,
-    sampling_rows,
-)
+from nanovllm.executor.executor import Drawn
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
-from nanovllm.loading.load_model import Model
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
-from nanovllm.ops.attention.cascade import CascadePlan
-from nanovllm.sampling import sampler as sample
+from nanovllm.models.model import Model
+from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.sampling import sampler
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool_sizes import dummies
@@ -50,22 +45,12 @@ from nanovllm.types import Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NOTHING: sample.Row = (SamplingParams(temperature=0), 0, sample.NO_IDS, sample.NO_IDS)  # a row that nobody looks at
+NOTHING: sampler.Row = (SamplingParams(temperature=0), 0, sampler.NO_IDS, sampler.NO_IDS)  # a row that nobody looks at
+
+
 # Rows and tokens: as many ways to cut products, beside those of decode steps, and each for multiples of 16, for which kernels are smaller.
 FUSED_PROMPTS = ((1, 160), (1, 161), (1, 224), (1, 225), (1, 512), (2, 256), (16, 32))
 SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
-
-
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that get a graph: 1, 2, 4, 8, then every eighth to 64, every sixteenth to 256, every 32nd beyond."""
-    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-def extension_sizes(most: int) -> list[int]:
-    """The numbers of prompt tokens that get a graph."""
-    sizes = [1, *(1 << power for power in range(3, EXTENSION.bit_length()))]
-    return [size for size in sizes if size < most] + [most] * (most <= EXTENSION)
 
 
 def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable[Concatenate["GraphExecutor", P], R]:
@@ -133,7 +118,7 @@ class GraphExecutor:
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
-        features = sample.features([s.request.sampling for s, count in rows if draw and count == s.todo])
+        features = sampler.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
         if few and features in self._extend.usual and model.params is self._model.params:
             return self._extension(kv, rows, features, draw, frames), kv
@@ -145,7 +130,7 @@ class GraphExecutor:
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`. The carry is the static memory of the graph for these rows, the longest first."""
         self._require_weights(model)
-        features = sample.features([s.request.sampling for s in rows])
+        features = sampler.features([s.request.sampling for s in rows])
         self._ahead.drop()
         self._loaded = None
         places = longest_first(rows)
@@ -168,9 +153,7 @@ class GraphExecutor:
         return self.load(model, carry.kv, rows, frames=frames)
 
     @_on_device
-    def narrow(
-        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None
-    ) -> DecodeCarry:
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`. The rows that have ended become padding, until fewer rows than another graph holds are left."""
         step, _ = self._current(carry)
         if step.kind.size != self._decode.size(len(rows)) or step.kind.features.penalties or step.kind.way == "shared":
@@ -219,7 +202,7 @@ class GraphExecutor:
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
 
     def _extension(
-        self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sample.Features, draw: bool, frames: Frames | None
+        self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sampler.Features, draw: bool, frames: Frames | None
     ) -> Drawn | None:
         """Few tokens of prompts as the rows of one captured step; a row that is not the last of a whole prompt draws for nobody."""
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
@@ -268,8 +251,8 @@ class GraphExecutor:
         torch.cuda.empty_cache()  # graphs keep what they need; the rest was for the runs before them
 
 
-def _usual_features(model: Model) -> dict[sample.Features, None]:
-    usual = dict.fromkeys((GREEDY, sample.Features(temperature=True)))
+def _usual_features(model: Model) -> dict[sampler.Features, None]:
+    usual = dict.fromkeys((GREEDY, sampler.Features(temperature=True)))
     with suppress(InvalidRequestError):  # a generation_config that SamplingParams refuse concerns those who ask for it
-        usual[sample.features([from_generation_config(model.generation_config)])] = None
+        usual[sampler.features([from_generation_config(model.generation_config)])] = None
     return usual

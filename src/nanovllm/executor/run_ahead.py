@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.types import Int32, Int64, Tensor

@@ -1,9 +1,8 @@
-"""`Model`: a config, its weights and its tokenizer as one frozen value, and `load_model`, which makes it from a folder."""
+"""`load_model`: a checkpoint folder becomes a `Model`."""
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,45 +13,15 @@ from nanovllm.config import ModelConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.tokenizer_files import load_tokenizer
+from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.weights import load_params, stored_head
-from nanovllm.models import REGISTRY, ModelSpec, fitted
 from nanovllm.models.common.hf_config import HF, read_ids
-from nanovllm.models.common.params import Params, brief_count
-from nanovllm.models.transformers import ForeignParams
+from nanovllm.models.model import Model
+from nanovllm.models.registry import REGISTRY, fitted
+from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.tokenizer.tokenizer import Tokenizer
-from nanovllm.types import Tensor, dtype_of, register_value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Model:
-    """A loaded model. `dtype` is that of the weights on `device`; `config.dtype` is what the checkpoint was saved in.
-
-    `generation_config` is the checkpoint's file as it stands. `fingerprint` tells whose KV a chunk holds (see `weights.fingerprint`).
-    As a pytree its leaves are the weights; the rest is structure.
-    """
-
-    name: str
-    config: ModelConfig
-    params: Params[Tensor]
-    tokenizer: Tokenizer | None
-    spec: ModelSpec
-    generation_config: Mapping[str, Any]
-    fingerprint: str
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def foreign(self) -> bool:
-        """Whether transformers' module runs the model, for there is no file in `models/` for its architecture."""
-        return isinstance(self.params, ForeignParams)
-
-    def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"Model({self.name!r}, {self.config.architecture}, {brief_count(self.params)}, {dtype} on {self.device})"
-
-
-register_value(Model, static=tuple(name for name in Model.__dataclass_fields__ if name != "params"))
+from nanovllm.types import dtype_of
 
 
 @explain_unknown_keywords
@@ -91,14 +60,14 @@ def load_model(
     folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
     require_whole(folder)
     spec, read = read_config(folder, trust_remote_code=trust_remote_code)
-    config = for_length(read if spec.load is not None else stored_head(folder, read), max_model_len)
+    config = for_length(read if isinstance(spec, TransformersSpec) else stored_head(folder, read), max_model_len)
     generation_config, ends = read_generation_config(folder)
     encoder = load_tokenizer(folder, config.vocab_size) if tokenizer else None
     if encoder is not None:
         require_vocabulary(encoder, config, folder)
     chosen = resolve_dtype(dtype, config, target)
     config = fitted(config, target, chosen)
-    load = load_params if spec.load is None else spec.load
+    load = spec.load if isinstance(spec, TransformersSpec) else load_params
     params, fingerprint = load(folder, config, device=target, dtype=chosen, progress=progress)
     return Model(
         name=name,

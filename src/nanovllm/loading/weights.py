@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from io import RawIOBase
@@ -20,21 +20,17 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
-from nanovllm.models import REGISTRY, ModelSpec
-from nanovllm.models.common.layers import inverse_frequencies
 from nanovllm.models.common.params import ParamInfo, Params, as_kept, as_stored
-from nanovllm.types import Tensor
+from nanovllm.models.init_params import build_params, dtype_for, infos, num_stored
+from nanovllm.models.registry import REGISTRY
+from nanovllm.models.spec import ModelSpec
+from nanovllm.types import FLOATS, Tensor
 
-FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
 SHARD = 1 << 30  # bytes after which a file that is written ends
 STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
-DRAWN = 16 << 20  # random values drawn at once; a multiple of the 16 that a CPU's generator draws together
-HOST = torch.device("cpu")
 SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
 
 
@@ -62,7 +58,7 @@ def header_faults(headers: Mapping[str, TensorHeader], table: Params[ParamInfo],
 
     Ignored: `lm_head.weight` where the head is tied, and stored rotary frequencies, which are computed.
     """
-    wanted = {name: shape for info in _infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
+    wanted = {name: shape for info in infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
     for name, shape in wanted.items():
         if name not in headers:
             yield f"the checkpoint lacks the tensor {name} {list(shape)}"
@@ -117,7 +113,7 @@ def load_params(
     check_headers(headers, table, config)
     with ExitStack() as stack:
         files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
-        total = sum(headers[name].stop - headers[name].start for info in _infos(table) for name in info.sources)
+        total = sum(headers[name].stop - headers[name].start for info in infos(table) for name in info.sources)
         hide = not (sys.stderr.isatty() if progress is None else progress)
         look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
         bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
@@ -178,64 +174,6 @@ def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
 
 
-def num_params(config: ModelConfig) -> int:
-    """Elements of all parameters that a checkpoint holds."""
-    return sum(num_stored(info) for info in _infos(REGISTRY[config.architecture].param_table(config)) if info.sources)
-
-
-def random_params(
-    config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02, drawn_on: torch.device = HOST
-) -> Params[Tensor]:
-    """Random weights from the architecture's table: matrices and biases normal with deviation `std`, gains `1 + std * normal`.
-
-    The same seed gives the same values on every device: they are drawn in float32 on the CPU, then cast. On `drawn_on`, another device,
-    they are drawn by its own generator: faster, and other values, which may differ from one kind of GPU to the next (see
-    `drawn_by`). Beyond the parameters themselves 64 MiB are held.
-    """
-    generator = torch.Generator(drawn_on).manual_seed(seed)
-
-    def draw(info: ParamInfo) -> Tensor:
-        flat, mean = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
-        for part in flat.split(DRAWN):
-            drawn = torch.empty(part.shape, device=drawn_on).normal_(mean - info.offset, std, generator=generator)
-            part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # what a checkpoint in this dtype could hold
-        return as_kept(info, flat)
-
-    return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
-
-
-def drawn_by(device: torch.device) -> str:
-    """Whose generator draws on a device. How a GPU deals numbers to threads depends on the size of the GPU, so each kind has its name."""
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def num_stored(info: ParamInfo) -> int:
-    """Elements of a parameter in a checkpoint."""
-    return sum(math.prod(shape) for shape in info.source_shapes)
-
-
-def dtype_for(info: ParamInfo, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of one parameter of a model in `dtype`."""
-    return dtype if info.dtype is None else torch.promote_types(info.dtype, dtype)
-
-
-def build_params(
-    table: Params[ParamInfo], make: Callable[[ParamInfo], Tensor], device: torch.device
-) -> Params[Tensor]:
-    """Fill the table in its own order by `make`; the rotary frequencies are computed here."""
-
-    def leaf(info: ParamInfo | None) -> Tensor | None:
-        match info:
-            case None:
-                return None
-            case ParamInfo(rope=RopeConfig() as rope):
-                return inverse_frequencies(rope, 2 * info.shape[0]).to(device)
-            case _:
-                return make(info)
-
-    return pytree.tree_map(leaf, table)
-
-
 def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
     """SHA-256 (hex) of the config, of every tensor's name, dtype and shape, and of bytes from its start, middle and end.
 
@@ -251,13 +189,3 @@ def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str
                 files[header.file].seek(at)
                 digest.update(files[header.file].read(min(SAMPLE, header.stop - at)))
     return digest.hexdigest()
-
-
-def random_fingerprint(config: ModelConfig, seed: int, std: float = 0.02, by: str = "cpu") -> str:
-    """The fingerprint (hex) of `random_params` of this config, seed and deviation; `by` is whose generator drew them (see `drawn_by`)."""
-    where = "" if by == "cpu" else f" {by}"
-    return hashlib.sha256(f"random {config!r} {seed} {std}{where}".encode()).hexdigest()
-
-
-def _infos(table: Params[ParamInfo]) -> Iterable[ParamInfo]:
-    return (leaf for leaf in pytree.tree_leaves(table) if leaf is not None)

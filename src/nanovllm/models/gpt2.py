@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hf_config import HF, read_bool, read_int, read_sizes
 from nanovllm.models.common.layers import activation, attention
 from nanovllm.models.common.params import Layer, ParamInfo, Params, loaded, rope_info

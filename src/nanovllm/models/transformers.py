@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import InvalidRequestError
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params
 from nanovllm.ops import kv_write, paged_decode, paged_prefill
 from nanovllm.state.kv_cache import KVState

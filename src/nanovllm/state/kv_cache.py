@@ -13,7 +13,7 @@ from nanovllm.types import Float, Tensor, brief_fields, register_value
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVState:
     """Donated. `pools`: a tensor `[L, N, 2, K, S, D]` (HND; axis 2 is keys, values) for the layers without a window, by pages, then one for
-    those with a window, by frames (`state/frames.py`); a group without layers has none (`ModelConfig.places`).
+    those with a window, by frames (`state/window_frames.py`); a group without layers has none (`ModelConfig.places`).
 
     A pool holds one page more than `num_pages`: the last, the dummy page, takes the writes of padding and of tokens that are run again.
     """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.executor.batch import Batch
-from nanovllm.loading.load_model import Model
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState, init_kv, pages_for
 from nanovllm.types import Tensor
 

@@ -15,10 +15,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
-from nanovllm.loading.load_model import Model, resolve_device
-from nanovllm.loading.weights import random_fingerprint, random_params
-from nanovllm.models import REGISTRY
+from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.init_params import random_fingerprint, random_params
+from nanovllm.models.model import Model
+from nanovllm.models.registry import REGISTRY
 from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from nanovllm.types import Tensor, dtype_of
 

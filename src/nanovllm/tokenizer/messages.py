@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model
-from nanovllm.tokenizer.tokenizer import check_text
+from nanovllm.tokenizer.tokenizer import Tokenizer, check_text
 
 ROLES = ("system", "user", "assistant")
 
 
-def render(model: Model, messages: Any, *, enable_thinking: bool = True) -> list[int]:
+def render(tokenizer: Tokenizer | None, messages: Any, *, enable_thinking: bool = True) -> list[int]:
     """The token ids of a conversation, up to where the assistant's next reply begins.
 
     `messages` is a list of `{"role": "system" | "user" | "assistant", "content": text}` whose last is the user's; further keys reach the
@@ -19,12 +18,12 @@ def render(model: Model, messages: Any, *, enable_thinking: bool = True) -> list
     Raises `InvalidRequestError` naming the message that is wrong, and for a model without a tokenizer or chat template.
     """
     check_messages(messages)
-    if model.tokenizer is None:
+    if tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer, so it cannot chat: give token ids to generate")
     if not isinstance(enable_thinking, bool):
         raise InvalidRequestError(f"enable_thinking={enable_thinking!r} must be True or False")
-    text = model.tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
-    return model.tokenizer.encode(text, add_special_tokens=False)
+    text = tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def check_messages(messages: Any) -> None:

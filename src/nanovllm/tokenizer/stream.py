@@ -3,9 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from nanovllm.loading.load_model import Model
-from nanovllm.sampling.params import SamplingParams
-from nanovllm.tokenizer.tokenizer import Detokenizer
+from nanovllm.tokenizer.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,10 +19,10 @@ class TextStream:
     held: str = ""
 
     @staticmethod
-    def of(model: Model, params: SamplingParams) -> "TextStream":
+    def of(tokenizer: Tokenizer | None, stops: Iterable[str] = ()) -> "TextStream":
         """A stream that has seen nothing."""
-        detokenizer = None if model.tokenizer is None else Detokenizer.of(model.tokenizer)
-        return TextStream(detokenizer=detokenizer, stops=tuple(params.stop))
+        detokenizer = None if tokenizer is None else Detokenizer.of(tokenizer)
+        return TextStream(detokenizer=detokenizer, stops=tuple(stops))
 
     def push(self, token_ids: Iterable[int]) -> "tuple[TextStream, str]":
         """The stream after tokens that do not end the reply, and the text that they made certain."""

@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 import nanovllm as nv
 from nanovllm.chunks.storage import format as chunk_format
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.testing.models import random_model, tiny_config
@@ -374,7 +374,7 @@ def test_a_failure_between_windows_leaves_the_old_state(model: Model, tmp_path: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.ops.kv_write", interrupted)
+        patch.setattr("nanovllm.ops.kv_cache.kv_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             nv.load_chunk(model, state, tmp_path / "chunk")
     nv.check(state)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import nanovllm as nv
 from nanovllm.chunks.storage.store import INDEX, ChunkStore
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.testing.models import random_model, tiny_config

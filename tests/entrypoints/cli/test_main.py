@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nanovllm as nv
-from nanovllm import collector
+from nanovllm.entrypoints import process
 from nanovllm.entrypoints.cli import chat
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.display.terminal import View
@@ -30,7 +30,7 @@ from nanovllm.tokenizer.messages import render
 MODEL = random_model(tiny_config())
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=10)
 COMMANDS = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
-NANOVLLM = [sys.executable, "-c", "import sys; from nanovllm.cli import main; sys.exit(main())"]
+NANOVLLM = [sys.executable, "-c", "import sys; from nanovllm.entrypoints.cli.main import main; sys.exit(main())"]
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_turn_runs_only_what_is_new_in_it(page_size):
     for text in ("Hello", "And then?", "So."):
         before, chunk = state.stats, conversation.chunk
         state, conversation, figures = ask(MODEL, state, conversation, text)
-        tokens = render(MODEL, conversation.messages[:-1])
+        tokens = render(MODEL.tokenizer, conversation.messages[:-1])
         alone = LLM(MODEL, num_pages=256).generate([tokens], GREEDY)[0]
         assert conversation.messages[-1]["content"] == alone.text
         assert figures.prompt == len(tokens) == figures.run + figures.reused
@@ -337,7 +337,11 @@ def test_a_chat_takes_every_way_to_keep_answers(greedy, capsys, monkeypatch, ret
 
 def test_a_warning_is_one_line(greedy, capsys, monkeypatch):
     def warned(options):
-        print(warnings.formatwarning(UserWarning("slow,\nas it is"), UserWarning, "cli.py", 1, "the line"), file=sys.stderr, end="")
+        print(
+            warnings.formatwarning(UserWarning("slow,\nas it is"), UserWarning, "entrypoints/cli/main.py", 1, "the line"),
+            file=sys.stderr,
+            end="",
+        )
         raise nv.OutOfPagesError("full")
 
     before = warnings.formatwarning
@@ -494,8 +498,8 @@ def test_output_that_nobody_reads_is_no_error(folder):
 
 
 def test_start_up_does_not_import_transformers():
-    modules = ("transformers", "huggingface_hub", "torch._inductor", "matplotlib", "nanovllm.bench")
-    code = f"import sys, nanovllm.cli; print([m for m in {modules} if m in sys.modules])"
+    modules = ("transformers", "huggingface_hub", "torch._inductor", "matplotlib", "nanovllm.entrypoints.cli.bench")
+    code = f"import sys, nanovllm.entrypoints.cli.main; print([m for m in {modules} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -506,14 +510,14 @@ def test_the_command_is_installed():
 
 def test_only_a_process_of_our_own_is_frozen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before, calls = gc.get_freeze_count(), []
-    monkeypatch.setattr(cli.collector, "freeze", lambda: calls.append(1))
+    monkeypatch.setattr(process, "freeze", lambda: calls.append(1))
     arguments = ["generate", "--max-tokens", "2", "Once upon a time"]
     assert cli.main(arguments) == 0 and not calls
     monkeypatch.setattr(sys, "argv", ["nanovllm", *arguments])
     assert cli.main() == 0 and calls == [1]
     monkeypatch.undo()
     try:
-        collector.freeze()
+        process.freeze()
         assert gc.get_freeze_count() > before
     finally:
         gc.unfreeze()

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm as nv
+from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints.cli import main as cli
-from nanovllm.entrypoints.memory.report import ranges
-from nanovllm.entrypoints.memory.text import BRANCHES, LINES, WIDTH, cells_of, outline, size
-from nanovllm.requests import submit_many
+from nanovllm.entrypoints.display.tables import size
+from nanovllm.entrypoints.memory.pages import ranges
+from nanovllm.entrypoints.memory.text import BRANCHES, LINES, WIDTH, cells_of, outline
 from nanovllm.state.kv_cache import bytes_per_page, pages_for
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 

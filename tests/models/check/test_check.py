@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 import nanovllm as nv
 from nanovllm import models
 from nanovllm.config import EngineConfig
-from nanovllm.entrypoints.cli import bench
 from nanovllm.entrypoints.cli import main as cli
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.check import command as check_command
-from nanovllm.executor import executor as compile
-from nanovllm.executor.batch import Batch, to_device
+from nanovllm.executor import batch as batches
+from nanovllm.executor import compiled
+from nanovllm.executor.batch import to_device
 from nanovllm.executor.graph_executor import FUSED_PROMPTS
 from nanovllm.models.check.agree import agreement, two_likeliest
 from nanovllm.models.check.compare import Errors, compare, error_bound, keeps, relative_error, spread_rows
@@ -29,16 +30,18 @@ from nanovllm.models.check.examine import CUT_ROWS, MOST_ROWS, START_ROWS, choos
 from nanovllm.models.check.report import chosen, table
 from nanovllm.models.check.sample_text import sample_tokens
 from nanovllm.models.common import layers
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast import cpu, fused
 from nanovllm.models.fast.choice import FastChoice, all_fast, by_layer
 from nanovllm.models.fast.cuts import Cuts, StepCuts
 from nanovllm.models.fast.path import FastPath, fast_path
-from nanovllm.ops.attention import plan_table as plans
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan
+from nanovllm.ops.attention import plan_table
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.cpu.build import library
 from nanovllm.ops.cuts import CutError
-from nanovllm.ops.linear.linear_add_norm import WideTile, linear_add_norm
+from nanovllm.ops.linear.linear_add_norm import linear_add_norm
+from nanovllm.ops.linear.tiles import WideTile
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
@@ -145,7 +148,7 @@ def test_the_two_likeliest_over_blocks_of_the_vocabulary(monkeypatch: pytest.Mon
     final = compare(model, None, ids, (1,)).final
     whole = two_likeliest(model, final)
     for block in (1, 7, 100):
-        monkeypatch.setattr("nanovllm.model_check.compare.BLOCK", block)
+        monkeypatch.setattr("nanovllm.models.check.compare.BLOCK", block)
         values, tokens = two_likeliest(model, final)
         assert torch.equal(tokens, whole[1])
         torch.testing.assert_close(values, whole[0], rtol=1e-12, atol=0)
@@ -194,9 +197,8 @@ def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(
 ) -> None:
     """`fused.layer` and `fused.head`, their kernels run by Triton's interpreter: of one row, of more on tensor cores, and as of many."""
     from nanovllm.ops.attention import triton_rope_attend
-    from nanovllm.ops.linear import triton_few_rows as triton_linear
-    from nanovllm.ops.linear import triton_many_rows as triton_wide
-    from nanovllm.ops.linear.norm_linear import Tile
+    from nanovllm.ops.linear import triton_few_rows, triton_many_rows
+    from nanovllm.ops.linear.tiles import Tile
 
     parts = WideTile(outputs=32, rows=16, depth=32, stages=2, parts=2)
     ran: set[str] = set()
@@ -205,21 +207,21 @@ def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(
         tile = Tile(outputs=4, warps=1) if len(x) == 1 else Tile(outputs=16, warps=2, depth=32)
         given = {"gain": None, "bias": None, "residual": None, "eps": 0.0, "gated": False, **more}
         if few or given["gain"] is not None:
-            return triton_linear.launch(x, weight, *given.values(), tile, False, act)
-        return triton_wide.product(x, weight, given["bias"], given["gated"], replace(parts, parts=1), False, act)
+            return triton_few_rows.launch(x, weight, *given.values(), tile, False, act)
+        return triton_many_rows.product(x, weight, given["bias"], given["gated"], replace(parts, parts=1), False, act)
 
     def added(x: Tensor, weight: Tensor, bias: Any, residual: Tensor, gain: Tensor, eps: float, *, inner: Any, cut: Any = ()) -> Any:
         ran.add("sum")
-        return triton_wide.sum_norm(triton_wide.partial_product(x, weight, parts, False), bias, residual, gain, eps, False, inner)
+        return triton_many_rows.sum_norm(triton_many_rows.partial_product(x, weight, parts, False), bias, residual, gain, eps, False, inner)
 
     def normed(x: Tensor, gain: Tensor, residual: Any, eps: float) -> Tensor:
         ran.add("norm")
-        return triton_wide.norm_add(x, gain, residual, eps, False)
+        return triton_many_rows.norm_add(x, gain, residual, eps, False)
 
     def attend(*given: Any) -> Tensor:
         *near, pages, index, tables, lens, slots, scale, eps, handle, window, cap = given
         return triton_rope_attend.launch(
-            *near, pages[index], tables, lens, slots, scale, eps, plans.lookup(handle, FusedDecodePlan), False, window, cap
+            *near, pages[index], tables, lens, slots, scale, eps, plan_table.lookup(handle, FusedDecodePlan), False, window, cap
         )
 
     for name, kernel in {"norm_linear": product, "linear_add_norm": added, "norm_add": normed, "rope_attend": attend}.items():
@@ -422,7 +424,7 @@ def test_no_memory_to_look_with_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("nanovllm.init.choose", full)
+    monkeypatch.setattr("nanovllm.engine.init_state.choose", full)
     with pytest.warns(UserWarning, match="random-0: no memory to check the fast decode path with: it is used unchecked"):
         nv.init_state(small(), num_pages=8, check=True)
 
@@ -440,7 +442,7 @@ def test_kernels_that_cannot_be_made_are_not_used(monkeypatch: pytest.MonkeyPatc
     def refused(*_: Any) -> None:
         raise errors.TritonError("out of shared memory")
 
-    monkeypatch.setattr("nanovllm.model_check.examine.compare", refused)
+    monkeypatch.setattr("nanovllm.models.check.examine.compare", refused)
     model = small()
     choice, said = choose(model, 16)
     assert choice == FastChoice(layers=(False,) * 3, head=False)
@@ -489,20 +491,20 @@ def test_fused_steps_with_plain_layers_among_them(architecture: str, few: bool, 
     monkeypatch.setattr(fused, "follows_closely", lambda *_: few)
     monkeypatch.setattr(fused, "decode_layer", seen(fused.decode_layer, ran, "fused", 3))
     monkeypatch.setattr(fused, "wide_layer", seen(fused.wide_layer, ran, "fused", 5))
-    monkeypatch.setattr(compile, "compiled_layer", lambda model: seen(model.spec.layer, ran, "plain", 3))
+    monkeypatch.setattr(compiled, "compiled_layer", lambda model: seen(model.spec.layer, ran, "plain", 3))
     rows = spread_rows(model, 16, 4, 4)
     kv = init_kv(model.config, num_pages=len(rows.source), page_size=4, dtype=model.dtype, device=model.device)
     want, want_kv = model.spec.forward(model.params, pytree.tree_map(torch.clone, kv), rows.batch, model.config)
     for layers_chosen in ((True, True, True), (False, True, False), (True, False, True), (False, False, True)):
         for head in (True, False):
             ran.clear()
-            steps = compile.fused_forward(model, FastChoice(layers=layers_chosen, head=head))
+            steps = compiled.fused_forward(model, FastChoice(layers=layers_chosen, head=head))
             got, got_kv = steps(model.params, pytree.tree_map(torch.clone, kv), rows.batch, model.config)
             places = zip(layers_chosen, model.config.places, strict=True)
             assert ran == [("fused" if fast else "plain", index) for fast, (_, index) in places]
             torch.testing.assert_close(got, want)
             torch.testing.assert_close(got_kv.pools, want_kv.pools)
-    assert compile.fused_forward(model, None) is fused.forward
+    assert compiled.fused_forward(model, None) is fused.forward
 
 
 @pytest.mark.parametrize("head", [True, False])
@@ -513,7 +515,7 @@ def test_of_a_prompt_only_what_is_wanted_ends_in_the_last_layer(
 ) -> None:
     """Logits are those of the tokens named, all keys and values are written, and nothing but them is run behind the last attention."""
     model, widths = small(), []
-    monkeypatch.setattr(compile, "compiled_layer", lambda model: model.spec.layer)
+    monkeypatch.setattr(compiled, "compiled_layer", lambda model: model.spec.layer)
     monkeypatch.setattr(fused, "linear_add_norm", lambda x, *given, **cut: widths.append(len(x)) or linear_add_norm(x, *given, **cut))
     ids, positions = torch.tensor([3, 5, 7, 2, 9, 4, 8], dtype=torch.int32), torch.tensor([0, 1, 2, 0, 1, 2, 3], dtype=torch.int32)
     batch = Batch(
@@ -524,7 +526,7 @@ def test_of_a_prompt_only_what_is_wanted_ends_in_the_last_layer(
     )  # fmt: skip
     kv = init_kv(model.config, num_pages=2, page_size=4, dtype=model.dtype, device=model.device)
     want, want_kv = model.spec.forward(model.params, pytree.tree_map(torch.clone, kv), batch, model.config)
-    steps = compile.fused_forward(model, FastChoice(layers=layers_chosen, head=head))
+    steps = compiled.fused_forward(model, FastChoice(layers=layers_chosen, head=head))
     got, got_kv = steps(model.params, pytree.tree_map(torch.clone, kv), batch, model.config)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(got_kv.pools[0], want_kv.pools[0])
@@ -540,7 +542,7 @@ def test_prompts_at_the_start_run_every_form_that_later_ones_do(monkeypatch: pyt
     assert [w is of for w, of in zip(warm.layers, model.params.layers, strict=False)] == [True, True] and len(model.params.layers) == 3
     limits = EngineConfig(num_pages=4, page_size=16, max_model_len=300, max_num_seqs=8, max_num_batched_tokens=256, seed=0)
     kv = init_kv(model.config, num_pages=4, page_size=16, dtype=model.dtype, device=model.device)
-    for host in compile.sample_prompts(limits, FUSED_PROMPTS, model.config):
+    for host in batches.sample_prompts(limits, FUSED_PROMPTS, model.config):
         fused.forward(warm, kv, to_device(host, model.device), model.config)
     rows = ((160, 1), (161, 1), (224, 1), (225, 1), (256, 1), (256, 2))
     assert widths == [size for tokens, wanted in rows for size in (tokens, tokens, wanted, wanted)]
@@ -573,7 +575,7 @@ def test_a_head_falls_back_in_fused_steps(monkeypatch: pytest.MonkeyPatch) -> No
     want, _ = model.spec.forward(model.params, kv, rows.batch, model.config)
     monkeypatch.setattr(fused, "head", lambda *given: layers.head(*given) * 2)
     for head, scale in ((True, 2), (False, 1)):
-        steps = compile.fused_forward(model, FastChoice(layers=(True,) * 3, head=head))
+        steps = compiled.fused_forward(model, FastChoice(layers=(True,) * 3, head=head))
         torch.testing.assert_close(steps(model.params, kv, rows.batch, model.config)[0], want * scale)
 
 
@@ -642,7 +644,7 @@ def test_a_fault_of_one_number_of_rows_is_seen_where_it_has_cuts(monkeypatch: py
 
         return FastPath(name="made up", layer=layer, head=layers.head, plan=lambda _: None)
 
-    monkeypatch.setattr("nanovllm.model_check.examine.fast_path", path)
+    monkeypatch.setattr("nanovllm.models.check.examine.fast_path", path)
     assert choose(model, 16) == (all_fast(model.config), "") and seen == {1, 8, 24}
     right, wrong = by_rows((2, 1), (160, 2)), by_rows((2, 1), (160, 7))
     assert choose(model, 16, right)[0] == all_fast(model.config) and seen == {1, 2, 8, 24, 160}
@@ -677,7 +679,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_an_error_of_the_report(monkeypat
     def refused(*_: Any) -> FastPath:
         raise CutError("cut (1,) has 1 number")
 
-    monkeypatch.setattr("nanovllm.model_check.examine.fast_path", refused)
+    monkeypatch.setattr("nanovllm.models.check.examine.fast_path", refused)
     with pytest.raises(nv.TuningFileError, match=r"a file: no kernel can be made by its cuts: cut \(1,\)"):
         examine(small(), 8, cuts=by_rows((1, 1)))
 
@@ -731,7 +733,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     for named in ([folder], ["--model", folder]):
         assert cli.main(["check", *named, "--device", "cpu", "--dtype", "bfloat16", "--tokens", "20"]) == 0
         assert capsys.readouterr().out.startswith("model, Qwen3ForCausalLM, bfloat16")
-    monkeypatch.setitem(bench.SHAPES, "small", tiny_config("LlamaForCausalLM"))
+    monkeypatch.setitem(SHAPES, "small", tiny_config("LlamaForCausalLM"))
     assert cli.main(["check", "small", "--device", "cpu", "--dtype", "float32", "--tokens", "20"]) == 0
     assert capsys.readouterr().out.startswith("small (random weights), LlamaForCausalLM")
     monkeypatch.setattr(cpu, "head", lambda *given: C_HEAD(*given) * 1.01)

@@ -11,9 +11,9 @@ import torch
 
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.models import REGISTRY, unfitted
 from nanovllm.models.common.hf_config import config_to_hf, read_rope
 from nanovllm.models.common.layers import inverse_frequencies
+from nanovllm.models.registry import REGISTRY, unfitted
 from nanovllm.testing.models import tiny_config
 
 ROPES = {

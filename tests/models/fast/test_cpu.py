@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig, RopeConfig
-from nanovllm.executor.batch import Batch
-from nanovllm.loading.weights import random_params
-from nanovllm.models import REGISTRY, forward
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.layers import layer, rope_angles
 from nanovllm.models.common.params import Params
 from nanovllm.models.fast import cpu
+from nanovllm.models.init_params import random_params
+from nanovllm.models.registry import REGISTRY, forward
 from nanovllm.ops.cpu.build import library
 from nanovllm.state.kv_cache import KVState, init_kv
 from nanovllm.testing.models import tiny_config
@@ -83,9 +83,7 @@ def test_equal_to_the_models_own_layers(
     torch.testing.assert_close(mine.pools[0], theirs.pools[0], rtol=2e-4, atol=2e-4)
 
 
-def limited(
-    batch: Batch, config: ModelConfig, scale: float = 0.0, window: int = 0, softcap: float = 0.0
-) -> tuple[Batch, ModelConfig]:
+def limited(batch: Batch, config: ModelConfig, scale: float = 0.0, window: int = 0, softcap: float = 0.0) -> tuple[Batch, ModelConfig]:
     """What a layer of this window and these scores is given."""
     return replace(batch, window=window), replace(config, attention_scale=scale, attention_softcap=softcap)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.entrypoints.cli.models.features import without_memory
-from nanovllm.models import REGISTRY
 from nanovllm.models.check.compare import spread_rows
 from nanovllm.models.common import layers
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import LayerFunction
+from nanovllm.models.init_params import without_memory
+from nanovllm.models.registry import REGISTRY
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 

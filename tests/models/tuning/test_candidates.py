@@ -17,20 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm import models
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
-from nanovllm.executor import executor as compile
-from nanovllm.executor.batch import Batch
+from nanovllm.executor import compiled
 from nanovllm.models.check.compare import spread_rows
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import DEFAULT, PARTS, Cuts, StepCuts, with_cuts
 from nanovllm.models.fast.path import FastPath
 from nanovllm.models.tuning.candidates import default_cut, neighbours, reachable, starts, valid
 from nanovllm.models.tuning.launches import Machine, Work, works
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan, attention_fits, cut_of
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan, attention_fits, cut_of
 from nanovllm.ops.cuts import Cut, CutError, named
 from nanovllm.ops.linear import norm_linear as few
-from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, WideTile, given_wide_tile, wide_tile
-from nanovllm.ops.linear.norm_linear import Tile, given_tile, tile_of
+from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, given_wide_tile, wide_tile
+from nanovllm.ops.linear.norm_linear import given_tile, tile_of
+from nanovllm.ops.linear.tiles import Tile, WideTile
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -201,7 +202,7 @@ def test_the_works_are_what_a_step_runs(rows: int, architecture: str, monkeypatc
         machine = Machine(processors=132, memory=memory)
         closely = rows <= 2 or (rows <= few.ROWS and bool(memory) and not behind)
         monkeypatch.setattr(few, "fits", lambda rows, width, gated, most: rows <= 2 or (rows <= few.ROWS and bool(most)))
-        monkeypatch.setattr("nanovllm.tune.work.fits", few.fits)
+        monkeypatch.setattr("nanovllm.models.tuning.launches.fits", few.fits)
         monkeypatch.setattr(fused, "follows_closely", lambda *_, closely=closely: closely)
         planned = {work.part: work for work in works(model.config, rows, machine)}
         for name, x, weight, norm, gated in step_products(model, rows):
@@ -284,7 +285,7 @@ def test_the_cuts_reach_the_ops(rows: int, closely: bool, monkeypatch: pytest.Mo
     want, _ = fused.forward(model.params, pytree.tree_map(torch.clone, kv), batch, model.config)
     layer = [(rows, 1), (rows, 2), (rows, 3), (rows, 4)] if rows in CUTS.steps else [()] * 4
     head = [[CUTS.at(rows).head]] if closely and rows <= few.FEW else [[]]
-    for forward in (partial(fused.forward, cuts=CUTS), compile.fused_forward(model, None, CUTS)):
+    for forward in (partial(fused.forward, cuts=CUTS), compiled.fused_forward(model, None, CUTS)):
         with recorded() as calls:
             got, _ = forward(model.params, pytree.tree_map(torch.clone, kv), batch, model.config)
         assert torch.equal(got, want)
@@ -322,7 +323,7 @@ def test_layers_and_head_by_themselves_take_the_cuts(monkeypatch: pytest.MonkeyP
 def test_nothing_said_changes_nothing() -> None:
     model = small()
     assert with_cuts(fused.decode_layer, None) is fused.decode_layer is with_cuts(fused.decode_layer, DEFAULT)
-    assert compile.fused_forward(model, None) is fused.forward is compile.fused_forward(model, FastChoice(layers=(True, True)), None)
+    assert compiled.fused_forward(model, None) is fused.forward is compiled.fused_forward(model, FastChoice(layers=(True, True)), None)
     for nothing in (Cuts(), Cuts(steps=Map({3: DEFAULT}), source="a file")):
         assert nothing.default and with_cuts(fused.forward, nothing) is fused.forward
     assert not CUTS.default and with_cuts(fused.forward, CUTS) is not fused.forward

@@ -5,7 +5,8 @@ import torch
 
 from nanovllm.models.tuning.candidates import default_cut, neighbours, starts
 from nanovllm.models.tuning.launches import Machine, Work
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.cuts import Cut
 from nanovllm.ops.linear.linear_add_norm import given_wide_tile, linear_add_norm
 from nanovllm.ops.linear.norm_linear import given_tile
@@ -27,20 +28,20 @@ def tried(work: Work, most: int) -> list[Cut]:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 24, 256), (2, 13, 96), (3, 20, 256), (8, 33, 256), (16, 16, 512)])
 def test_products_of_few_rows_by_other_cuts(rows: int, outputs: int, width: int, gated: bool) -> None:
-    from nanovllm.ops.linear import triton_few_rows as triton_linear
+    from nanovllm.ops.linear import triton_few_rows
 
     given = linear_problem(rows, outputs, width, gated, True, not gated, torch.float32)
     want = wide_norm_linear(*given)
     work = Work(part="qkv", form="few", rows=rows, outputs=outputs, width=width, gated=gated, norm=True)
     for cut in tried(work, 8):
         tile = given_tile(cut, rows, outputs, width, gated, MACHINE.memory)
-        torch.testing.assert_close(triton_linear.launch(*given, tile, False).double(), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(triton_few_rows.launch(*given, tile, False).double(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 64, 256), (24, 128, 128), (70, 64, 256)])
 def test_products_of_many_rows_by_other_cuts(rows: int, outputs: int, width: int, gated: bool) -> None:
-    from nanovllm.ops.linear import triton_many_rows as triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, _, bias, *_ = linear_problem(rows, outputs, width, gated, False, True, torch.float32)
     want = wide_norm_linear(x, weight, None, bias, None, 0.0, gated)
@@ -48,12 +49,12 @@ def test_products_of_many_rows_by_other_cuts(rows: int, outputs: int, width: int
     for cut in tried(work, 10):
         tile = given_wide_tile(cut, rows, outputs, width, gated, MACHINE.processors, MACHINE.memory)
         if tile is not None:
-            torch.testing.assert_close(triton_wide.product(x, weight, bias, gated, tile, False).double(), want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(triton_many_rows.product(x, weight, bias, gated, tile, False).double(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [3, 33])
 def test_parts_and_their_sum_by_other_cuts(rows: int) -> None:
-    from nanovllm.ops.linear import triton_many_rows as triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, _, bias, residual, eps, _ = linear_problem(rows, 96, 384, False, False, True, torch.float32)
     assert residual is not None
@@ -63,8 +64,8 @@ def test_parts_and_their_sum_by_other_cuts(rows: int) -> None:
     for cut in tried(work, 100):
         tile = given_wide_tile(cut, rows, 96, 384, False, MACHINE.processors, MACHINE.memory, split=True)
         if tile is not None and tile.parts > 1:
-            sums = triton_wide.partial_product(x, weight, tile, False)
-            y, h = triton_wide.sum_norm(sums, bias, residual, gain, eps, False)
+            sums = triton_many_rows.partial_product(x, weight, tile, False)
+            y, h = triton_many_rows.sum_norm(sums, bias, residual, gain, eps, False)
             torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(h, normed, rtol=1e-4, atol=1e-4)
             parts.add(tile.parts)

@@ -24,7 +24,8 @@ from nanovllm.engine import init_state as init
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.tune import command
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
-from nanovllm.executor.executor import EagerExecutor
+from nanovllm.executor import build_executor as building
+from nanovllm.executor.eager import EagerExecutor
 from nanovllm.models.check import examine
 from nanovllm.models.fast.choice import FastChoice, all_fast
 from nanovllm.models.fast.cuts import Cuts, StepCuts
@@ -183,8 +184,10 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(use.fused, "serves", lambda params, config: True)
     monkeypatch.setattr(use, "machine_of", lambda model: H200)
-    monkeypatch.setattr(init, "_captures", lambda model, limits, compile: compile is not False)
-    monkeypatch.setattr(init, "_needed", lambda model, limits, compile, choice, cuts, tuning: (0, cuts))  # there is no GPU to measure on
+    monkeypatch.setattr(building, "_captures", lambda model, limits, compile: compile is not False)
+    monkeypatch.setattr(
+        init, "step_bytes_needed", lambda model, limits, compile, choice, cuts, tuning: (0, cuts)
+    )  # there is no GPU to measure on
     path = default_path(key_of(MODEL))
     path.parent.mkdir(parents=True)
     return path
@@ -246,7 +249,7 @@ def test_what_no_file_is_called_is_refused(name: str, served: Path) -> None:
 
 def test_kernels_whose_sources_cannot_be_read_have_no_file(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(served)
-    monkeypatch.setattr("nanovllm.tune.file.KERNELS", ("no_such_kernel",))
+    monkeypatch.setattr("nanovllm.models.tuning.file.KERNELS", ("no_such_kernel",))
     for tuning in (True, served):
         with pytest.raises(nv.TuningFileError, match=r"no_such_kernel\.py: the kernels' sources could not be read") as error:
             use.cuts_for(MODEL, tuning)
@@ -273,13 +276,13 @@ def test_on_a_cpu_there_is_nothing_to_cut(tmp_path: Path) -> None:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What an executor would be made with: the choice, and the cuts."""
     made: list[Any] = []
-    plain = init._executor
+    plain = building.build_executor
 
     def executor(model: Any, limits: Any, kv: Any, compile: Any, cascade: Any, choice: Any, cuts: Any, *rest: Any) -> Any:
         made.append((choice, cuts))
         return plain(model, limits, kv, False, cascade, choice, cuts, *rest)[0], cuts
 
-    monkeypatch.setattr(init, "_executor", executor)
+    monkeypatch.setattr(init, "build_executor", executor)
     return made
 
 
@@ -304,12 +307,12 @@ def test_cuts_that_do_not_keep_the_bound_are_dropped(served: Path, monkeypatch: 
         looked.append(cuts)
         return (all_fast(model.config), "") if cuts is None else (bad, "layer 0 errs")
 
-    monkeypatch.setattr(init, "choose", choose)
+    monkeypatch.setattr(building, "choose", choose)
     written(served)
     with pytest.warns(UserWarning, match=r"the cuts of .*\.json are not used but the defaults: by them layer 0 errs"):
         state = nv.init_state(MODEL, num_pages=8, check=True)
     assert made == [(None, None)] and state.runtime.cuts is None and looked == [Cuts(steps=STEPS, source=str(served)), None]
-    monkeypatch.setattr(init, "choose", lambda *_: (all_fast(MODEL.config), ""))
+    monkeypatch.setattr(building, "choose", lambda *_: (all_fast(MODEL.config), ""))
     assert nv.init_state(MODEL, num_pages=8, check=True).runtime.cuts is not None
 
 
@@ -341,16 +344,16 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
         limits = nv.EngineConfig(num_pages=8, page_size=16, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, seed=0)
         kv = init_kv(MODEL.config, num_pages=8, page_size=16, dtype=MODEL.dtype, device=MODEL.device)
         on_gpu = replace(MODEL, device=torch.device("cuda"))
-        cuts = init._cuts(on_gpu, limits, None, tuning)
+        cuts = building.tuned_cuts(on_gpu, limits, None, tuning)
         if where == "look":
-            return init._choice(on_gpu, limits, None, True, cuts, tuning)[1]
-        return init._executor(on_gpu, limits, kv, None, None, None, cuts, tuning, False)[1]
+            return building.checked_choice(on_gpu, limits, None, True, cuts, tuning)[1]
+        return building.build_executor(on_gpu, limits, kv, None, None, None, cuts, tuning, False)[1]
 
-    monkeypatch.setattr("nanovllm.cuda_graphs.GraphExecutor", Graphs)
+    monkeypatch.setattr("nanovllm.executor.graph_executor.GraphExecutor", Graphs)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(use, "key_of", lambda model: key_of(MODEL))
-    monkeypatch.setattr("nanovllm.tune.file.key_of", lambda model: key_of(MODEL))
+    monkeypatch.setattr("nanovllm.models.tuning.file.key_of", lambda model: key_of(MODEL))
     monkeypatch.setattr(examine, "fast_path", lambda params, config, cuts: SimpleNamespace(name="fused", cuts=cuts))
     monkeypatch.setattr(examine, "compare", lambda model, fast, *_: make(fast.cuts))
     monkeypatch.setattr(examine, "chosen", lambda *_: all_fast(MODEL.config))
@@ -463,7 +466,7 @@ def test_older_cuts_of_what_was_not_measured_stay(tuning: Path, monkeypatch: pyt
     assert cli.main(["tune", "--batches", "1,8"]) == 0
     first, lines = read_run(tuning, MODEL, H200)
     failing(monkeypatch, 1)
-    monkeypatch.setattr("nanovllm.tune.run.HEAD_MARGIN", 0.5)
+    monkeypatch.setattr("nanovllm.entrypoints.cli.tune.sweep.HEAD_MARGIN", 0.5)
     assert cli.main(["tune", "--batches", "1,8,64"]) == 1
     second, more = read_run(tuning, MODEL, H200)
     assert set(second.steps) == {1, 8, 64} and second.at(1) == first.at(1)
@@ -505,8 +508,8 @@ def test_what_the_command_cannot_do_is_told_before_it_measures(
 
 def test_bench_records_whether_cuts_were_used(served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     captured(monkeypatch)
-    monkeypatch.setattr("nanovllm.bench.command.find_model", lambda options: (MODEL, "small"))
-    monkeypatch.setattr("nanovllm.bench.command.host_time", lambda model, state, size: (state, {}))
+    monkeypatch.setattr("nanovllm.entrypoints.cli.bench.command.find_model", lambda options: (MODEL, "small"))
+    monkeypatch.setattr("nanovllm.entrypoints.cli.bench.command.host_time", lambda model, state, size: (state, {}))
     written(served)
     for arguments, source in (([], served.name), (["--tuning", "off"], None), (["--tuning", str(served)], served.name)):
         assert cli.main(["bench", "--device", "cpu", "--which", "host", "--json", *arguments]) == 0

@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 from nanovllm.executor.cascade_policy import own_runs, shared_runs
 from nanovllm.ops import paged_decode, paged_prefill
 from nanovllm.ops.attention import cascade
-from nanovllm.ops.attention.cascade import (
-    LEAST_OWN,
-    TILE,
-    CascadePlan,
-    CascadeWorkspace,
-    PromptCascade,
-    attend_part,
-    cut_runs,
-    merge,
-    merge_parts,
-    tiles,
-)
+from nanovllm.ops.attention.cascade import PromptCascade, attend_part, merge, merge_parts
+from nanovllm.ops.attention.cascade_plan import LEAST_OWN, TILE, CascadePlan, CascadeWorkspace, cut_runs, tiles
 from nanovllm.ops.attention.plan_table import PlanMismatchError, UnknownPlanError
 from nanovllm.ops.attention.reference import attend, row_kv
 
@@ -251,7 +241,7 @@ def test_plans_refuse_what_they_were_not_made_for():
 
 def interpreted_decode(tree, runs, shares=None, limits=()):
     """What the kernels make of `runs`, with partial results where memory was not a number before."""
-    from nanovllm.ops.attention import triton_cascade as triton_attention
+    from nanovllm.ops.attention import triton_cascade
 
     rows, heads = len(tree.tables), KV_HEADS * tree.group
     space = CascadeWorkspace(rows, heads, tree.head_dim, CPU)
@@ -263,7 +253,7 @@ def interpreted_decode(tree, runs, shares=None, limits=()):
     plan.ints = torch.zeros(sum(plan.sizes), dtype=torch.int32)
     assert plan.update(runs)
     q = tree.queries(rows).float()
-    got = triton_attention.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan, *limits)
+    got = triton_cascade.cascade_decode(q, tree.pages[0].float(), *tree.on_device[:2], tree.scale, plan, *limits)
     torch.testing.assert_close(got, tree.expected(q.double(), np.ones(rows, np.int64), *limits).float(), rtol=0, atol=1e-5)
 
 
@@ -317,7 +307,7 @@ def test_lengths_around_a_turn_of_the_loop_interpreted(lens, group, head_dim, mo
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 24)])
 def test_merging_interpreted(heads, head_dim, dtype):
     """Numbers of parts on either side of the 16 of a turn; some parts saw no token, never all of a row."""
-    from nanovllm.ops.attention import triton_cascade as triton_attention
+    from nanovllm.ops.attention import triton_cascade
 
     counts = torch.tensor([1, 15, 16, 17, 33])
     starts, num = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), int(counts.sum())
@@ -326,5 +316,5 @@ def test_merging_interpreted(heads, head_dim, dtype):
     lses[starts[4] : starts[4] + 16] = -torch.inf
     for places in (torch.arange(num).int(), ((3 * torch.arange(num) + 1) % num).int()):
         out = torch.empty(len(counts), heads, head_dim, dtype=dtype)
-        triton_attention.merge_into(outs, lses, starts, places, out)
+        triton_cascade.merge_into(outs, lses, starts, places, out)
         torch.testing.assert_close(out, merge_parts(outs, lses, starts, places))

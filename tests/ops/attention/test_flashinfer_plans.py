@@ -83,12 +83,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def last_page_lens(out, seq_lens, indptr, size):
         out.copy_(seq_lens - (indptr.diff() - 1) * size)
 
-    package, prefill, kv = ModuleType("flashinfer"), ModuleType("flashinfer.prefill"), ModuleType("nanovllm.ops.triton_kv")
+    package, prefill, kv = ModuleType("flashinfer"), ModuleType("flashinfer.prefill"), ModuleType("nanovllm.ops.kv_cache.triton_kv")
     prefill.get_batch_prefill_module = get_batch_prefill_module  # pyright: ignore[reportAttributeAccessIssue]
     kv.last_page_lens = last_page_lens  # pyright: ignore[reportAttributeAccessIssue]
     for module in (package, prefill, kv):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("nanovllm.ops.triton_kv", kv, raising=False)
+    monkeypatch.setattr("nanovllm.ops.kv_cache.triton_kv", kv, raising=False)
     monkeypatch.setattr(flashinfer, "attention_backend", lambda *_: "flashinfer")
     monkeypatch.setattr(flashinfer_plans, "num_tiles", lambda *_: 1)
     monkeypatch.setattr(flashinfer, "_Staging", Staging)

@@ -11,7 +11,7 @@ import torch
 from nanovllm.chunks.generate import generate
 from nanovllm.engine.init_state import init_state
 from nanovllm.models.fast import cpu
-from nanovllm.ops.cpu import build as native
+from nanovllm.ops.cpu import build
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 
 def find(source: Path) -> ctypes.CDLL | None:
-    return native.library.__wrapped__(source, ("answer",))
+    return build.library.__wrapped__(source, ("answer",))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_built_once_and_found_again(source: Path, tmp_path: Path, monkeypatch: p
     assert isinstance(library, ctypes.CDLL)
     assert library.answer() == 42
     (file,) = built(tmp_path)
-    monkeypatch.setattr(native, "build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("built again"))
     assert find(source).answer() == 42
     assert built(tmp_path) == [file]
 
@@ -58,7 +58,7 @@ def test_another_source_is_another_library(source: Path, tmp_path: Path) -> None
 @needs_compiler
 def test_flags_that_the_compiler_does_not_know_are_left_out(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        native, "_attempts", lambda: [(("-fno-such-flag-at-all",), ("-lno-such-library",)), (("-fno-such-flag",), ()), ((), ())]
+        build, "_attempts", lambda: [(("-fno-such-flag-at-all",), ("-lno-such-library",)), (("-fno-such-flag",), ()), ((), ())]
     )
     with pytest.warns(UserWarning, match="has no OpenMP"):
         assert find(source).answer() == 42
@@ -66,7 +66,7 @@ def test_flags_that_the_compiler_does_not_know_are_left_out(source: Path, monkey
 
 def test_without_a_compiler_there_is_none(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
     with pytest.warns(UserWarning, match="there is no C compiler"):
         assert find(source) is None
     monkeypatch.setenv("CC", "/nonexistent/cc")
@@ -134,7 +134,7 @@ def test_a_compiler_that_hangs_is_given_up(source: Path, tmp_path: Path, monkeyp
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(slow.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(slow))
-    monkeypatch.setattr(native, "TIMEOUT", 0.2)
+    monkeypatch.setattr(build, "TIMEOUT", 0.2)
     with pytest.warns(UserWarning, match="timed out"):
         assert find(source) is None
 
@@ -151,7 +151,7 @@ def test_the_engine_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_has_one_openmp(source: Path) -> None:
     """A second OpenMP runtime would keep a second pool of threads, which wait for work by spinning."""
     maps = Path("/proc/self/maps")
-    if native.library(cpu.SOURCE, cpu.SYMBOLS) is None or not maps.exists():
+    if build.library(cpu.SOURCE, cpu.SYMBOLS) is None or not maps.exists():
         pytest.skip("no library")
     torch.ones(4).sum()
     loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in Path(line.split()[-1]).name and ".so" in line}

@@ -46,11 +46,11 @@ def test_angles(dtype):
 @pytest.mark.parametrize(("rows", "width", "page_size"), BATCHES)
 def test_places_interpreted(rows, width, page_size):
     """Rows on either side of the 256 of a program; tables may be wider than what is read of them."""
-    from nanovllm.ops.elementwise import triton_decode_rows as triton_rows
+    from nanovllm.ops.elementwise import triton_decode_rows
 
     positions, lens, tables, *rest = batch(rows, width, page_size)
     for some in (tables, torch.nn.functional.pad(tables, (0, 2), value=-1)[:, :width]):
-        got, want = triton_rows.next_places(positions, lens, some, *rest), next_places(positions, lens, some, *rest)
+        got, want = triton_decode_rows.next_places(positions, lens, some, *rest), next_places(positions, lens, some, *rest)
         assert all(map(torch.equal, got, want))
 
 
@@ -60,10 +60,12 @@ def test_places_interpreted(rows, width, page_size):
 @pytest.mark.parametrize("half", [1, 6, 8])
 def test_angles_interpreted(half, tokens, dtype):
     """Tokens on either side of the eight of a program."""
-    from nanovllm.ops.elementwise import triton_decode_rows as triton_rows
+    from nanovllm.ops.elementwise import triton_decode_rows
 
     positions, speed = torch.randint(0, 5000, (tokens,), dtype=dtype), 1e4 ** (-torch.arange(half) / half)
-    torch.testing.assert_close(triton_rows.rotary_angles(positions, speed, 1.5), rotary_angles(positions, speed, 1.5), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        triton_decode_rows.rotary_angles(positions, speed, 1.5), rotary_angles(positions, speed, 1.5), rtol=0, atol=1e-6
+    )
 
 
 def test_logits_are_capped() -> None:
@@ -77,9 +79,9 @@ def test_logits_are_capped() -> None:
 @pytest.mark.filterwarnings("ignore:.*overflow encountered in exp2")
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 1000), (2, 1024), (0, 7)])
 def test_capped_logits_interpreted(rows: int, vocab: int) -> None:
-    from nanovllm.ops.elementwise import triton_decode_rows as triton_rows
+    from nanovllm.ops.elementwise import triton_decode_rows
 
     logits = (torch.randn(rows, vocab) * 50).half()
-    torch.testing.assert_close(triton_rows.capped_logits(logits, 30.0), soft_cap(logits, 30.0), rtol=2**-10, atol=1e-4)
+    torch.testing.assert_close(triton_decode_rows.capped_logits(logits, 30.0), soft_cap(logits, 30.0), rtol=2**-10, atol=1e-4)
     big = logits * 1000  # infinite ones too
-    torch.testing.assert_close(triton_rows.capped_logits(big, 30.0), soft_cap(big, 30.0), rtol=2**-10, atol=1e-4)
+    torch.testing.assert_close(triton_decode_rows.capped_logits(big, 30.0), soft_cap(big, 30.0), rtol=2**-10, atol=1e-4)

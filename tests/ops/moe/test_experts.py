@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.ops.elementwise.norm_rope import ACTS
-from nanovllm.ops.linear.linear_add_norm import WideTile
-from nanovllm.ops.linear.norm_linear import Tile
-from nanovllm.ops.moe.experts import ExpertsMismatchError, FewTiles, GroupedTiles, _dense, _few_tile, _grouped_tiles, experts, tiles_of
-from nanovllm.testing.experts import experts_problem, routed, wide_experts
+from nanovllm.ops.linear.tiles import Tile, WideTile
+from nanovllm.ops.moe.experts import ExpertsMismatchError, _dense, _few_tile, _grouped_tiles, experts, tiles_of
+from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
+from nanovllm.testing.problems import experts_problem, routed, wide_experts
 
 SIZES = [(1, 2, 4, 40, 24), (3, 1, 5, 16, 16), (17, 3, 8, 40, 24), (70, 2, 4, 32, 48)]
 ROUTINGS = ["random", "few", "one"]

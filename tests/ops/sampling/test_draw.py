@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.ops.sampling.draw import draw, gumbel, highest
-from nanovllm.ops.sampling.uniforms import to_unit, uniforms
+from nanovllm.ops.sampling.philox import to_unit
+from nanovllm.ops.sampling.uniforms import uniforms
 
 INF, NAN = float("inf"), float("nan")
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.ops.sampling.uniforms import STREAM, philox, to_unit, uniforms
+from nanovllm.ops.sampling.philox import STREAM, philox, to_unit
+from nanovllm.ops.sampling.uniforms import uniforms
 
 WORD = 0xFFFFFFFF
 seeds = st.integers(0, 2**63 - 1)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from nanovllm import ops
 from nanovllm.executor.cascade_policy import CascadePolicy
-from nanovllm.executor.executor import EagerExecutor
+from nanovllm.executor.eager import EagerExecutor
 from nanovllm.ops.attention import cascade
 from nanovllm.state import pages
 from nanovllm.state import prefix_cache as prefix

@@ -1,22 +1,21 @@
 """Planted faults in the algebra of chunks: gaps, moves, sharing, labels, eviction, files."""
 
 from dataclasses import replace
-from importlib import import_module
 from unittest.mock import patch
 
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine
 
 from nanovllm import ops
+from nanovllm.chunks import compose
 from nanovllm.chunks import handles as chunks
 from nanovllm.chunks import prefill as fill
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
-from nanovllm.engine import step as engine
+from nanovllm.engine import requests
 from nanovllm.errors import ChunkFileError
-from nanovllm.executor import executor as compile
-from nanovllm.executor import run_ahead
+from nanovllm.executor import eager, run_ahead
 from nanovllm.executor.run_ahead import RunAhead
 from nanovllm.state import prefix_cache as prefix
 from nanovllm.state import request
@@ -26,8 +25,6 @@ from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
 from nanovllm.testing.shadows import run_ahead_executor as ahead
 from tests.property.faults.engine import Fault, writes_without_copy
-
-COMPOSE = import_module("nanovllm.compose")  # in the package, the function of this name hides the module
 
 # Gaps
 
@@ -222,27 +219,27 @@ def _turning(name, faulty, *targets):
 CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("tokens behind a gap at wrong positions", _forgets_gaps, (request, "offset_after")),
     _fault("gaps behind the end of a truncated chunk", _keeps_gaps_behind_the_end, (chunks, "cut")),
-    _fault("a gap that forgets those before it", _forgets_older_gaps, (COMPOSE, "gapped")),
+    _fault("a gap that forgets those before it", _forgets_older_gaps, (compose, "gapped")),
     _fault("a step ahead that writes into a page shared still", _runs_ahead_of_copies, (run_ahead, "steps_ahead"), machine=AheadMachine),
     _fault("a step ahead of rows that changed", _keeps_what_it_ran, (RunAhead, "drop"), machine=AheadMachine),
     _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine),
     _fault("the results of a row that ended", _takes_the_first_rows, (RunAhead, "narrow"), machine=AheadMachine),
     _fault("results in the order of the batch", _gives_results_to_other_rows, (ahead, "placed"), machine=AheadMachine),
     _fault("a token left behind by a move", _moves_all_but_one, (ops, "move_kv")),
-    _turning("keys composed and not turned", _turns_nothing, (COMPOSE, "joined")),
-    _turning("keys turned the wrong way", _turns_back, (COMPOSE, "joined")),
-    _turning("keys shifted by one place too many", _turns_one_too_far, (COMPOSE, "shifted")),
-    _fault("the wrong tokens run again", _runs_the_wrong_heads_again, (COMPOSE, "_chosen")),
-    _fault("tokens recomputed behind approximate ones", _runs_behind_what_is_approximate, (COMPOSE, "cut")),
+    _turning("keys composed and not turned", _turns_nothing, (compose, "joined")),
+    _turning("keys turned the wrong way", _turns_back, (compose, "joined")),
+    _turning("keys shifted by one place too many", _turns_one_too_far, (compose, "shifted")),
+    _fault("the wrong tokens run again", _runs_the_wrong_heads_again, (compose, "_chosen")),
+    _fault("tokens recomputed behind approximate ones", _runs_behind_what_is_approximate, (compose, "cut")),
     _fault("a fork that counts no owner", _counts_no_owner, (chunks, "cut_live")),
     _fault("a page of a truncated chunk written", _shares_a_page_that_is_written, (fill, "reserve"), (fill, "require_writable")),
-    _fault("a partly filled page shared by what is composed", _shares_the_page_where_they_meet, (COMPOSE, "joined")),
-    _fault("the last token of a chunk written again", _writes_the_last_token_again, (compile, "decode_batch")),
+    _fault("a partly filled page shared by what is composed", _shares_the_page_where_they_meet, (compose, "joined")),
+    _fault("the last token of a chunk written again", _writes_the_last_token_again, (eager, "decode_batch")),
     _fault("a chunk released twice", _accepts_released, (chunks, "require_live")),
-    _fault("a released chunk composed", _accepts_released, (COMPOSE, "require_live")),
+    _fault("a released chunk composed", _accepts_released, (compose, "require_live")),
     _fault("a released chunk saved", _accepts_released, (chunk_file, "require_live")),
     _fault("approximate KV in the index", _calls_all_exact, (Sequence, "num_exact")),
-    _fault("a label not inherited", _inherits_no_label, (engine, "begin_sequence"), (fill, "begin_sequence")),
+    _fault("a label not inherited", _inherits_no_label, (requests, "begin_sequence"), (fill, "begin_sequence")),
     _fault("the beginning of a chunk called exact", _calls_what_is_cut_exact, (chunks, "cut")),
     _fault("exact pages under an approximate label", _keeps_the_label_of_what_it_left, (Sequence, "restart")),
     _fault("a page evicted without those behind it", _leaves_those_behind, (prefix, "_with_those_behind")),

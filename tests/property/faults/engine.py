@@ -1,12 +1,11 @@
 """Planted faults: bugs that engines of this kind really had, each with the machine that must find it.
 
-Those in the algebra of chunks are in `chunk_faults.py`, those where pages are read once for several rows in `cascade_faults.py`.
+Faults in the algebra of chunks are in `chunks.py`, faults where pages are read once for several rows in `cascade.py`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -14,15 +13,15 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from nanovllm.chunks import generate, session
 from nanovllm.chunks import prefill as fill
-from nanovllm.chunks import session
-from nanovllm.engine import scheduler as schedule
+from nanovllm.engine import requests, scheduler
 from nanovllm.engine import step as engine
-from nanovllm.executor import executor as compile
+from nanovllm.executor import carry
 from nanovllm.state import pages, pool
 from nanovllm.state import prefix_cache as prefix
-from nanovllm.state.engine_state import Lease
 from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.lease import Lease
 from nanovllm.state.request import Queue
 from nanovllm.state.vector import IntVector
 from nanovllm.testing.machines.cascade import CascadeMachine
@@ -31,8 +30,6 @@ from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.scheduler import ScheduleMachine
 from nanovllm.testing.shadows.memory import indexed_runs
-
-GENERATE = import_module("nanovllm.generate")  # in the package, the function of this name hides the module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +177,7 @@ def _leaks_on_preemption(preempt):
 
 def writes_without_copy(reserve):
     """A `reserve` that leaves a partly filled shared page in its place."""
+
     def faulty(state, sequence, length, page_size):
         missing = max(0, pages_for(length, page_size) - len(sequence.pages))
         taken = pool.allocate(state, missing)
@@ -291,21 +289,26 @@ FAULTS: tuple[Fault, ...] = (
         targets=((prefix, "forget"),),
         faulty=_forgets_only_itself,
     ),
-    Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((schedule._Draft, "preempt"),), faulty=_leaks_on_preemption),
-    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((schedule, "reserve"),), faulty=writes_without_copy),
-    Fault(name="one token too few reserved", machine=ScheduleMachine, targets=((schedule, "reserve"),), faulty=_reserves_one_less),
+    Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((scheduler._Draft, "preempt"),), faulty=_leaks_on_preemption),
+    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((scheduler, "reserve"),), faulty=writes_without_copy),
+    Fault(name="one token too few reserved", machine=ScheduleMachine, targets=((scheduler, "reserve"),), faulty=_reserves_one_less),
     Fault(
-        name="preempted and still called filled", machine=ScheduleMachine, targets=((schedule, "_without_pages"),), faulty=_forgets_to_empty
+        name="preempted and still called filled",
+        machine=ScheduleMachine,
+        targets=((scheduler, "_without_pages"),),
+        faulty=_forgets_to_empty,
     ),
-    Fault(name="the oldest preempted first", machine=ScheduleMachine, targets=((schedule._Draft, "preempt"),), faulty=_preempts_the_oldest),
+    Fault(
+        name="the oldest preempted first", machine=ScheduleMachine, targets=((scheduler._Draft, "preempt"),), faulty=_preempts_the_oldest
+    ),
     Fault(
         name="given up while others hold pages",
         machine=ScheduleMachine,
-        targets=((schedule._Draft, "strip_waiting"),),
+        targets=((scheduler._Draft, "strip_waiting"),),
         faulty=_gives_up_too_early,
     ),
     Fault(name="the newest admitted first", machine=ScheduleMachine, targets=((Queue, "first"),), faulty=_newest_first),
-    Fault(name="pages lost on cancel", machine=EngineMachine, targets=((engine, "give_up_pages"),), faulty=_loses_pages_of_the_cancelled),
+    Fault(name="pages lost on cancel", machine=EngineMachine, targets=((requests, "give_up_pages"),), faulty=_loses_pages_of_the_cancelled),
     Fault(name="a failed call forgotten", machine=EngineMachine, targets=((Lease, "lose"),), faulty=_forgets_failures),
     Fault(
         name="KV that a failed call overwrote still trusted",
@@ -318,10 +321,10 @@ FAULTS: tuple[Fault, ...] = (
         name="page copies left out", machine=EngineMachine, targets=((engine, "copy_pages"), (fill, "copy_pages")), faulty=_copies_nothing
     ),
     Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated),
-    Fault(name="randomness that depends on the batch", machine=EngineMachine, targets=((compile, "sampling_of"),), faulty=_draws_by_row),
+    Fault(name="randomness that depends on the batch", machine=EngineMachine, targets=((carry, "sampling_of"),), faulty=_draws_by_row),
     Fault(name="tokens of a sibling overwritten", machine=EngineMachine, targets=((IntVector, "extend"),), faulty=_overwrites_siblings),
     Fault(name="reruns not counted", machine=EngineMachine, targets=((engine, "counted"),), faulty=_counts_no_reruns),
-    Fault(name="more reserved than there is", machine=EngineMachine, targets=((GENERATE, "_bounded"),), faulty=_promises_too_much),
+    Fault(name="more reserved than there is", machine=EngineMachine, targets=((generate, "_bounded"),), faulty=_promises_too_much),
     Fault(
         name="a reply that goes on after its end",
         machine=CascadeMachine,

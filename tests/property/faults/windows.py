@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.chunks import prefill as fill
-from nanovllm.engine import scheduler as schedule
-from nanovllm.engine import step as engine
+from nanovllm.engine import donation, requests, scheduler
 from nanovllm.executor import batch, decode
 from nanovllm.state import lru as ages
 from nanovllm.state import pool
@@ -108,14 +107,19 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("a need never given up", _counts_needs_once, (frames, "retire"), machine=FrameMachine),
     _fault("pages without frames found before those that have some", _keeps_what_has_no_frames, (pool, "_made_way"), machine=FrameMachine),
     _fault("a prefix with a hole", _overlooks_holes, (pool, "reusable"), machine=FrameMachine),
-    _fault("a page retired too early", _a_token_too_early, (schedule, "num_retired"), machine=WindowMachine),
+    _fault("a page retired too early", _a_token_too_early, (scheduler, "num_retired"), machine=WindowMachine),
     _fault(
-        "a page retired that the last token reads again", _as_if_the_last_did_not_run_again, (engine, "num_retired"), machine=WindowMachine
+        "a page retired that the last token reads again",
+        _as_if_the_last_did_not_run_again,
+        (requests, "num_retired"),
+        machine=WindowMachine,
     ),
-    _fault("a retired page given up twice", _forgets_what_is_retired, (schedule, "give_up_pages"), machine=WindowMachine),
-    _fault("a copy without its frame", _copies_pages_as_frames, (schedule, "frames_of_copies"), machine=WindowChunkMachine),
+    _fault("a retired page given up twice", _forgets_what_is_retired, (scheduler, "give_up_pages"), machine=WindowMachine),
+    _fault("a copy without its frame", _copies_pages_as_frames, (scheduler, "frames_of_copies"), machine=WindowChunkMachine),
     _fault("a chunk's copy without its frame", _copies_pages_as_frames, (fill, "frames_of_copies"), machine=WindowChunkMachine),
-    _fault("frames that a failed call overwrote still trusted", _forgets_overwritten_frames, (engine, "pages_with"), machine=WindowMachine),
+    _fault(
+        "frames that a failed call overwrote still trusted", _forgets_overwritten_frames, (donation, "pages_with"), machine=WindowMachine
+    ),
     _fault("slots of frames that do not move on", _writes_on_where_it_was, (decode, "advance"), machine=MixedWindowMachine),
     _fault("pages taken for frames", _takes_pages_for_frames, (batch, "frame_tables"), machine=MixedWindowMachine),
 )

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-import tiny_facts as facts
-from tiny_chat import ANSWER, CONTEXT, NOTED, SYSTEMS, Segment, Turn, chat, small_talk
-from tiny_grammar import Rng
-from tiny_recall import Asked, draw_scene, paragraphs, pose, pose_some
-from tiny_sums import draw_task
+from tools.tiny_model.text import facts
+from tools.tiny_model.text.chat import ANSWER, CONTEXT, NOTED, SYSTEMS, Segment, Turn, chat, small_talk
+from tools.tiny_model.text.grammar import Rng
+from tools.tiny_model.text.recall import Asked, draw_scene, paragraphs, pose, pose_some
+from tools.tiny_model.text.sums import draw_task
 
 END = ("<|endoftext|>", ANSWER)
 

@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import tiny_facts as facts
-from tiny_compare import compare, compare_bare
-from tiny_events import draw_told
-from tiny_grammar import Rng
-from tiny_reason import chain
-from tiny_recall import Scene, draw_scene, paragraphs, pose
-from tiny_stories import Story
-from tiny_sums import addition
-from tiny_words import FIRST_NAMES, TEST, name
+from tools.tiny_model.text import facts
+from tools.tiny_model.text.compare import compare, compare_bare
+from tools.tiny_model.text.events import draw_told
+from tools.tiny_model.text.grammar import Rng
+from tools.tiny_model.text.reason import chain
+from tools.tiny_model.text.recall import Scene, draw_scene, paragraphs, pose
+from tools.tiny_model.text.stories import Story
+from tools.tiny_model.text.sums import addition
+from tools.tiny_model.text.words import FIRST_NAMES, TEST, name
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,21 @@
 """The text that the tiny model learns from: documents of every kind, drawn without end from a seed.
 
-    python tools/tiny_text.py --documents 20 --seed 3      # prints documents
+python -m tools.tiny_model.text.documents --documents 20 --seed 3      # prints documents
 """
 
 import argparse
 
-import tiny_facts as facts
-from tiny_asking import END, LATER, Document, Fill, recall, recall_chat, sum_turn, user_text
-from tiny_chat import ANSWER, CONTEXT, SYSTEMS, TEXT, Turn, chat, repetition, small_talk, story_request
-from tiny_compare import compare
-from tiny_events import draw_told
-from tiny_grammar import Rng
-from tiny_reason import chain
-from tiny_recall import draw_scene, paragraphs, pose_some
-from tiny_stories import Story
-from tiny_sums import comparison, draw_task
-from tiny_words import COLOURS, anything
+from tools.tiny_model.text import facts
+from tools.tiny_model.text.asking import END, LATER, Document, Fill, recall, recall_chat, sum_turn, user_text
+from tools.tiny_model.text.chat import ANSWER, CONTEXT, SYSTEMS, TEXT, Turn, chat, repetition, small_talk, story_request
+from tools.tiny_model.text.compare import compare
+from tools.tiny_model.text.events import draw_told
+from tools.tiny_model.text.grammar import Rng
+from tools.tiny_model.text.reason import chain
+from tools.tiny_model.text.recall import draw_scene, paragraphs, pose_some
+from tools.tiny_model.text.stories import Story
+from tools.tiny_model.text.sums import comparison, draw_task
+from tools.tiny_model.text.words import COLOURS, anything
 
 
 def about_me(rng: Rng) -> Document:

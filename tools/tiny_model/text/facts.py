@@ -4,8 +4,8 @@
 
 from dataclasses import dataclass, field
 
-from tiny_grammar import Rng, capital, render
-from tiny_wordings import (
+from tools.tiny_model.text.grammar import Rng, capital, render
+from tools.tiny_model.text.wordings import (
     APPOSED,
     ASKS,
     FOLLOW_NOUN,
@@ -20,7 +20,7 @@ from tiny_wordings import (
     SAYS_MINE,
     Relation,
 )
-from tiny_words import (
+from tools.tiny_model.text.words import (
     ADJECTIVES,
     ANIMALS,
     ATTRIBUTES,

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-import tiny_facts as facts
-import tiny_wordings as wordings
-from tiny_facts import Fact
-from tiny_grammar import Rng, capital, render
-from tiny_recall import Scene, paragraphs
-from tiny_words import TRAIN
+from tools.tiny_model.text import facts, wordings
+from tools.tiny_model.text.facts import Fact
+from tools.tiny_model.text.grammar import Rng, capital, render
+from tools.tiny_model.text.recall import Scene, paragraphs
+from tools.tiny_model.text.words import TRAIN
 
 
 @dataclass(frozen=True)

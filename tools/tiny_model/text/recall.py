@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import tiny_facts as facts
-import tiny_wordings as wordings
-from tiny_facts import Fact
-from tiny_grammar import Rng, capital
-from tiny_words import TEST, TRAIN, first_name
+from tools.tiny_model.text import facts, wordings
+from tools.tiny_model.text.facts import Fact
+from tools.tiny_model.text.grammar import Rng, capital
+from tools.tiny_model.text.words import TEST, TRAIN, first_name
 
 
 @dataclass
@@ -94,8 +93,30 @@ def draw_scene(rng: Rng, count: int, split: str = TRAIN, kind: str = "") -> Scen
 
 
 _PLAIN_STARTS = frozenset(
-    ("The", "In", "As", "They", "People", "It", "For", "Since", "Now", "Today", "When", "You", "We", "By", "At", "From", "After", "Under",
-     "Everybody", "Nobody", "Speaking", "Concerning")
+    (
+        "The",
+        "In",
+        "As",
+        "They",
+        "People",
+        "It",
+        "For",
+        "Since",
+        "Now",
+        "Today",
+        "When",
+        "You",
+        "We",
+        "By",
+        "At",
+        "From",
+        "After",
+        "Under",
+        "Everybody",
+        "Nobody",
+        "Speaking",
+        "Concerning",
+    )
 )
 
 

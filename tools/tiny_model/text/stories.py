@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from zlib import crc32
 
-import tiny_plots as plots
-from tiny_grammar import Rng, T, capital, render
-from tiny_words import (
+from tools.tiny_model.text import story_plots as plots
+from tools.tiny_model.text.grammar import Rng, T, capital, render
+from tools.tiny_model.text.words import (
     ANIMALS,
     COLOURS,
     CONTAINERS,

@@ -1,16 +1,14 @@
-"""Chunks in files: `save_chunk` and `load_chunk`. `chunk_format.py` says what a file holds; here is the way between it and the pages.
+"""Chunks in files: `save_chunk` and `load_chunk`. `format.py` says what a file holds; this file moves it to and from the pages.
 
 Neither holds more of a chunk than three windows of 32 MiB in host memory, pinned for CUDA, whatever its size, and two more on the device
 (where that is a CPU, in host memory too).
 """
 
 import os
-import secrets
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,11 @@ from nanovllm.chunks.prefill import plain_request
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
 from nanovllm.config import RopeConfig
-from nanovllm.engine.prompt import require_live
-from nanovllm.engine.step import capacity, commit_state, enter, enter_with, guarded
+from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
+from nanovllm.engine.requests import capacity
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
-from nanovllm.loading.load_model import Model
+from nanovllm.files import as_path, open_file, put, temporary
+from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk, offset_after
 from nanovllm.state.engine_state import EngineState, windowed_pools
@@ -37,15 +36,13 @@ from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import frame_slots
 from nanovllm.types import Float, Int32, Tensor
 
-TEMPORARY = ".nanovllm-*.tmp"  # what `temporary` calls its files, beside those that they become
-
 
 @torch.no_grad()
 def save_chunk(state: EngineState, chunk: Chunk, path: str | os.PathLike[str]) -> None:
     """Write a chunk to a safetensors file, in place of an older one or not at all; the state stays what it was, and usable.
 
     The file holds tokens, positions and KV `[L, T, 2, K, D]`, and in its metadata what they are and digests of every byte
-    (`chunk_format.py`). It is complete on the disk when this returns. Raises `ReleasedChunkError` and `ForeignChunkError` for a chunk that
+    (see `format.py`). It is complete on the disk when this returns. Raises `ReleasedChunkError` and `ForeignChunkError` for a chunk that
     cannot be used, `ChunkFileError` where the file cannot be written; then nothing is left of it.
     """
     state, target = enter(state), as_path(path)
@@ -181,21 +178,6 @@ def _rope(rope: RopeConfig) -> dict[str, Any]:
     return {**asdict(rope), "factors": list(rope.factors)}
 
 
-def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path, or `InvalidRequestError`."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
-        raise InvalidRequestError(f"path={path!r} must be the name of a file")
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # no such user
-        raise InvalidRequestError(f"path={path!r} begins in a home folder that is not known; write ./~ for a file of that name") from error
-
-
-def open_file(path: Path) -> int:
-    """A file descriptor to read from; what is no file does not make it wait. Raises `OSError`."""
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns what the system refuses into `ChunkFileError`, and a device without memory for 64 MiB more into `OutOfPagesError`."""
@@ -205,42 +187,6 @@ def writing(path: Path) -> Iterator[None]:
         raise OutOfPagesError(f"{path}: the device's memory ran out; no chunk was written") from error
     except OSError as error:
         raise ChunkFileError(f"{path}: could not be written: {error.strerror or error}") from error
-
-
-def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a small file, to the disk, in place of an older one or not at all. Raises `OSError`; then nothing is left of it."""
-    with temporary(path.parent, mode) as (fd, made):
-        with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        put(made, path)
-
-
-@contextmanager
-def temporary(folder: Path, mode: int = 0o666) -> Iterator[tuple[int, Path]]:
-    """An empty file in a folder, open and locked, that is gone at the end of the block unless it got another name.
-
-    A process that is killed leaves it behind, and the lock not: whoever gets the lock may delete it.
-    """
-    path = folder / TEMPORARY.replace("*", secrets.token_hex(8))
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        flock(fd, LOCK_EX)
-        yield fd, path
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(fd)
-
-
-def put(made: Path, target: Path) -> None:
-    """Give a written file its name, in place of whatever had it, and the folder to the disk."""
-    os.replace(made, target)
-    folder = os.open(target.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _spans(first: int, count: int, num_tokens: int) -> Iterator[tuple[int, int, int, int]]:

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from nanovllm.errors import ChunkFileError
-from nanovllm.loading.weights import FLOATS
 from nanovllm.state.chunk import Gaps, Provenance
-from nanovllm.types import Tensor
+from nanovllm.types import FLOATS, Tensor
 
 FORMAT, VERSION, KEY_FORM = "nanovllm-chunk", "1", "rotated"
 CODES = MappingProxyType({dtype: code for code, dtype in FLOATS.items()})

@@ -24,10 +24,11 @@ import torch
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
-from nanovllm.engine.prompt import encode, require_live, token_array
-from nanovllm.engine.step import enter, enter_with, require_model
+from nanovllm.engine.donation import enter, enter_with, require_live, require_model
+from nanovllm.engine.prompt import encode, token_array
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
-from nanovllm.loading.load_model import Model
+from nanovllm.files import TEMPORARY
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 
@@ -294,7 +295,7 @@ class ChunkStore:
 
     def _sweep(self, index: Mapping[str, Entry]) -> dict[str, Entry]:
         """The index without names whose file is gone; temporary files of dead processes are deleted."""
-        for path in self.folder.glob(chunk_file.TEMPORARY):
+        for path in self.folder.glob(TEMPORARY):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED:
                     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

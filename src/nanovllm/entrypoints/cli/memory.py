@@ -9,15 +9,18 @@ import torch
 
 from nanovllm.chunks.compose import compose, drop
 from nanovllm.chunks.generate import generate_many
-from nanovllm.chunks.handles import fork, prefill, release, truncate
+from nanovllm.chunks.handles import fork, release, truncate
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.storage.file import load_chunk
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import step, submit
+from nanovllm.engine.requests import submit
+from nanovllm.engine.step import step
 from nanovllm.entrypoints.arguments import source
 from nanovllm.entrypoints.display.terminal import is_terminal, note
 from nanovllm.entrypoints.memory.report import MemoryReport, memory
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model, load_model
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 from xml.sax.saxutils import escape
 
-from nanovllm.entrypoints.memory.text import clean
+from nanovllm.entrypoints.display.terminal import clean
 
 Length: TypeAlias = "int | float"  # units of the picture, about a pixel
 INK, FAINT, LINE = "#1f2933", "#6b7683", "#c3cad2"

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tqdm import tqdm
+
 from nanovllm.tokenizer.stream import held_back
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -78,3 +80,14 @@ class View:
         clean = CONTROL.sub("\ufffd", body)
         view = replace(self, held="" if whole else held, fresh=self.fresh and not body)
         return view, dim(clean) if self.inside else clean
+
+
+def clean(text: str) -> str:
+    """A name on one line, which cannot steer a terminal."""
+    return CONTROL.sub("\ufffd", " ".join(text.split())).encode("utf-8", "replace").decode()
+
+
+def bar(total: int, what: str, unit: str, *, progress: bool | None = None) -> "tqdm[Any]":
+    """A bar over `total` steps, to be used in a `with` block. `progress`: None draws it only where stderr is a terminal."""
+    shown = sys.stderr.isatty() if progress is None else progress
+    return tqdm(total=total, desc=what, unit=unit, disable=not shown, leave=False, dynamic_ncols=True)

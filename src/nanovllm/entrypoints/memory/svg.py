@@ -5,8 +5,9 @@ from itertools import groupby
 from math import log2
 
 from nanovllm.entrypoints.display.svg import FAINT, INK, LINE, Length, document, rect, text
-from nanovllm.entrypoints.memory.report import MemoryReport, PageRun
-from nanovllm.entrypoints.memory.text import Cell, Family, Line, Look, cells_of, describe, listed, look_of, outline, size
+from nanovllm.entrypoints.display.tables import size
+from nanovllm.entrypoints.memory.pages import PageFigures, PageRun
+from nanovllm.entrypoints.memory.text import Cell, Family, Line, Look, cells_of, describe, listed, look_of, outline
 
 WIDTH, MARGIN = 1000, 32
 INNER = WIDTH - 2 * MARGIN
@@ -30,7 +31,7 @@ NAMES: dict[Family, str] = {
 }
 
 
-def draw(report: MemoryReport) -> str:
+def draw(report: PageFigures) -> str:
     """What `MemoryReport.svg` returns."""
     parts: list[str] = []
     height = 30.0
@@ -40,7 +41,7 @@ def draw(report: MemoryReport) -> str:
     return document(WIDTH, height, f"{report.num_used:,} of {report.num_pages:,} pages used", parts)
 
 
-def _head(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
+def _head(report: PageFigures, top: Length) -> tuple[list[str], Length]:
     held, wanted = (size(count * report.page_bytes) for count in (report.num_held, report.num_references))
     cards = (
         (f"{report.num_used:,}", f"of {report.num_pages:,} pages used"),
@@ -58,7 +59,7 @@ def _head(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
     return parts, top + 92
 
 
-def _bar(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
+def _bar(report: PageFigures, top: Length) -> tuple[list[str], Length]:
     looks = [look_of(report, page) for page in range(report.num_pages)]
     families: tuple[Family, ...] = ("chunk", "both", "request", "idle", "free")
     parts, x = [], MARGIN
@@ -72,7 +73,7 @@ def _bar(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
     return parts, top + 48
 
 
-def _map(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
+def _map(report: PageFigures, top: Length) -> tuple[list[str], Length]:
     cells = cells_of(report, CELLS, COLUMNS)
     per, stop = cells[0].stop - cells[0].start, cells[-1].stop
     title = "Pages, with the number of their owners" if per == 1 else f"Pages, {per} in a cell, which shows what most of them are"
@@ -102,7 +103,7 @@ def _legend(top: Length) -> tuple[list[str], Length]:
     return parts, top + 12
 
 
-def _tree(report: MemoryReport, top: Length) -> tuple[list[str], Length]:
+def _tree(report: PageFigures, top: Length) -> tuple[list[str], Length]:
     lines = outline(report)
     empty = [owner for owner in report.owners if not owner.pages]
     if not lines and not empty:
@@ -153,7 +154,7 @@ def _ends(lines: list[Line]) -> list[Length]:
     return ends
 
 
-def _strip(report: MemoryReport, run: PageRun, x: Length, y: Length, width: Length, cell: Length) -> Iterable[str]:
+def _strip(report: PageFigures, run: PageRun, x: Length, y: Length, width: Length, cell: Length) -> Iterable[str]:
     """The pages of a run, one by one where there is room, else what looks alike together."""
     whole, each = len(run.pages) <= WHOLE and cell >= 5, width / len(run.pages)
     for look, alike in groupby(run.pages, key=lambda page: look_of(report, page)):
@@ -178,13 +179,13 @@ def _fill(look: Look) -> str:
     return SHADES[look.family][max(0, sum(look.num_owners >= level for level in LEVELS) - 1)]
 
 
-def _told(report: MemoryReport, cell: Cell) -> str:
+def _told(report: PageFigures, cell: Cell) -> str:
     if cell.stop - cell.start == 1:
         return f"page {cell.start}: {_owners(report, cell.start)}"
     return f"pages {cell.start} to {cell.stop - 1}, most of them: {_looks(cell.look)}"
 
 
-def _owners(report: MemoryReport, page: int) -> str:
+def _owners(report: PageFigures, page: int) -> str:
     owners = report.page_owners[page]
     return listed(owners, 6) if owners else NAMES[look_of(report, page).family]
 
@@ -206,6 +207,6 @@ def _mark(x: Length, y: Length, count: str, dark: bool) -> str:
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{count}</text>'
 
 
-def _frames(report: MemoryReport) -> str:
+def _frames(report: PageFigures) -> str:
     frames = report.frames
     return "" if frames is None else f"; {frames.num_needed:,} of {frames.num_frames:,} frames needed, {frames.num_spare:,} spare"

@@ -5,8 +5,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
-from nanovllm.entrypoints.display.terminal import CONTROL
-from nanovllm.entrypoints.memory.report import MemoryReport, PageOwner, PageRun, ranges
+from nanovllm.entrypoints.display.tables import size
+from nanovllm.entrypoints.display.terminal import clean
+from nanovllm.entrypoints.memory.pages import PageFigures, PageOwner, PageRun, ranges
 
 Family = Literal["free", "idle", "chunk", "request", "both"]
 WIDTH, ROWS = 64, 32  # cells of the map
@@ -43,7 +44,7 @@ class Line:
     start: int
 
 
-def look_of(report: MemoryReport, page: int) -> Look:
+def look_of(report: PageFigures, page: int) -> Look:
     """How a page is shown."""
     owners = report.page_owners[page]
     if not owners:
@@ -52,7 +53,7 @@ def look_of(report: MemoryReport, page: int) -> Look:
     return Look(len(owners), "chunk" if chunks == len(owners) else "both" if chunks else "request")
 
 
-def cells_of(report: MemoryReport, most: int, width: int) -> list[Cell]:
+def cells_of(report: PageFigures, most: int, width: int) -> list[Cell]:
     """The map, without the whole rows of free pages at its end; a cell is one page, or as many as it takes to need no more than `most`."""
     looks = [look_of(report, page) for page in range(report.num_pages)]
     used = max((page + 1 for page, look in enumerate(looks) if look.family != "free"), default=0)
@@ -69,7 +70,7 @@ def _cell(looks: list[Look], start: int, stop: int) -> Cell:
     return Cell(start=start, stop=stop, look=max(found, key=lambda look: (found[look], look)))
 
 
-def outline(report: MemoryReport) -> list[Line]:
+def outline(report: PageFigures) -> list[Line]:
     """The tree in lines: of many branches beside each other the first, of a very long tree the beginning; the rest is counted."""
     roots: list[int] = []
     children: list[list[int]] = [[] for _ in report.runs]
@@ -102,7 +103,7 @@ def outline(report: MemoryReport) -> list[Line]:
     return lines
 
 
-def describe(report: MemoryReport, line: Line) -> str:
+def describe(report: PageFigures, line: Line) -> str:
     """What stands in a line of the tree: pages, and who ends there."""
     if line.run is None:
         pages = {page for run in line.hidden for page in run.pages}
@@ -125,12 +126,7 @@ def listed(owners: Seq[PageOwner], most: int) -> str:
     return "; ".join([clean(str(owner)) for owner in owners[:most]] + ([f"{rest:,} more"] if rest > 0 else []))
 
 
-def clean(text: str) -> str:
-    """A name on one line, which cannot steer a terminal."""
-    return CONTROL.sub("\ufffd", " ".join(text.split())).encode("utf-8", "replace").decode()
-
-
-def figures(report: MemoryReport) -> list[str]:
+def figures(report: PageFigures) -> list[str]:
     """The sums, a line each for what is used and what is saved, and one for frames."""
     both = f", {report.num_both:,} of these by both" if report.num_both else ""
     by = f"{report.num_chunk:,} held by chunks, {report.num_request:,} by requests{both}, {report.num_idle:,} only in the index"
@@ -145,7 +141,7 @@ def figures(report: MemoryReport) -> list[str]:
     return told
 
 
-def draw(report: MemoryReport, *, color: bool) -> str:
+def draw(report: PageFigures, *, color: bool) -> str:
     """What `MemoryReport.text` returns."""
     lines = [*figures(report), "", *_map(report, color)]
     tree = [_lead(line.trail) + _places(line) + describe(report, line) for line in outline(report)]
@@ -157,13 +153,7 @@ def draw(report: MemoryReport, *, color: bool) -> str:
     return "\n".join(lines)
 
 
-def size(count: int) -> str:
-    """Bytes in the unit that suits them."""
-    power = min(max(0, count.bit_length() - 1) // 10, 4)
-    return f"{count} B" if not power else f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-
-
-def _map(report: MemoryReport, color: bool) -> list[str]:
+def _map(report: PageFigures, color: bool) -> list[str]:
     cells = cells_of(report, WIDTH * ROWS, WIDTH)
     per, stop = cells[0].stop - cells[0].start, cells[-1].stop
     digits = len(str(cells[-1].start))

@@ -1,42 +1,23 @@
 """Which class of transformers, or of a checkpoint's own code, a folder's `config.json` names, and what is known against it beforehand."""
 
 import inspect
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
 from nanovllm.errors import CheckpointError
+from nanovllm.loading.transformers.found import Found, as_checkpoint_error, note, quiet, refuse
+from nanovllm.loading.transformers.remote_code import by_code
 from nanovllm.models.common.hf_config import FULL, HF, SLIDING
 
 ATTENDING = {FULL, SLIDING}  # what `layer_types` may name
 STATES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 LENGTHWISE = ("dynamic", "longrope")  # rotations by which a key depends on how long its request is
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The class that runs a checkpoint, its config, and the files of Python that came with it and were run."""
-
-    model: type[PreTrainedModel]
-    config: PreTrainedConfig
-    code: tuple[Path, ...]
-
-    @property
-    def decoder(self) -> PreTrainedConfig:
-        """The part of the config that is the decoder's."""
-        return self.config.get_text_config(decoder=True)
 
 
 def find(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> Found:
@@ -54,7 +35,7 @@ def find(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> Found:
     if auto_map and not code:
         note(f"{folder}: {names[0]} is in transformers {transformers.__version__}: the checkpoint's own code is not run")
     with as_checkpoint_error(f"{folder}: transformers {transformers.__version__} cannot read its config"), quiet():
-        found = _by_code(folder, auto_map) if code else _by_transformers(folder, hf, names, known)
+        found = by_code(folder, auto_map) if code else _by_transformers(folder, hf, names, known)
     require_ordinary(found)
     return found
 
@@ -78,46 +59,6 @@ def _by_transformers(folder: Path, hf: HF, names: list[str], known: str) -> Foun
         )
     text = type(config).sub_configs.get("text_config")
     return Found(model=model, config=config.get_text_config() if text is not None and text is model.config_class else config, code=())
-
-
-def _by_code(folder: Path, auto_map: Mapping[str, Any]) -> Found:
-    references = [auto_map.get(name) for name in ("AutoConfig", "AutoModelForCausalLM")]
-    named = [reference for reference in references if isinstance(reference, str)]
-    if not isinstance(auto_map, Mapping) or not isinstance(references[1], str):
-        raise CheckpointError(f"{folder}: auto_map={auto_map!r} names no AutoModelForCausalLM, which a causal language model needs")
-    files = tuple(dict.fromkeys(file for reference in named for file in code_files(folder, reference)))
-    for file in files:
-        note(f"trust_remote_code=True: the checkpoint's own code will be executed: {file}")
-    if isinstance(references[0], str):
-        config = get_class_from_dynamic_module(references[0], str(folder), local_files_only=True).from_pretrained(str(folder))
-    else:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    model = get_class_from_dynamic_module(references[1], str(folder), local_files_only=True)
-    if not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
-        raise CheckpointError(f"{references[1]} is no PreTrainedModel")
-    return Found(model=model, config=config, code=files)
-
-
-def code_files(folder: Path, reference: str) -> list[Path]:
-    """The files that run for `file.Class`, or for `org/repository--file.Class`, whose files are taken out of the Hugging Face cache.
-
-    Raises `CheckpointError` for a file that is not there.
-    """
-    repository, _, local = reference.rpartition("--")
-    name = f"{local.partition('.')[0]}.py"
-    if repository:
-        try:
-            first = cached_file(repository, name, local_files_only=True)
-        except OSError as error:
-            raise CheckpointError(f"auto_map names {name} of {repository}, which is not in the Hugging Face cache") from error
-    else:
-        first = str(folder / name)
-    if first is None or Path(name).name != name or not Path(first).is_file():
-        raise CheckpointError(f"auto_map names {reference!r}, and {repository or folder} has no {name}")
-    files = [Path(first), *sorted(map(Path, get_relative_import_files(first)))]
-    if missing := [file for file in files if not file.is_file()]:
-        raise CheckpointError(f"{first} imports {missing[0].name}, which is not there")
-    return [file.absolute() for file in files]
 
 
 def require_ordinary(found: Found) -> None:
@@ -151,43 +92,3 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[Any]:
         if isinstance(rope, Mapping):
             for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
                 yield each.get("rope_type", each.get("type"))
-
-
-def refuse(found: Found, why: str, cause: Exception | None = None) -> NoReturn:
-    """Raise the `CheckpointError` that says why a class cannot be run."""
-    raise CheckpointError(f"{found.model.__name__} is not built in, and cannot be run through transformers: {why}") from cause
-
-
-def canonical(hf: HF) -> bytes:
-    """The whole of a config, whatever the order of its keys."""
-    return json.dumps(hf, sort_keys=True).encode()
-
-
-def note(text: str) -> None:
-    """One line on stderr, there before anything else happens."""
-    print(f"nanovllm: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def as_checkpoint_error(what: str) -> Iterator[None]:
-    """What transformers, or a checkpoint's code, raises inside becomes a `CheckpointError` that begins with `what`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers says nothing of its own inside: no log below an error, no bars. Its switches are the process's; they are put back."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

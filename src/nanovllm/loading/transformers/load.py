@@ -13,14 +13,15 @@ from transformers import PreTrainedModel
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError
-from nanovllm.executor.batch import Batch
 from nanovllm.loading.safetensors_headers import read_headers
-from nanovllm.loading.transformers.find import Found, as_checkpoint_error, canonical, find, quiet, refuse
+from nanovllm.loading.transformers.find import find
+from nanovllm.loading.transformers.found import Found, as_checkpoint_error, canonical, quiet, refuse
+from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.transformers.tensors import tensor_faults
 from nanovllm.loading.transformers.trace import embedding, trace
 from nanovllm.loading.weights import fingerprint
-from nanovllm.models import ModelSpec
-from nanovllm.models import transformers as foreign
+from nanovllm.models import transformers as fallback
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hf_config import HF
 from nanovllm.models.transformers import ATTENTION, ForeignParams, PagedStep, attach
 from nanovllm.state.kv_cache import init_kv
@@ -31,18 +32,18 @@ LENGTHS, FIRST = (11, 7), 6  # tokens of the trial's two rows, of which the firs
 LEAST_ERROR, SPACINGS = 1e-3, 32  # the error that the trial allows, relative, and in the dtype's spacings; whichever is more
 
 
-def foreign_spec(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> ModelSpec:
+def foreign_spec(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> TransformersSpec:
     """How a folder's model runs through transformers. Arguments as in `find`.
 
     Raises `CheckpointError`, as do its `config_from_hf`, before any weights are read, and its `load`.
     """
     found = find(folder, hf, known, trust_remote_code=trust_remote_code)
-    return ModelSpec(
+    return TransformersSpec(
         config_from_hf=lambda _: trace(found),
-        param_table=foreign.nothing_here,
-        layer=foreign.nothing_here,
-        head=foreign.nothing_here,
-        config_to_hf=foreign.nothing_here,
+        param_table=fallback.nothing_here,
+        layer=fallback.nothing_here,
+        head=fallback.nothing_here,
+        config_to_hf=fallback.nothing_here,
         load=partial(load_params, found, hf),
         tensor_faults=partial(tensor_faults, found),
     )
@@ -134,7 +135,7 @@ def paged_logits(params: ForeignParams, config: ModelConfig, rows: list[Tensor],
         batch = _batch(rows, pieces, width)
         if number == len(steps) - 1:
             batch = replace(batch, cu_seqlens=None)
-        made, kv = foreign.forward(params, kv, batch, config)
+        made, kv = fallback.forward(params, kv, batch, config)
         for piece, part in zip(pieces, made.split([piece.stop - piece.start for piece in pieces]), strict=True):
             logits[piece.row].append(part)
     return torch.cat([part for row in logits for part in row])

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from nanovllm.loading.safetensors_headers import TensorHeader
-from nanovllm.loading.transformers.find import Found, quiet
+from nanovllm.loading.transformers.found import Found, quiet
 from nanovllm.loading.transformers.trace import skeleton
 
 COMPUTED = r"rotary_emb\.inv_freq$"  # stored by old versions, and never read

@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 
 from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
-from nanovllm.loading.transformers.find import Found, quiet, refuse
+from nanovllm.loading.transformers.found import Found, quiet, refuse
 from nanovllm.models.common.hf_config import read_dtype, read_ids
 from nanovllm.models.transformers import ATTENTION, attach, attention
 from nanovllm.types import Bool, Tensor
@@ -172,4 +172,3 @@ def _config(found: Found, calls: list[Call], hidden_size: int, vocab_size: int) 
 def _size(config: PreTrainedConfig, name: str) -> int | None:
     value = getattr(config, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.executor.batch import Batch
-from nanovllm.loading.load_model import Model
 from nanovllm.models.check.compare import text_batch, wide_logits
 from nanovllm.models.common import decoder
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast.choice import FastChoice, by_layer
 from nanovllm.models.fast.path import FastPath
+from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import init_kv, pages_for
 from nanovllm.types import Float, Int64, Tensor
 

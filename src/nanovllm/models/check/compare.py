@@ -15,11 +15,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig
-from nanovllm.executor.batch import Batch
-from nanovllm.loading.load_model import Model
 from nanovllm.models.common import decoder, layers
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast.choice import HeadFunction, LayerFunction
 from nanovllm.models.fast.path import FastPath
+from nanovllm.models.model import Model
 from nanovllm.ops.elementwise.norm_rope import soft_cap
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.types import Float, Int32, Tensor

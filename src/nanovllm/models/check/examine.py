@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from nanovllm.errors import InvalidRequestError, TuningFileError
-from nanovllm.loading.load_model import Model
 from nanovllm.models.check.agree import agreement
 from nanovllm.models.check.compare import Compared, compare, error_bound
 from nanovllm.models.check.report import CheckReport, chosen, reported
@@ -15,6 +14,7 @@ from nanovllm.models.check.sample_text import sample_tokens
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import DEFAULT, Cuts
 from nanovllm.models.fast.path import FastPath, fast_path
+from nanovllm.models.model import Model
 from nanovllm.ops.backends import installed
 from nanovllm.ops.cuts import CutError
 

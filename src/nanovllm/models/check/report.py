@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from nanovllm.loading.load_model import Model
 from nanovllm.models.check.agree import Agreement
 from nanovllm.models.check.compare import FACTOR, Compared, Errors, error_bound, keeps
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.fast.path import FastPath
+from nanovllm.models.model import Model
 from nanovllm.types import Tensor
 
 SCHEMA = 1

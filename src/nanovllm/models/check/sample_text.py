@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 
 TEXT = """\
 The harbour woke before the sun did. Two fishermen untied their boat, counted the nets, and rowed out past the old stone wall, where the

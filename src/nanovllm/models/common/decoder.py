@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from nanovllm.config import ModelConfig
-from nanovllm.executor.batch import Batch
 from nanovllm.models.common import layers
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params
 from nanovllm.ops.elementwise.norm_rope import soft_cap
 from nanovllm.state.kv_cache import KVState

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Experts, Layer, Params
 from nanovllm.ops import experts, kv_write, paged_decode, paged_prefill, route
 from nanovllm.ops.elementwise.decode_rows import rotary_angles

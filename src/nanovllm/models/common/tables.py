@@ -43,9 +43,7 @@ def heads(c: ModelConfig, *, interleaved: bool = False) -> tuple[int, dict[str, 
     return stored, {**kept, "turned": c.num_heads + c.num_kv_heads}, behind
 
 
-def attention(
-    c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bool = False, interleaved: bool = False
-) -> dict[str, Any]:
+def attention(c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bool = False, interleaved: bool = False) -> dict[str, Any]:
     """The projections of `prefix`, a layer's attention; `interleaved` as in `heads`."""
     width, kept, behind = heads(c, interleaved=interleaved)
     parts = (("q_proj", c.num_heads * width), ("k_proj", c.num_kv_heads * width), ("v_proj", c.num_kv_heads * width))

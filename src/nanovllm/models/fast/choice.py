@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.params import Params
 from nanovllm.types import Tensor
 
 LayerFunction = Callable[..., Tensor]  # with the signature of a model's `layer`
@@ -46,3 +48,14 @@ def by_layer(fast: LayerFunction, plain: LayerFunction, layers: tuple[bool, ...]
         return fast(w, x, pages, index, cos, sin, batch if plan is None else replace(batch, plan=plan), config)
 
     return layer
+
+
+def beyond(params: Params[Any], config: ModelConfig) -> str:
+    """What a model has that no fast form knows; empty where there is nothing. `params` may be the table.
+
+    What is beyond one of them alone its own `unknown` says.
+    """
+    if not params.layers:
+        return "layers that transformers runs"
+    with_biases = params.positions is not None or params.layers[0].input_norm_bias is not None
+    return "layer norms with biases" if with_biases else ""

@@ -1,4 +1,4 @@
-"""A decode step on a CPU: a layer, and the head, as one C call each (`ops/cpu_kernels.c`) in place of dozens of small ops.
+"""A decode step on a CPU: a layer, and the head, as one C call each (`ops/cpu/kernels.c`) in place of dozens of small ops.
 
 They stand where a model's `layer` and `layers.head` stand and agree with them within rounding. A row's bits depend on no other row.
 """
@@ -12,14 +12,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig
-from nanovllm.executor.batch import Batch
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Layer, Params
-from nanovllm.models.forms import beyond
+from nanovllm.models.fast.choice import beyond
+from nanovllm.ops import cpu as native
 from nanovllm.ops.cpu.build import library
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Tensor
 
-SOURCE = Path(__file__).parents[2] / "ops" / "cpu" / "kernels.c"
+SOURCE = Path(native.__file__).parent / "kernels.c"
 SYMBOLS = ("nanovllm_layer", "nanovllm_head", "nanovllm_layer_args_size")
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = (

@@ -8,12 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.executor.batch import Batch
 from nanovllm.models.common import decoder, layers
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Layer, Params
-from nanovllm.models.fast.choice import FastChoice, LayerFunction, by_layer
+from nanovllm.models.fast.choice import FastChoice, LayerFunction, beyond, by_layer
 from nanovllm.models.fast.cuts import DEFAULT, Cuts, StepCuts, with_cuts
-from nanovllm.models.forms import beyond
 from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
 from nanovllm.ops.backends import own_kernels

@@ -11,7 +11,7 @@ from nanovllm.models.common.params import Params
 from nanovllm.models.fast import cpu, fused
 from nanovllm.models.fast.choice import HeadFunction, LayerFunction
 from nanovllm.models.fast.cuts import Cuts, with_cuts
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.backends import against_own_kernels
 from nanovllm.ops.cpu.build import library
 from nanovllm.types import Tensor

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 from nanovllm.models.tuning.launches import Machine, Work
-from nanovllm.ops.attention.rope_attend import attention_fits, cut_of
+from nanovllm.ops.attention.fused_plan import attention_fits, cut_of
 from nanovllm.ops.cuts import Cut, named
-from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, WideTile, wide_fits, wide_tile
-from nanovllm.ops.linear.norm_linear import SUMMED, Tile, tile_fits, tile_of
+from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, wide_fits, wide_tile
+from nanovllm.ops.linear.norm_linear import SUMMED, tile_fits, tile_of
+from nanovllm.ops.linear.tiles import Tile, WideTile
 
 WARPS, BLOCK, DEPTH, TILE, SPLITS = (1, 8), (16, 128), (32, 256), (16, 128), (1, 64)  # the least and the most that are tried
 
@@ -20,9 +21,7 @@ def default_cut(work: Work, machine: Machine) -> Cut:
         case "few":
             return astuple(tile_of(work.rows, work.outputs, work.width, work.gated, machine.memory))
         case _:
-            tile = wide_tile(
-                work.rows, work.outputs, work.width, work.gated, machine.processors, machine.memory, split=work.form == "sum"
-            )
+            tile = wide_tile(work.rows, work.outputs, work.width, work.gated, machine.processors, machine.memory, split=work.form == "sum")
             return BY_LIBRARY if tile is None else astuple(tile)
 
 

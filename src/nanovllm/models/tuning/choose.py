@@ -6,9 +6,9 @@ from pathlib import Path
 
 from nanovllm.errors import InvalidRequestError, TuningFileError
 from nanovllm.files import is_private
-from nanovllm.loading.load_model import Model
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.cuts import Cuts
+from nanovllm.models.model import Model
 from nanovllm.models.tuning.file import default_path, key_of, read_cuts
 from nanovllm.models.tuning.launches import Machine
 from nanovllm.ops.backends import processors, shared_memory

@@ -15,17 +15,20 @@ import torch
 from immutables import Map
 
 from nanovllm import ops
-from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.errors import InvalidRequestError, TuningFileError
-from nanovllm.files import cache_path
-from nanovllm.loading.load_model import Model
+from nanovllm.files import cache_path, write_whole
 from nanovllm.models.fast.cuts import PARTS, Cuts, StepCuts
+from nanovllm.models.model import Model
 from nanovllm.models.tuning.candidates import valid
 from nanovllm.models.tuning.launches import Machine, works
 from nanovllm.ops.cuts import Cut
 
 FORMAT = 1
-KERNELS = ("linear/norm_linear", "linear/triton_few_rows", "linear/linear_add_norm", "linear/triton_many_rows", "attention/rope_attend", "attention/triton_rope_attend")  # other sources, other kernels
+# Other sources, other kernels.
+KERNELS = (
+    "linear/norm_linear", "linear/linear_add_norm", "linear/tiles", "linear/triton_few_rows", "linear/triton_many_rows",
+    "attention/rope_attend", "attention/fused_plan", "attention/triton_rope_attend", "triton_parts",
+)  # fmt: skip
 LARGEST = 1 << 20  # bytes of a file
 
 
@@ -70,7 +73,7 @@ def write_cuts(path: Path, key: Mapping[str, Any], steps: Map[int, StepCuts], me
     cuts = {str(rows): {part: list(cut) for part in PARTS if (cut := getattr(step, part))} for rows, step in sorted(steps.items())}
     document = {"format": FORMAT, "key": key, "cuts": cuts, "measured": measured}
     try:
-        chunk_file.write_whole(path, json.dumps(document, indent=1).encode() + b"\n", mode=0o644)  # engines ask that no other can write it
+        write_whole(path, json.dumps(document, indent=1).encode() + b"\n", mode=0o644)  # engines ask that no other can write it
     except OSError as error:
         raise InvalidRequestError(f"{path}: could not be written: {error.strerror}") from error
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.config import ModelConfig
-from nanovllm.models import REGISTRY
+from nanovllm.models.registry import REGISTRY
 from nanovllm.ops.linear.norm_linear import FEW, fits, goes_wide
 
 Form = Literal["few", "many", "sum", "attend"]  # `norm_linear` of few rows and of many, `linear_add_norm`, `rope_attend`
@@ -38,7 +38,7 @@ class Work:
 
 
 def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
-    """The kernels of one decode step of so many rows that can be cut in more than one way; the same choices as in `models/fused.py`."""
+    """The kernels of one decode step of so many rows that can be cut in more than one way; the choices of `models/fast/fused.py`."""
     hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
     products = {
         "qkv": ((heads + 2 * config.num_kv_heads) * head_dim, hidden, False),

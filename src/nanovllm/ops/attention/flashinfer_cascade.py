@@ -5,7 +5,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from nanovllm.ops.attention.cascade import Run, merge_parts, run_tokens
+from nanovllm.ops.attention.cascade import merge_parts, run_tokens
+from nanovllm.ops.attention.cascade_plan import Run
 from nanovllm.ops.attention.flashinfer_plans import PrefillPlan
 from nanovllm.ops.attention.plan_table import PlanMismatchError, register
 from nanovllm.types import Float, Int32, Tensor

@@ -2,7 +2,8 @@
 
 import torch
 
-from nanovllm.ops.attention.cascade import CascadePlan
+from nanovllm.ops.attention.cascade import run_cascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.flashinfer_plans import DecodePlan
 from nanovllm.ops.attention.plan_table import lookup
 from nanovllm.ops.attention.reference import attend_one, decode_rows, first_seen, row_kv
@@ -50,7 +51,7 @@ def _reference(
     softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     if plan:
-        return lookup(plan, CascadePlan).run(q, pages, layer, page_tables, seq_lens, scale, window, softcap)
+        return run_cascade(lookup(plan, CascadePlan), q, pages, layer, page_tables, seq_lens, scale, window, softcap)
     kv, out = pages[layer], []
     for b, seq_len in enumerate(seq_lens.tolist()):
         out.append(attend_one(q[b], row_kv(kv, page_tables[b], seq_len, first_seen(seq_len, 1, window)), scale, softcap))
@@ -65,7 +66,7 @@ def _cuda(
         return decode_rows(q, pages[layer], page_tables, seq_lens, scale, window, softcap)
     found = lookup(plan)
     if isinstance(found, CascadePlan):
-        return found.run(q, pages, layer, page_tables, seq_lens, scale, window, softcap)
+        return run_cascade(found, q, pages, layer, page_tables, seq_lens, scale, window, softcap)
     return lookup(plan, DecodePlan).run(q, pages, layer, seq_lens, scale, window, softcap)
 
 

@@ -5,33 +5,21 @@ Imported only where Triton is.
 
 # pyright: reportGeneralTypeIssues=false
 # (tuples that kernels return)
-from typing import TYPE_CHECKING, Any
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.triton_parts import score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
-if TYPE_CHECKING:
-    from nanovllm.ops.attention.cascade import CascadePlan
-
-LOG2E = 1.4426950408889634
 NARROW = 16  # the fewest queries that a tensor core takes
 PARTS = 32  # partial results, times heads, of one turn of the merge
-
-
-def score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """`scale` and `SOFTCAP` as kernels take them: scores in base 2 are `scale * q.k`, with a cap `SOFTCAP * tanh(scale * q.k)`."""
-    return (scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
-
-
-@triton.jit
-def soft_capped(scores, scale, SOFTCAP: tl.constexpr):
-    """`SOFTCAP * tanh(scale * scores)`; the exponential may be 0 or infinite, the result is neither then."""
-    return SOFTCAP - 2.0 * SOFTCAP / (1.0 + tl.exp2(scores * (scale * 2.8853900817779268)))
 
 
 @triton.jit
@@ -217,12 +205,12 @@ def cascade_decode(
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
     scale: float,
-    plan: "CascadePlan",
+    plan: CascadePlan,
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "B H D"]:
     """One layer's decode attention along a plan: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
-    from nanovllm.ops.attention.cascade import FIELDS, WIDE
+    from nanovllm.ops.attention.cascade_plan import FIELDS, WIDE
 
     bounds, items, begins, starts, members, places = plan.views()
     (num_rows, num_heads, head_dim), (_, _, num_kv_heads, page_size, _) = q.shape, kv.shape

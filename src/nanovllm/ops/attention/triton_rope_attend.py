@@ -6,19 +6,16 @@ launch): old keys and values of the first tile, page ids, lengths, angles, gains
 
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 # (what a compile-time branch makes, and pairs that kernels return)
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.ops.attention.triton_cascade import score_scales, soft_capped
-from nanovllm.ops.linear.triton_few_rows import _gained
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.triton_parts import gained, score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
-
-if TYPE_CHECKING:
-    from nanovllm.ops.attention.rope_attend import FusedDecodePlan
 
 HEADS = 8  # of one program that only writes
 MERGED = tl.constexpr(8192)  # numbers of parts that a merge holds at once: more would cost registers that no program has to spare
@@ -30,8 +27,8 @@ def _turned(own, far, gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     if NORM:
         wide = own.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-        own = _gained(wide * scale, gain[0], own.dtype)
-        far = _gained(far.to(tl.float32) * scale, gain[1], far.dtype)
+        own = gained(wide * scale, gain[0], own.dtype)
+        far = gained(far.to(tl.float32) * scale, gain[1], far.dtype)
     return (own.to(tl.float32) * cos[None, :] + far.to(tl.float32) * sin[None, :]).to(own.dtype)
 
 
@@ -264,7 +261,7 @@ def launch(
     slots: Int32[Tensor, "B"],
     scale: float,
     eps: float,
-    plan: "FusedDecodePlan",
+    plan: FusedDecodePlan,
     pdl: bool,
     window: int = 0,
     softcap: float = 0.0,

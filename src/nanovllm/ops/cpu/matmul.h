@@ -1,4 +1,4 @@
-// Matrix products for few rows of x: every row's dot products have one order of additions. Part of cpu_kernels.c.
+// Matrix products for few rows of x: every row's dot products have one order of additions. Part of kernels.c.
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -82,9 +82,9 @@ def _places(
 def _cuda_angles(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     if not installed("triton"):
         return _angles(positions, inv_freq, factor)
-    from nanovllm.ops.elementwise import triton_decode_rows as triton_rows
+    from nanovllm.ops.elementwise import triton_decode_rows
 
-    return triton_rows.rotary_angles(positions.contiguous(), inv_freq.contiguous(), factor)
+    return triton_decode_rows.rotary_angles(positions.contiguous(), inv_freq.contiguous(), factor)
 
 
 def _cuda_places(
@@ -92,18 +92,18 @@ def _cuda_places(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not installed("triton"):
         return _places(positions, seq_lens, page_tables, active, num_pages, page_size)
-    from nanovllm.ops.elementwise import triton_decode_rows as triton_rows
+    from nanovllm.ops.elementwise import triton_decode_rows
 
     given = (positions.contiguous(), seq_lens.contiguous(), page_tables, active.contiguous())
-    return triton_rows.next_places(*given, num_pages, page_size)
+    return triton_decode_rows.next_places(*given, num_pages, page_size)
 
 
 def _cuda_capped(logits: Tensor, cap: float) -> Tensor:
     if logits.dtype not in HALVES or not installed("triton"):
         return soft_cap(logits, cap)
-    from nanovllm.ops.elementwise import triton_decode_rows as triton_rows
+    from nanovllm.ops.elementwise import triton_decode_rows
 
-    return triton_rows.capped_logits(logits.contiguous(), cap)
+    return triton_decode_rows.capped_logits(logits.contiguous(), cap)
 
 
 _LIBRARY.impl("capped_logits", soft_cap, "CPU")

@@ -1,4 +1,4 @@
-"""The Triton kernels of `ops/rows.py`. Imported only where Triton is."""
+"""The Triton kernels of `ops/elementwise/decode_rows.py`. Imported only where Triton is."""
 
 from typing import Any, cast
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.attention.triton_cascade import soft_capped
+from nanovllm.ops.triton_parts import soft_capped
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor
 
 TOKENS = 8  # of one program

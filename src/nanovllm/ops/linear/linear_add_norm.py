@@ -2,7 +2,7 @@
 cut on a GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -10,37 +10,24 @@ from nanovllm.ops.backends import dependent_launch, own_kernels, processors, sha
 from nanovllm.ops.cuts import Cut, CutError, named, powers_of_two
 from nanovllm.ops.elementwise.norm_rope import rms_norm
 from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.tiles import ROWS, WideTile
 from nanovllm.types import Float, Tensor
 
-ROWS = 64  # of one program
 MOST = 256  # rows beyond which the library's products are as fast
 BY_LIBRARY: Cut = (0,)  # the cut that says: the library's product
 SUMS = 128  # in the registers of one thread, at most; a program of more than 8 warps has fewer a thread
 PARTS = 8  # of the inputs, at most
 SHALLOW = 64  # inputs of a step of programs of which a multiprocessor takes several
 DEEPEST = 4096  # inputs of a program beyond which the library's product of more rows than one program's is faster
-LINE = 64  # numbers of 16 bits that a line of L2 holds
-MOST_ASKED = 1024  # weights of every output that a program asks into L2 before it waits
-
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+
+
 _LIBRARY.define(
     "linear_add_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor gain, float eps, int[] cut=[], Tensor? inner=None) "
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define("norm_add(Tensor x, Tensor gain, Tensor? residual, float eps) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WideTile:
-    """How a product is cut: outputs and rows of a program, inputs of a step of its loop, steps in flight, parts of the inputs, warps."""
-
-    outputs: int = 32
-    rows: int = ROWS
-    depth: int = 128
-    stages: int = 4
-    parts: int = 1
-    warps: int = 4
 
 
 def linear_add_norm(
@@ -83,7 +70,7 @@ def _cuda(x, weight, bias, residual, gain, eps, cut=(), inner=None) -> tuple[Ten
     whole = all(t is None or t.is_contiguous() for t in (weight, bias, gain, inner))
     if not whole or not own_kernels(x.device, x.dtype):
         return _reference(x, weight, bias, residual, gain, eps, (), inner)
-    from nanovllm.ops.linear import triton_many_rows as triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, residual, pdl = x.contiguous(), residual.contiguous(), dependent_launch(x.device)
     outputs, width = weight.shape
@@ -91,10 +78,10 @@ def _cuda(x, weight, bias, residual, gain, eps, cut=(), inner=None) -> tuple[Ten
     if tile is None:
         parts, bias = linear(x, weight, bias).unsqueeze(0), None
     elif tile.parts == 1:
-        parts, bias = triton_wide.product(x, weight, bias, False, tile, pdl).unsqueeze(0), None
+        parts, bias = triton_many_rows.product(x, weight, bias, False, tile, pdl).unsqueeze(0), None
     else:
-        parts = triton_wide.partial_product(x, weight, tile, pdl)
-    return triton_wide.sum_norm(parts, bias, residual, gain, eps, pdl, inner)
+        parts = triton_many_rows.partial_product(x, weight, tile, pdl)
+    return triton_many_rows.sum_norm(parts, bias, residual, gain, eps, pdl, inner)
 
 
 @torch.library.register_fake("nanovllm::norm_add", lib=_LIBRARY)
@@ -110,10 +97,10 @@ def _reference_add(x, gain, residual, eps) -> Tensor:
 def _cuda_add(x, gain, residual, eps) -> Tensor:
     if not gain.is_contiguous() or not own_kernels(x.device, x.dtype):  # as above
         return _reference_add(x, gain, residual, eps)
-    from nanovllm.ops.linear import triton_many_rows as triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     residual = None if residual is None else residual.contiguous()
-    return triton_wide.norm_add(x.contiguous(), gain, residual, eps, dependent_launch(x.device))
+    return triton_many_rows.norm_add(x.contiguous(), gain, residual, eps, dependent_launch(x.device))
 
 
 def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> WideTile | None:

@@ -1,7 +1,6 @@
 """`norm_linear`: a matrix product of few rows with what stands before and after it in a decoder layer, in one launch on a GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +9,7 @@ from nanovllm.ops.cuts import CutError, named, powers_of_two
 from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import given_wide_tile
+from nanovllm.ops.linear.tiles import Tile
 from nanovllm.types import Float, Tensor
 
 FEW = 2  # rows up to which products that fill tensor cores' memory are summed in float32, without them; one row always is
@@ -18,22 +18,14 @@ WIDEST = 16384  # inputs that lie in the registers of one program
 HELD, MOST_HELD = 64, 256  # weights in a thread's registers: the next kernel's programs wait in those that are left; and at most
 NARROW = 16  # outputs of a program that works on tensor cores
 SUMMED = 4  # rows that can be summed in float32 at all: each is held in registers
-
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+
+
 _LIBRARY.define(
     "norm_linear(Tensor x, Tensor weight, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated, int[] cut=[], "
     'str act="silu") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """How a kernel cuts its work: outputs of a program, warps, and (on tensor cores) inputs that a warp takes in one step."""
-
-    outputs: int
-    warps: int
-    depth: int = 0
 
 
 def norm_linear(
@@ -84,24 +76,24 @@ def _cuda(x, weight, gain, bias, residual, eps, gated, cut=(), act="silu") -> Te
         return _wide(x.contiguous(), weight, bias, gated, cut, act)
     if not whole or not serves(*shape):
         return _reference(x, weight, gain, bias, residual, eps, gated, (), act)
-    from nanovllm.ops.linear import triton_few_rows as triton_linear
+    from nanovllm.ops.linear import triton_few_rows
 
     residual = None if residual is None else residual.contiguous()
     tile = given_tile(cut, x.shape[0], weight.shape[0] // (2 if gated else 1), x.shape[1], gated, shared_memory(x.device))
     pdl = dependent_launch(x.device)
-    return triton_linear.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, pdl, act)
+    return triton_few_rows.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, pdl, act)
 
 
 def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, cut: Sequence[int], act: str) -> Tensor:
-    from nanovllm.ops.linear import triton_many_rows as triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     pdl = dependent_launch(x.device)
     outputs, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     tile = given_wide_tile(cut, x.shape[0], outputs, width, gated, processors(x.device), shared_memory(x.device))
     if tile is not None:
-        return triton_wide.product(x, weight, bias, gated, tile, pdl, act)
+        return triton_many_rows.product(x, weight, bias, gated, tile, pdl, act)
     y = linear(x, weight, bias)
-    return triton_wide.gate(y, pdl, act) if gated else y
+    return triton_many_rows.gate(y, pdl, act) if gated else y
 
 
 def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:

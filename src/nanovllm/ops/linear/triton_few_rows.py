@@ -6,47 +6,17 @@ computes, the weights of the next are on their way. So nothing else than weights
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 # (tuples that grow in an unrolled loop, what a compile-time branch makes, and the loop itself, whose range has no `__next__`)
-from typing import TYPE_CHECKING, Any
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.ops.linear.tiles import Tile
+from nanovllm.ops.triton_parts import activated, gained, rounded
 from nanovllm.types import Float, Tensor
-
-if TYPE_CHECKING:
-    from nanovllm.ops.linear.norm_linear import Tile
-
-
-@triton.jit
-def _rounded(acc, bias, residual, dtype: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Round as the plain product does, before the residual is added."""
-    if BIAS:
-        acc += bias.to(tl.float32)
-    acc = acc.to(dtype)
-    if RESIDUAL:
-        acc = (acc.to(tl.float32) + residual.to(tl.float32)).to(dtype)
-    return acc
-
-
-@triton.jit
-def _activated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
-    """`act(gate) * up`, rounded where the plain functions round, but at the end."""
-    gate = gate.to(dtype).to(tl.float32)
-    if ACT == "silu":
-        on = gate * tl.sigmoid(gate)
-    elif ACT == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
-        on = gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
-    else:
-        on = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    return on.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _gained(normed, gains, dtype: tl.constexpr):
-    """A float32 norm times its gain: rounded before, where the gain has the model's dtype, and else behind it alone (`plain.rms_norm`)."""
-    return normed.to(dtype) * gains if gains.dtype == dtype else (normed * gains).to(dtype)
 
 
 @triton.jit
@@ -78,13 +48,13 @@ def _few(
         xx = rows[b]
         if NORM:
             wide = xx.to(tl.float32)
-            xx = _gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps), gains, xx.dtype)
+            xx = gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps), gains, xx.dtype)
         wide = xx.to(tl.float32)
         acc = tl.sum(weights.to(tl.float32) * wide[None, :], 1)
         if GATED:
             up = tl.sum(ups.to(tl.float32) * wide[None, :], 1)
-            acc = _activated(acc, up, y.dtype.element_ty, ACT)
-        tl.store(y + b * N + n, _rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
+            acc = activated(acc, up, y.dtype.element_ty, ACT)
+        tl.store(y + b * N + n, rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
 
 @triton.jit
@@ -136,14 +106,14 @@ def _many(
     for j in tl.static_range(STEPS):
         xx = rows[j] if NORM else tl.load(source + j * KS * KC, mask=on, other=0.0)
         if NORM:
-            xx = _gained(xx.to(tl.float32) * scale, gains[j], xx.dtype)
+            xx = gained(xx.to(tl.float32) * scale, gains[j], xx.dtype)
         acc = tl.dot(weights[j], xx, acc)
         if GATED:
             other = tl.dot(ups[j], xx, other)
     total = tl.sum(acc, 0)
     if GATED:
-        total = _activated(total, tl.sum(other, 0), y.dtype.element_ty, ACT)
-    tl.store(y + to, _rounded(total, biases, before, y.dtype.element_ty, BIAS, RESIDUAL), mask=mask)
+        total = activated(total, tl.sum(other, 0), y.dtype.element_ty, ACT)
+    tl.store(y + to, rounded(total, biases, before, y.dtype.element_ty, BIAS, RESIDUAL), mask=mask)
 
 
 def launch(
@@ -154,7 +124,7 @@ def launch(
     residual: Float[Tensor, "B N"] | None,
     eps: float,
     gated: bool,
-    tile: "Tile",
+    tile: Tile,
     pdl: bool,
     act: str = "silu",
 ) -> Float[Tensor, "B N"]:

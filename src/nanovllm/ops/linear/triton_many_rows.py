@@ -4,19 +4,16 @@ outputs are few, and the sum of such parts with what follows in a decoder layer.
 All wait for the kernel ahead of them before they read what changes from step to step (programmatic dependent launch).
 """
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.ops.linear.linear_add_norm import LINE, MOST_ASKED
-from nanovllm.ops.linear.triton_few_rows import _activated, _gained, _rounded
+from nanovllm.ops.linear.tiles import LINE, MOST_ASKED, WideTile
+from nanovllm.ops.triton_parts import activated, gained, rounded
 from nanovllm.types import Float, Float32, Tensor
-
-if TYPE_CHECKING:
-    from nanovllm.ops.linear.linear_add_norm import WideTile
 
 
 @triton.jit
@@ -59,15 +56,15 @@ def _product(
         tl.store(to, acc, mask=on)
     else:
         if GATED:
-            acc = _activated(acc, other, y.dtype.element_ty, ACT)
-        tl.store(to, _rounded(acc, biases, acc, y.dtype.element_ty, BIAS, False), mask=on)
+            acc = activated(acc, other, y.dtype.element_ty, ACT)
+        tl.store(to, rounded(acc, biases, acc, y.dtype.element_ty, BIAS, False), mask=on)
 
 
 @triton.jit
 def _normed(x, gains, M: tl.constexpr, eps):
     """The RMS norm of a row of M numbers, behind which zeros may stand, with its gain."""
     wide = x.to(tl.float32)
-    return _gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / M + eps), gains, x.dtype)
+    return gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / M + eps), gains, x.dtype)
 
 
 @triton.jit(do_not_specialize=["B"])  # the number of rows: one kernel for all
@@ -94,11 +91,11 @@ def _sum_norm(
     total = tl.zeros([MP], tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + (part * B + b) * M + m, mask=inside, other=0.0).to(tl.float32)
-    total = _rounded(total, biases, before, y.dtype.element_ty, BIAS, residual is not None and inner is None)
+    total = rounded(total, biases, before, y.dtype.element_ty, BIAS, residual is not None and inner is None)
     if inner is not None:
         total = _normed(total, inners, M, eps)
         if residual is not None:
-            total = _rounded(total.to(tl.float32), biases, before, y.dtype.element_ty, False, True)
+            total = rounded(total.to(tl.float32), biases, before, y.dtype.element_ty, False, True)
     tl.store(y + b * M + m, total, mask=inside)
     if gain is not None:
         tl.store(h + b * M + m, _normed(total, gains, M, eps), mask=inside)
@@ -112,7 +109,7 @@ def _gate(gate_up, y, N, BN: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr)
     b, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     on = n < N
     gate, up = tl.load(gate_up + b * 2 * N + n, mask=on), tl.load(gate_up + b * 2 * N + N + n, mask=on)
-    tl.store(y + b * N + n, _activated(gate, up, y.dtype.element_ty, ACT), mask=on)
+    tl.store(y + b * N + n, activated(gate, up, y.dtype.element_ty, ACT), mask=on)
 
 
 def product(
@@ -120,7 +117,7 @@ def product(
     weight: Float[Tensor, "out K"],
     bias: Float[Tensor, "out"] | None,
     gated: bool,
-    tile: "WideTile",
+    tile: WideTile,
     pdl: bool,
     act: str = "silu",
 ) -> Float[Tensor, "B N"]:
@@ -131,7 +128,7 @@ def product(
     return y
 
 
-def partial_product(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], tile: "WideTile", pdl: bool) -> Float32[Tensor, "parts B N"]:
+def partial_product(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], tile: WideTile, pdl: bool) -> Float32[Tensor, "parts B N"]:
     """Sums over equal parts of K, whose sum is `x @ weight.T`; `tile.parts` is more than 1."""
     y = torch.empty((tile.parts, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     _launch(x, weight, None, y, weight.shape[0], False, tile, pdl)
@@ -139,7 +136,7 @@ def partial_product(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], tile:
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: "WideTile", pdl: bool, act: str = "silu"
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: WideTile, pdl: bool, act: str = "silu"
 ) -> None:
     rows, width = x.shape
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})

@@ -1,7 +1,7 @@
 """`experts`: the feed-forward of a mixture of experts, each token through the few that a router chose for it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +10,17 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.ops.backends import dependent_launch, own_kernels, shared_memory
 from nanovllm.ops.elementwise.norm_rope import ACTS
 from nanovllm.ops.linear.linear import ROWS, linear
-from nanovllm.ops.linear.linear_add_norm import WideTile
-from nanovllm.ops.linear.norm_linear import Tile
+from nanovllm.ops.linear.tiles import Tile, WideTile
+from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
 from nanovllm.types import Float, Int32, Int64, Tensor
 
 PIECE = 256  # inputs of one output that a warp reads in one load, 16 bytes a thread
 LOADS = 32  # of weights that a thread has in flight, where 8 warps or fewer an output are enough
 MOST_LOADS = 64  # the loop over them is unrolled
 ALONE = 1 << 14  # numbers of which torch gives no part to another thread
-
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+
+
 _LIBRARY.define(
     "experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, str act) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -27,22 +28,6 @@ _LIBRARY.define(
 
 class ExpertsMismatchError(NanoVLLMError):
     """`experts` was given tensors that do not fit together, an expert that there is not, or an unknown activation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewTiles:
-    """Every pair of a token and an expert by itself: how the products with gate and up, and with down, are cut."""
-
-    gate_up: Tile
-    down: Tile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupedTiles:
-    """Pairs sorted by expert, in blocks of `gate_up.rows`, which are `down.rows`: how the products of a block are cut."""
-
-    gate_up: WideTile
-    down: WideTile
 
 
 def experts(

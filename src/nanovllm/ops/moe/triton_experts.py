@@ -9,18 +9,16 @@ All wait for the kernel ahead of them before they read anything (programmatic de
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 # (tuples that grow in an unrolled loop, what a compile-time branch makes, and the loop itself, whose range has no `__next__`)
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.ops.linear.triton_few_rows import _activated
+from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
+from nanovllm.ops.triton_parts import activated
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor
-
-if TYPE_CHECKING:
-    from nanovllm.ops.moe.experts import FewTiles, GroupedTiles
 
 GROUP = 8  # blocks that run side by side, so that those of one expert read its weights from L2
 SORTED, MOST_SORTED = 1024, 4096  # pairs that a program of the sort looks at together
@@ -80,7 +78,7 @@ def _few_gate_up(
         inputs = tl.load(row + step * BK, mask=step * BK + k < K, other=0.0).to(tl.float32)[None, :]
         gate += gates[step].to(tl.float32) * inputs
         up += ups[step].to(tl.float32) * inputs
-    h = _activated(tl.sum(gate, 1), tl.sum(up, 1), y.dtype.element_ty, ACT)
+    h = activated(tl.sum(gate, 1), tl.sum(up, 1), y.dtype.element_ty, ACT)
     tl.store(y + pair.to(tl.int64) * N + n, h.to(y.dtype.element_ty), mask=n < N)
 
 
@@ -181,7 +179,7 @@ def _grouped(
         if GATED:
             other = tl.dot(inputs, _weights(columns + N * K + at, ahead, N, K, BN, BK), other)
     if GATED:
-        acc = _activated(acc, other, y.dtype.element_ty, ACT)
+        acc = activated(acc, other, y.dtype.element_ty, ACT)
     tl.store(y + target.to(tl.int64)[:, None] * N + n[None, :], acc.to(y.dtype.element_ty), mask=on & there)
 
 
@@ -232,7 +230,7 @@ def launch(
     pdl: bool,
 ) -> Float[Tensor, "T M"]:
     """See `ops.experts.experts`; T >= 1. All tensors are contiguous."""
-    from nanovllm.ops.moe.experts import FewTiles
+    from nanovllm.ops.moe.tiles import FewTiles
 
     with torch.cuda.device_of(x):
         if isinstance(tiles, FewTiles):
@@ -240,9 +238,7 @@ def launch(
         return _launch_grouped(x, gate_up, down, chosen, weights, act, tiles, pdl)
 
 
-def _launch_few(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: "FewTiles", pdl: bool
-) -> Tensor:
+def _launch_few(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: FewTiles, pdl: bool) -> Tensor:
     (tokens, k), (_, width, inner) = chosen.shape, down.shape
     h, y = x.new_empty(tokens * k, inner), torch.empty_like(x)
     first, second = tiles.gate_up, tiles.down
@@ -258,7 +254,7 @@ def _launch_few(
 
 
 def _launch_grouped(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: "GroupedTiles", pdl: bool
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: GroupedTiles, pdl: bool
 ) -> Tensor:
     (tokens, k), (num, width, inner) = chosen.shape, down.shape
     first, second = tiles.gate_up, tiles.down

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.sampling.uniforms import STREAM
+from nanovllm.ops.sampling.philox import STREAM
 
 NUM_WARPS = 4
 BLOCK = 2048  # logits that one program of `highest` looks at
@@ -19,7 +19,7 @@ _THIRD = tl.constexpr(1.0 / 3.0)
 
 @triton.jit
 def _uniforms(seed, position, first_counter, COUNTERS: tl.constexpr):
-    """Numbers 4 * first_counter ... of a key, in order; see `ops/philox.py` for the counter and for how bits become floats."""
+    """Numbers 4 * first_counter ... of a key, in order; see `ops/sampling/uniforms.py` for the counter and for how bits become floats."""
     c0 = (first_counter + tl.arange(0, COUNTERS)).to(tl.uint32)
     zero = c0 * 0
     c2 = zero + (position & 0xFFFFFFFF).to(tl.uint32)

@@ -10,9 +10,12 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 
 from nanovllm.chunks.compose import drop
-from nanovllm.chunks.handles import prefill, release
+from nanovllm.chunks.handles import release
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.storage.file import save_chunk
-from nanovllm.engine.step import cancel, capacity, enter, step
+from nanovllm.engine.donation import enter
+from nanovllm.engine.requests import cancel, capacity
+from nanovllm.engine.step import step
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState

@@ -11,10 +11,12 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from nanovllm.chunks.compose import MODES, compose, drop
 from nanovllm.chunks.generate import generate, generate_many
-from nanovllm.chunks.handles import fork, prefill, release, truncate
+from nanovllm.chunks.handles import fork, release, truncate
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin, commit
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
-from nanovllm.engine.step import capacity, enter, submit
+from nanovllm.engine.donation import enter
+from nanovllm.engine.requests import capacity, submit
 from nanovllm.errors import ChunkFileError, DonatedStateError, ForeignChunkError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, invariant, multiple, precondition, rule
 
 from nanovllm.chunks.generate import generate_many
-from nanovllm.chunks.handles import fork, prefill, release, truncate
+from nanovllm.chunks.handles import detach, fork, release, truncate
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin
-from nanovllm.engine.step import cancel, capacity, enter, step, submit
+from nanovllm.engine.donation import enter
+from nanovllm.engine.requests import cancel, capacity, submit
+from nanovllm.engine.step import step
 from nanovllm.errors import DonatedStateError, ForeignChunkError, InvalidRequestError, ReleasedChunkError
-from nanovllm.requests import detach
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState

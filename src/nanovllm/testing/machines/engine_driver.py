@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import multiple
 
 from nanovllm.chunks.generate import Generation, generate_many
-from nanovllm.chunks.handles import prefill, release
-from nanovllm.engine.step import cancel, capacity, enter, request_seed, step, submit
+from nanovllm.chunks.handles import detach, release
+from nanovllm.chunks.prefill import prefill
+from nanovllm.engine.donation import enter
+from nanovllm.engine.requests import cancel, capacity, request_seed, submit, submit_many
+from nanovllm.engine.step import step
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, OutOfPagesError
-from nanovllm.requests import detach, submit_many
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState

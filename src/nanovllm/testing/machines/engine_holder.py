@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine
 
 from nanovllm.errors import NanoVLLMError
+from nanovllm.executor.executor import executor_of
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, windowed_pools
 from nanovllm.testing.shadows.memory import KeptValues, expect, freeze
@@ -32,7 +33,7 @@ class EngineHolder(RuleBasedStateMachine):
 
     @property
     def _executor(self) -> FlakyExecutor:
-        executor = self.state.runtime.executor
+        executor = executor_of(self.state)
         assert isinstance(executor, FlakyExecutor)
         return executor
 

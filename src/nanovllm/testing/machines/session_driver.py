@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis.stateful import multiple
 
 from nanovllm.chunks.session import begin, commit
-from nanovllm.engine.step import capacity
+from nanovllm.engine.requests import capacity
 from nanovllm.errors import DonatedStateError, InvalidRequestError, OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.loading.load_model import Model
 from nanovllm.models.common.params import Layer
+from nanovllm.models.model import Model
 
 KeysValues = np.ndarray  # of one token: `[L, 2, K, D]`, its keys before rotation
 

@@ -9,7 +9,7 @@ import numpy as np
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.executor.executor import Drawn, Executor
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, retire
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
@@ -48,9 +48,7 @@ class AheadExecutor:
         places = self.ahead.places
         return self._restarted(self.inner.refresh(model, carry, placed(rows, places), frames=frames), rows, places)
 
-    def narrow(
-        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None
-    ) -> DecodeCarry:
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`."""
         newest = self.ready[0] if self.ready is not None and self.ahead.launched else carry
         if newest.batch.plan or newest.sampling.penalties is not None:

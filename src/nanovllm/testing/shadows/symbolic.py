@@ -19,8 +19,9 @@ import torch
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import BrokenInvariantError
-from nanovllm.executor.batch import Batch
-from nanovllm.ops.attention.cascade import CascadePlan, PromptCascade
+from nanovllm.models.common.batch import Batch
+from nanovllm.ops.attention.cascade import PromptCascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.plan_table import lookup
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.sampler import build, sample

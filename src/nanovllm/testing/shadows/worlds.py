@@ -12,13 +12,15 @@ import torch
 from nanovllm.chunks.prefill import plain_request
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.step import step
-from nanovllm.executor.attention_plans import Cascades, cascade_policy
 from nanovllm.executor.batch import prefill_batch, to_device
+from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
-from nanovllm.executor.executor import Drawn, EagerExecutor, Executor, Runtime
-from nanovllm.loading.load_model import Model
-from nanovllm.state.engine_state import EngineState, Lease
+from nanovllm.executor.eager import EagerExecutor
+from nanovllm.executor.executor import Drawn, Executor, Runtime, executor_of
+from nanovllm.models.model import Model
+from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState, init_kv, pages_for
+from nanovllm.state.lease import Lease
 from nanovllm.state.request import Request, RequestOutput, Sequence
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import Frames
@@ -219,7 +221,7 @@ class ModelWorld:
     def init_state(self, limits: Limits) -> EngineState:
         """See `World`."""
         state = init_state(self.model, **limits.options())
-        return replace(state, runtime=Runtime(state.runtime.lease, _tested(state.runtime.executor, limits)))
+        return replace(state, runtime=Runtime(state.runtime.lease, _tested(executor_of(state), limits)))
 
     def decode(self, carry: DecodeCarry) -> tuple[DecodeCarry, DecodeOutput]:
         """See `World`."""
@@ -305,9 +307,7 @@ def _tables(pages: Seq[int], frames: Frames | None, retired: int) -> list[list[i
     return [of] if frames.alone else [held, of]
 
 
-def _slots(
-    kv: KVState, tables: Seq[Seq[int]], count: int, places: Seq[tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
+def _slots(kv: KVState, tables: Seq[Seq[int]], count: int, places: Seq[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     """The KV of the first `count` slots, `[count, L, 2, K, D]`, and which of it is there, `[count, L]`; each pool has a table."""
     at, size = np.arange(count), kv.pools[0].shape[4]
     of_pools = [np.array(table)[at // size] for table in tables]

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 import nanovllm as nv
-from nanovllm.entrypoints.cli import bench
-from nanovllm.entrypoints.cli.bench import stopwatch as engine
+from nanovllm.entrypoints.cli.bench import stopwatch
+from nanovllm.entrypoints.cli.bench.stopwatch import host_time
 from nanovllm.testing.models import random_model, tiny_config
 
 MODEL = random_model(tiny_config())
 TINY = nv.load_model("tiny", device="cpu")
-CHAT_TURNS = runpy.run_path(str(Path(__file__).parents[1] / "bench/chat_turns.py"), run_name="chat_turns")
-HOST = runpy.run_path(str(Path(__file__).parents[1] / "bench/host.py"), run_name="host")
+CHAT_TURNS = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks/chat_turns.py"), run_name="chat_turns")
+HOST = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks/host.py"), run_name="host")
 TEXT = ("reuse", "anew")
 
 
 def test_host_time_leaves_the_executor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     state = nv.init_state(MODEL, num_pages=64)
     runtime, executor = state.runtime, state.runtime.executor
-    state, figures = bench.host_time(MODEL, state, 2, steps=4)
+    state, figures = host_time(MODEL, state, 2, steps=4)
     assert set(figures) == {"b2_step_us", "b2_host_us", "b2_host_mean_us"}
     assert runtime.executor is executor
 
@@ -32,9 +32,9 @@ def test_host_time_leaves_the_executor_as_it_was(monkeypatch: pytest.MonkeyPatch
             raise nv.OutOfPagesError("in the middle")
         return nv.step(model, state)
 
-    monkeypatch.setattr(engine, "step", failing)
+    monkeypatch.setattr(stopwatch, "step", failing)
     with pytest.raises(nv.OutOfPagesError):
-        bench.host_time(MODEL, state, 2, steps=4)
+        host_time(MODEL, state, 2, steps=4)
     assert runtime.executor is executor
 
 
@@ -47,8 +47,8 @@ def test_the_end_of_all_rows_is_in_the_mean_of_host_time_alone(monkeypatch: pyte
             time.sleep(1.4)
         return after, outs
 
-    monkeypatch.setattr(engine, "step", slow_at_the_end)
-    _, figures = bench.host_time(MODEL, nv.init_state(MODEL, num_pages=64), 2, steps=20)
+    monkeypatch.setattr(stopwatch, "step", slow_at_the_end)
+    _, figures = host_time(MODEL, nv.init_state(MODEL, num_pages=64), 2, steps=20)
     assert figures["b2_host_mean_us"] > 45e3  # a 28th of it
     assert figures["b2_host_us"] < 20e3 and figures["b2_step_us"] < 40e3
 

@@ -15,23 +15,25 @@ import torch
 
 import nanovllm as nv
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
-from nanovllm.entrypoints.cli import bench
 from nanovllm.entrypoints.cli import main as cli
-from nanovllm.entrypoints.cli.bench import command, peers, report, workloads
-from nanovllm.entrypoints.cli.bench import scaling as growth
-from nanovllm.entrypoints.cli.bench import stopwatch as engine
+from nanovllm.entrypoints.cli.bench import command, peers, report, scaling, stopwatch, workloads
+from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.journal import Journal
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.bench.plot import decades, draw, number, steps
 from nanovllm.entrypoints.cli.bench.roofline import (
     Ceiling,
     decode_bytes,
     decode_work,
     limit_seconds,
+    measure_ceiling,
     num_weights,
     prompt_work,
     prompts_and_decode,
+    step_bytes,
 )
-from nanovllm.entrypoints.cli.bench.workloads import Measured, Spent
+from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
+from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS, Measured, Spent, run_workloads
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 # By hand: of a layer q 8x4, k and v 2x4 each, o 4x8, gate and up 6x4 each, down 4x6; two layers; a head of 10x4.
@@ -43,22 +45,22 @@ LAYERS, HEAD = 2 * (32 + 8 + 8 + 32 + 24 + 24 + 24), 40
 TOKEN = 2 * 2 * 2  # layers, keys and values, head_dim of one head
 CEILING = Ceiling(read_bytes=1e3, flops=1e5)
 MODEL = random_model(tiny_config(max_position_embeddings=1024))
-FAST = growth.Settings(batches=(1, 2, 512), context=24, contexts=(32, 64, 4096), rows=(1, 2), pools=(64, 128), ended=(0, 40), steps=4)
+FAST = scaling.Settings(batches=(1, 2, 512), context=24, contexts=(32, 64, 4096), rows=(1, 2), pools=(64, 128), ended=(0, 40), steps=4)
 
 
 def test_bytes_of_a_step_by_hand() -> None:
     assert num_weights(SMALL, 1) == (LAYERS, HEAD)
     assert num_weights(replace(SMALL, tie_word_embeddings=False), 1) == (LAYERS, HEAD)
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        assert bench.step_bytes(SMALL, dtype, 3, 10) == size * (LAYERS + HEAD + 3 * 10 * TOKEN)
-        assert bench.step_bytes(SMALL, dtype, 3, 10, shared=8) == size * (LAYERS + HEAD + (8 + 3 * 2) * TOKEN)
+        assert step_bytes(SMALL, dtype, 3, 10) == size * (LAYERS + HEAD + 3 * 10 * TOKEN)
+        assert step_bytes(SMALL, dtype, 3, 10, shared=8) == size * (LAYERS + HEAD + (8 + 3 * 2) * TOKEN)
 
 
 def test_bytes_of_a_real_shape() -> None:
     """Qwen3-0.6B reads 596 million weights a token; its KV takes 112 KiB a token."""
-    config = bench.SHAPES["qwen3-0.6b"]
-    assert bench.step_bytes(config, torch.bfloat16, 1, 0) == pytest.approx(2 * 596e6, rel=1e-3)
-    assert bench.step_bytes(config, torch.bfloat16, 1, 1) - bench.step_bytes(config, torch.bfloat16, 1, 0) == 112 * 1024
+    config = SHAPES["qwen3-0.6b"]
+    assert step_bytes(config, torch.bfloat16, 1, 0) == pytest.approx(2 * 596e6, rel=1e-3)
+    assert step_bytes(config, torch.bfloat16, 1, 1) - step_bytes(config, torch.bfloat16, 1, 0) == 112 * 1024
 
 
 def test_work_adds_up_step_by_step() -> None:
@@ -92,7 +94,7 @@ def test_limits_by_hand() -> None:
 
 
 def test_the_ceiling_is_that_of_a_machine() -> None:
-    found = bench.measure_ceiling(torch.device("cpu"), torch.float32)
+    found = measure_ceiling(torch.device("cpu"), torch.float32)
     assert 1e8 < found.read_bytes < 1e14 and 1e8 < found.flops < 1e15
 
 
@@ -110,7 +112,7 @@ def test_a_row_of_the_report_by_hand() -> None:
 
 
 def test_an_engine_tells_what_its_calls_cost() -> None:
-    ours = bench.Engine(MODEL, num_pages=64)
+    ours = Engine(MODEL, num_pages=64)
     replies = ours.generate([[1, 2, 3], [4, 5]], [5, 2], 0.0)
     assert list(map(len, replies)) == [5, 2]
     assert ours.spent.steps == 4 and ours.spent.model_seconds > 0
@@ -120,7 +122,7 @@ def test_an_engine_tells_what_its_calls_cost() -> None:
 
 def test_a_wrong_number_of_tokens_is_no_figure() -> None:
     with pytest.raises(AssertionError, match="another number of tokens"):
-        bench.run_workloads(lambda prompts, counts, _: [[0] * count for count in counts[:-1]], ["b1"], 100, 1)
+        run_workloads(lambda prompts, counts, _: [[0] * count for count in counts[:-1]], ["b1"], 100, 1)
 
 
 class Idle:
@@ -138,7 +140,7 @@ class Idle:
 
 def test_every_workload_has_its_keys() -> None:
     """An engine that does nothing runs all of them; peers are compared by these keys."""
-    found = bench.run_workloads(Idle(replace(MODEL, name="weights"), "weights").generate, bench.WORKLOADS, 151936, 1)
+    found = run_workloads(Idle(replace(MODEL, name="weights"), "weights").generate, WORKLOADS, 151936, 1)
     rates = [f"b{size}_{what}" for size in (1, 8, 64) for what in ("decode_tok_s", "ttft_ms")]
     assert list(found) == [*rates, "offline_tok_s", "ttft_16k_cold_ms", "ttft_16k_warm_ms", "shared16k_x32_tok_s"]
 
@@ -153,14 +155,14 @@ def test_the_longest_request_of_each_workload() -> None:
             longest = max(longest, *(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True)))
             return [[0] * count for count in max_tokens]
 
-        bench.run_workloads(generate, [name], 151936, 1)
+        run_workloads(generate, [name], 151936, 1)
         assert 0.95 * workloads.LONGEST[name] < longest <= workloads.LONGEST[name] and (
             name == "offline" or longest == workloads.LONGEST[name]
         )
     needed = workloads.LONGEST["host"]
     drawn = []
     for most in (needed + 100, needed, needed - 1):
-        state, _ = bench.host_time(MODEL, nv.init_state(MODEL, num_pages=256, max_model_len=most), 2)
+        state, _ = host_time(MODEL, nv.init_state(MODEL, num_pages=256, max_model_len=most), 2)
         drawn.append(state.stats.decode_tokens)
     assert drawn[0] == drawn[1] > drawn[2]
 
@@ -168,9 +170,9 @@ def test_the_longest_request_of_each_workload() -> None:
 def test_workloads_that_are_too_long_for_a_model() -> None:
     """Those of the defaults are left out, those that were asked for refused; TinyLlama's context takes all but the 16k prefix."""
     which, left = command.find_workloads(None, "tinyllama-1.1b", cuda=True)
-    assert which == [name for name in bench.WORKLOADS if name != "prefix"]
+    assert which == [name for name in WORKLOADS if name != "prefix"]
     assert left == [{"workload": "prefix", "why": "its requests take 16,672 tokens, the context of tinyllama-1.1b has 2,048"}]
-    assert command.find_workloads(None, "qwen3-0.6b", cuda=True) == (list(bench.WORKLOADS), [])
+    assert command.find_workloads(None, "qwen3-0.6b", cuda=True) == (list(WORKLOADS), [])
     with pytest.raises(
         nv.InvalidRequestError, match=r"'prefix' cannot be run: its requests take 16,672 tokens, .*tinyllama-1.1b has 2,048"
     ):
@@ -198,8 +200,8 @@ def test_a_short_context_is_told_before_weights_are_made(
 
 @pytest.fixture(scope="module")
 def grown() -> dict[str, Any]:
-    measured = bench.Engine(MODEL, num_pages=256, max_num_seqs=16)
-    curves = dict(growth.grow(measured, Ceiling(read_bytes=1e10, flops=1e11), FAST))
+    measured = Engine(MODEL, num_pages=256, max_num_seqs=16)
+    curves = dict(scaling.grow(measured, Ceiling(read_bytes=1e10, flops=1e11), FAST))
     assert not measured.state.running and not measured.state.waiting
     nv.check(measured.state)
     assert list(curves) == ["batch", "context", "pool", "ended"]
@@ -218,7 +220,7 @@ def test_growth_measures_what_fits(grown: dict[str, Any]) -> None:
     assert "with the context at 1 row of 4,096 tokens (with its steps a row takes 4,1" in lines[1] and "has 1,024)" in lines[1]
     for point in (*grown["batch"], *grown["context"]):
         assert 0 < point["host_us"] < point["step_us"] and point["limit_us"] > 0
-        assert point["step_bytes"] == bench.step_bytes(MODEL.config, MODEL.dtype, point["rows"], point["context"])
+        assert point["step_bytes"] == step_bytes(MODEL.config, MODEL.dtype, point["rows"], point["context"])
         assert point["tok_s"] == pytest.approx(1e6 * point["rows"] / point["step_us"], rel=1e-2)
     assert [p["num_pages"] for p in grown["pool"]] == [64, 128]
     assert [(p["ended"], p["num_cached"]) for p in grown["ended"]] == [(0, 0), (40, 80)]  # two pages each
@@ -227,22 +229,22 @@ def test_growth_measures_what_fits(grown: dict[str, Any]) -> None:
 def test_a_point_fits_just_as_far_as_the_engine_goes() -> None:
     """What is said of a point is so: one page, one token or one row less of an engine and it would not fit."""
     rows, length, steps = 3, 40, 8
-    whole = length + engine.room_for(rows, length, steps, 64)
+    whole = length + stopwatch.room_for(rows, length, steps, 64)
     pages = rows * -(-(whole + 64) // 16)
     limits = EngineConfig(num_pages=pages, page_size=16, max_model_len=whole, max_num_seqs=rows, max_num_batched_tokens=64, seed=0)
-    assert growth.obstacle(limits, rows, length, steps) is None
+    assert scaling.obstacle(limits, rows, length, steps) is None
     for less, told in (
         ({"num_pages": pages - 1}, f"its KV takes {pages} pages, the pool has {pages - 1}"),
         ({"max_model_len": whole - 1}, f"with its steps a row takes {whole} tokens, the context has {whole - 1}"),
         ({"max_num_seqs": rows - 1}, f"the engine runs at most {rows - 1} rows"),
     ):
-        assert growth.obstacle(replace(limits, **less), rows, length, steps) == told
+        assert scaling.obstacle(replace(limits, **less), rows, length, steps) == told
 
 
 def test_host_time_does_not_follow_the_pool() -> None:
     """A pool a hundred times as large, and hundreds of ended requests, cost the host no more: loosely, since machines are shared."""
     settings = replace(FAST, steps=24)
-    least = [min(growth.host_point(*where, settings).host_us for _ in range(2)) for where in ((1 << 9, 0), (1 << 16, 0), (1 << 16, 500))]
+    least = [min(scaling.host_point(*where, settings).host_us for _ in range(2)) for where in ((1 << 9, 0), (1 << 16, 0), (1 << 16, 500))]
     assert max(least) < 4 * least[0]
 
 
@@ -253,7 +255,7 @@ def full(grown: dict[str, Any]) -> dict[str, Any]:
         one = Measured(workload="<b1>", what="1 & 2", key=key, work=work, tokens=max(1, work.tokens), seconds=seconds, steps=2, host=0.2)
         rows.append(report.row(one, SMALL, torch.float32, CEILING))
     figures = {"b1_step_us": 7.5, "b1_host_us": 2.5, "roofline": report.ceiling_json(CEILING), "workloads": rows, "growth": grown}
-    return bench.record(MODEL, figures | {"peers": {"other": {"b1_decode_tok_s": 0.05}}}, "nanovllm bench --json")
+    return record(MODEL, figures | {"peers": {"other": {"b1_decode_tok_s": 0.05}}}, "nanovllm bench --json")
 
 
 def test_tables_are_aligned(grown: dict[str, Any]) -> None:
@@ -268,7 +270,7 @@ def test_tables_are_aligned(grown: dict[str, Any]) -> None:
     assert rates[0][0] == "<b1>" and rates[0][-2:] == ("20%", "0")
     document = report.markdown(result | {"command": "nanovllm bench --which b1 --output a/b.json --json"})
     assert report.HOST in text and "| workload |" in document and "(`nanovllm bench --which b1`)" in document
-    assert "workload" not in report.text(bench.record(MODEL, {}, ""))
+    assert "workload" not in report.text(record(MODEL, {}, ""))
 
 
 def test_pictures_are_svg(grown: dict[str, Any]) -> None:
@@ -299,7 +301,7 @@ def test_bench_prints_tables_or_json_and_writes_both_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(peers.PEERS, "idle", Idle)
-    monkeypatch.setattr(growth, "ON_CPU", replace(FAST, pools=(64,), ended=(4,)))
+    monkeypatch.setattr(scaling, "ON_CPU", replace(FAST, pools=(64,), ended=(4,)))
     folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=1024))
     where = ["--model", str(folder), "--device", "cpu", "--repeats", "1", "--output", str(tmp_path / "new" / "run.json")]
     assert cli.main(["bench", "--which", "b1,growth", "--batches", "1,2", "--contexts", "32", "--peer", "idle", "--json", *where]) == 0
@@ -320,7 +322,7 @@ def test_bench_prints_tables_or_json_and_writes_both_files(
 def test_a_run_that_is_killed_keeps_what_it_measured(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path / "weights", tiny_config(max_position_embeddings=1024))
     file = tmp_path / "new" / "run.json"
-    main = "import sys; from nanovllm.cli import main; sys.exit(main())"
+    main = "import sys; from nanovllm.entrypoints.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "bench", "--model", str(folder), "--device", "cpu", "--output", str(file)]
     command += ["--which", "b1,b64", "--repeats", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -385,7 +387,7 @@ def test_transformers_gives_what_we_give(monkeypatch: pytest.MonkeyPatch) -> Non
     peer = peers.Transformers(model, "tiny")
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(text) for text in ("Once upon a time, there was", "The king")]
-    ours = bench.Engine(model, num_pages=64).generate(prompts, [6, 9], 0.0)
+    ours = Engine(model, num_pages=64).generate(prompts, [6, 9], 0.0)
     assert peer.generate(prompts, [6, 9], 0.0) == ours
     assert list(map(len, peer.generate(prompts, [3, 2], 0.7))) == [3, 2]
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -12,15 +12,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 import nanovllm as nv
-from nanovllm.entrypoints.cli import bench
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.bench import command, report
 from nanovllm.entrypoints.cli.bench import startup as start
-from nanovllm.entrypoints.cli.bench.model_shapes import random_model
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_model, random_weights
+from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS
 from nanovllm.loading import weights
-from nanovllm.loading.weights import num_params, save_params
-from nanovllm.models import REGISTRY
+from nanovllm.loading.weights import save_params
 from nanovllm.models.common.hf_config import config_to_hf
+from nanovllm.models.init_params import num_params
+from nanovllm.models.registry import REGISTRY
 from nanovllm.testing.models import tiny_config
 
 SMALL = tiny_config(max_position_embeddings=300, dtype="bfloat16")
@@ -30,7 +31,7 @@ WHERE = ["--model", "small", "--device", "cpu"]
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of random weights that `bench` knows, and a folder for temporary files that can be looked into."""
-    monkeypatch.setitem(bench.SHAPES, "small", SMALL)
+    monkeypatch.setitem(SHAPES, "small", SMALL)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
@@ -91,7 +92,7 @@ def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         return start.Start(imports_s=float(len(folders)), weights_s=0.0, engine_s=0.0, first_token_s=0.0)
 
     monkeypatch.setattr(start, "_run", fake)
-    assert start.measure_start(bench.random_weights("small", device="cpu"), "small").start_s == 2
+    assert start.measure_start(random_weights("small", device="cpu"), "small").start_s == 2
     assert folders[0] == folders[1] and not folders[0].exists()
     folders.clear()
     start.measure_start(nv.load_model("tiny", device="cpu"), "tiny")
@@ -102,7 +103,7 @@ def test_a_process_that_is_told_to_end_leaves_no_weights_behind(tmp_path: Path, 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(start, "_run", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit, match="143"):
-        start.measure_start(bench.random_weights("small", device="cpu"), "small")
+        start.measure_start(random_weights("small", device="cpu"), "small")
     assert list((tmp_path / "temporary").iterdir()) == [] and signal.getsignal(signal.SIGTERM) is before
 
 
@@ -119,7 +120,7 @@ def test_a_start_that_fails_is_left_out_with_what_it_said(
     assert f"left out: start ({left['why']})" in captured.err and list((tmp_path / "temporary").iterdir()) == []
     monkeypatch.setattr(start, "save_params", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(start.StartError, match=r"could not be written to .*No space left"):
-        start.measure_start(bench.random_weights("small", device="cpu"), "small")
+        start.measure_start(random_weights("small", device="cpu"), "small")
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
@@ -155,13 +156,13 @@ def test_a_start_that_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_disk_without_room_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
-    needed = 2 * num_params(bench.SHAPES["qwen3-8b"]) + start.SPARE
+    needed = 2 * num_params(SHAPES["qwen3-8b"]) + start.SPARE
     assert 16.3e9 < needed < 16.8e9
     monkeypatch.setattr(start.shutil, "disk_usage", lambda _: usage(needed))
-    assert command.find_workloads(None, "qwen3-8b", cuda=True) == (list(bench.WORKLOADS), [])
+    assert command.find_workloads(None, "qwen3-8b", cuda=True) == (list(WORKLOADS), [])
     monkeypatch.setattr(start.shutil, "disk_usage", lambda _: usage(needed - 1))
     which, (left,) = command.find_workloads(None, "qwen3-8b", cuda=True)
-    assert which == [name for name in bench.WORKLOADS if name != "start"] and left["workload"] == "start"
+    assert which == [name for name in WORKLOADS if name != "start"] and left["workload"] == "start"
     assert left["why"].startswith("its weights take 16.4 GB of disk, ") and "has 16.6 GB free; TMPDIR" in left["why"]
     with pytest.raises(nv.InvalidRequestError, match="the workload 'start' cannot be run: its weights take"):
         command.find_workloads("start", "qwen3-8b", cuda=True)

@@ -12,18 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 import nanovllm as nv
-from nanovllm.entrypoints.cli import bench
 from nanovllm.entrypoints.cli import main as cli
-from nanovllm.entrypoints.cli.check import command
-from nanovllm.entrypoints.cli.check import preflight as outlook
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+from nanovllm.entrypoints.cli.check import command, preflight
 from nanovllm.entrypoints.cli.check.kernel_choice import kernels
 from nanovllm.entrypoints.cli.check.preflight import Outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.models.features import features
-from nanovllm.model_check import room
-from nanovllm.model_check.room import Room
-from nanovllm.models import REGISTRY, fitted
+from nanovllm.executor import kv_budget
+from nanovllm.executor.kv_budget import Room
 from nanovllm.models.fast.path import fast_path
+from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.ops import backends
 from nanovllm.ops.backends import FLASHINFER_HEAD_DIMS
 from nanovllm.testing.models import save_hf_folder, tiny_config
@@ -33,7 +32,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def look(folder: Path | str, dtype: str | None = None, **how: Any) -> Outlook:
-    return outlook.outlook(str(folder), CPU, dtype, shapes=bench.SHAPES, **how)
+    return preflight.outlook(str(folder), CPU, dtype, shapes=SHAPES, **how)
 
 
 @pytest.fixture
@@ -94,9 +93,9 @@ def test_the_command_says_it_first_and_then_checks(folder: Path, capsys: pytest.
 
 @pytest.mark.usefixtures("nothing_loads")
 def test_a_dry_run_loads_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in (str(folder), "tiny", *bench.SHAPES):
+    for name in (str(folder), "tiny", *SHAPES):
         assert cli.main(["check", name, "--device", "cpu", "--dtype", "bfloat16", "--dry-run"]) in (0, 1)  # some do not fit
-        assert "run" in capsys.readouterr().out.splitlines()[-1] or name in bench.SHAPES
+        assert "run" in capsys.readouterr().out.splitlines()[-1] or name in SHAPES
     assert cli.main(["check", "tiny", "--device", "cpu", "--dry-run"]) == 0
     assert capsys.readouterr().out.endswith("It will run.\n")
 
@@ -178,7 +177,7 @@ def test_too_little_memory(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert held is not None
 
     def free(count: int) -> None:
-        monkeypatch.setattr(room, "room", lambda _: Room(total=1 << 40, free=count))
+        monkeypatch.setattr(kv_budget, "room", lambda _: Room(total=1 << 40, free=count))
 
     free(held.held - 1)
     assert "the weights take" in refused(folder, capsys)
@@ -193,17 +192,17 @@ def test_too_little_memory(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert memory is not None and memory.left == 4 << 30
     state = nv.init_state(nv.load_model(folder, "cpu"))
     assert memory.tokens == 16 * state.config.num_pages
-    monkeypatch.setattr(room, "room", lambda _: None)
+    monkeypatch.setattr(kv_budget, "room", lambda _: None)
     unknown = look(folder)
     assert unknown.problems == () and any("not known" in note for note in unknown.notes)
 
 
 def test_memory_of_a_gpu_is_what_the_fraction_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "room", lambda _: Room(total=1000 << 20, free=900 << 20))
-    monkeypatch.setattr(outlook, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(kv_budget, "room", lambda _: Room(total=1000 << 20, free=900 << 20))
+    monkeypatch.setattr(preflight, "device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(room, "default_tokens", lambda _: 8192)
-    found = outlook.outlook(str(folder), CUDA, None, shapes={}, memory_fraction=0.5)
+    monkeypatch.setattr(kv_budget, "default_tokens", lambda _: 8192)
+    found = preflight.outlook(str(folder), CUDA, None, shapes={}, memory_fraction=0.5)
     assert found.weights is not None and found.memory is not None
     assert found.memory.left == (500 << 20) - (100 << 20) - found.weights.held
     assert found.weights.host == 32 << 20
@@ -247,17 +246,17 @@ def test_lengths(tmp_path: Path) -> None:
 
 def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
-    monkeypatch.setattr(room, "MEMINFO", meminfo)
-    monkeypatch.setattr(room, "CGROUP", cgroup)
-    assert room.room(CPU) is None
+    monkeypatch.setattr(kv_budget, "MEMINFO", meminfo)
+    monkeypatch.setattr(kv_budget, "CGROUP", cgroup)
+    assert kv_budget.room(CPU) is None
     meminfo.write_text("MemTotal:     1000 kB\nMemAvailable:  600 kB\nHugePages: x\n")
-    assert room.room(CPU) == Room(total=1024000, free=614400)
+    assert kv_budget.room(CPU) == Room(total=1024000, free=614400)
     cgroup.mkdir()
     for name, told in {"max": "max", "current": "100000", "stat": "anon 1\ninactive_file 30000\n"}.items():
         (cgroup / f"memory.{name}").write_text(told)
-    assert room.room(CPU) == Room(total=1024000, free=614400)
+    assert kv_budget.room(CPU) == Room(total=1024000, free=614400)
     (cgroup / "memory.max").write_text("500000\n")
-    assert room.room(CPU) == Room(total=500000, free=430000)
+    assert kv_budget.room(CPU) == Room(total=500000, free=430000)
 
 
 @pytest.mark.parametrize("windows", [(), (8, 0), (8, 8)])

@@ -22,7 +22,7 @@ from nanovllm.entrypoints.cli.eval_reuse.measure import Context, Engine, Questio
 from nanovllm.entrypoints.cli.eval_reuse.plot import draw
 from nanovllm.entrypoints.cli.eval_reuse.report import FULL, GUESSED, Report, Row, summarise, table
 from nanovllm.entrypoints.cli.eval_reuse.settings import Settings
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 SMALL = Settings(chunks=(2, 3), facts=2, separators=("\n",), questions=2, recompute=(0, 8, 0.1, "all"), turns=(1, 2), reply_len=4)
@@ -294,7 +294,7 @@ def test_the_table_is_aligned(tiny: Report) -> None:
 
 
 def test_the_published_table_is_of_the_published_report() -> None:
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[4] / "docs"
     written = json.loads((docs / "reuse-quality.json").read_text())
     rows, separators = (tuple(Row(**row) for row in written[name]) for name in ("rows", "separators"))
     report = Report(metadata=written, rows=rows, separators=separators, skipped=tuple(written["skipped"]))

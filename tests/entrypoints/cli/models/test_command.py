@@ -10,16 +10,17 @@ import torch
 import nanovllm as nv
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.models.command import markdown
-from nanovllm.entrypoints.cli.models.features import features, without_memory
+from nanovllm.entrypoints.cli.models.features import features
 from nanovllm.entrypoints.cli.models.listing import lines_of_code, listed, shared_lines, usual_config
 from nanovllm.loading.load_model import load_model
-from nanovllm.models import REGISTRY
 from nanovllm.models.fast import cpu, fused
 from nanovllm.models.fast.path import against, fast_path
+from nanovllm.models.init_params import without_memory
+from nanovllm.models.registry import REGISTRY
 from nanovllm.ops.cpu.build import library
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[4]
 SOURCE = '''\
 """A docstring
 of two lines."""

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
-from nanovllm.entrypoints.cli.tune import layer_chain as chain
-from nanovllm.entrypoints.cli.tune import measure as device
-from nanovllm.entrypoints.cli.tune import one_kernel as alone
+from nanovllm.entrypoints.cli.tune import layer_chain, one_kernel
+from nanovllm.entrypoints.cli.tune import measure as measure_module
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
 from nanovllm.entrypoints.cli.tune.layer_chain import CONTEXTS, LAYERS, fitting
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.cuts import DEFAULT, StepCuts
 from nanovllm.models.tuning.launches import Machine, Work, works
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.attention.plan_table import lookup
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan, rope_attend
+from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.cuts import Cut
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -101,7 +101,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "Event": made.event,
     }.items():
         monkeypatch.setattr(torch.cuda, name, other)
-    for place in (alone, fused):
+    for place in (one_kernel, fused):
         for name in ("norm_linear", "linear_add_norm"):
             noted = made.noted(getattr(place, name), lambda x, weight, *_, cut=(), **__: (weight, cut))
             monkeypatch.setattr(place, name, noted)
@@ -130,20 +130,20 @@ def head_of(rows: int) -> tuple[Work, ...]:
 
 
 def measuring(group: tuple[Work, ...]) -> Any:
-    return device.measuring(MODEL, device.Recorder(torch.device("cpu")), group)
+    return measure_module.measuring(MODEL, measure_module.Recorder(torch.device("cpu")), group)
 
 
 @pytest.mark.parametrize(("rows", "few"), [(1, True), (2, True), (8, False), (40, False)])
 def test_whole_layers_are_timed_one_behind_the_other(rows: int, few: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer's own weights and KV, in the order of a step, again from the first where there are few; by these cuts."""
     monkeypatch.setattr(fused, "follows_closely", lambda *_: few)
-    count = chain.chain_length(MODEL)
+    count = layer_chain.chain_length(MODEL)
     cuts = StepCuts(qkv=(1,), attend=(32, 2, 2, 4), o=(2,), gate_up=(3,), down=(4,))
     with measuring(layer_of(rows, few)) as measure:
         for given in (DEFAULT, cuts):
             times = measure(given)
             assert times == pytest.approx((5.0,) * len(times))  # a microsecond a launch
-            assert len(times) == (2 if rows * max(CONTEXTS) <= chain.TOKENS else 1)
+            assert len(times) == (2 if rows * max(CONTEXTS) <= layer_chain.TOKENS else 1)
             assert count == LAYERS and len(gpu.captured) == 5 * count
             steps = [gpu.captured[n : n + 5] for n in range(0, len(gpu.captured), 5)]
             for number, (qkv, attend, o, gate_up, down) in enumerate(steps):
@@ -161,26 +161,26 @@ def test_a_chain_is_longer_than_the_cache_is_large() -> None:
     for cached, length in ((0, LAYERS), (1 << 30, 40)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_properties", lambda _, cached=cached: SimpleNamespace(L2_cache_size=cached))
-            assert chain.chain_length(random_model(config)) == length
+            assert layer_chain.chain_length(random_model(config)) == length
     layer = random_model(config).params.layers[0]
     size = sum(t.numel() * 4 for t in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.input_norm, layer.post_norm))
     size += sum(t.numel() * 4 for t in (layer.q_norm, layer.k_norm) if t is not None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=10 * size))
-        assert chain.chain_length(random_model(config)) == 20
+        assert layer_chain.chain_length(random_model(config)) == 20
 
 
 def test_the_head_is_timed_by_itself_over_more_than_the_cache_holds(gpu: Gpu) -> None:
     with measuring(head_of(2)) as measure:
         assert measure(DEFAULT) == pytest.approx((1.0,)) and measure(StepCuts(head=(7,))) == pytest.approx((1.0,))
     weights = {id(weight): weight for weight, _ in gpu.captured}
-    assert {cut for _, cut in gpu.captured} == {(7,)} and len(gpu.captured) >= alone.LAUNCHES
+    assert {cut for _, cut in gpu.captured} == {(7,)} and len(gpu.captured) >= one_kernel.LAUNCHES
     total = sum(weight.numel() * weight.element_size() for weight in weights.values())
     assert total >= 2 * CACHE and gpu.captured[0][0] is (MODEL.params.embed if MODEL.params.head is None else MODEL.params.head)
 
 
 def test_rows_are_of_half_to_the_whole_of_a_context(gpu: Gpu) -> None:
-    short, long = chain.contexts(MODEL, 4, 3)
+    short, long = layer_chain.contexts(MODEL, 4, 3)
     assert short.batch.seq_lens.tolist() == [256, 213, 171, 128] and long.batch.seq_lens.tolist() == [1024, 853, 683, 512]
     every = torch.cat((short.batch.page_tables, long.batch.page_tables), 1).flatten()
     assert every.sort().values.tolist() == list(range(4 * 80))  # no page is two rows'
@@ -205,13 +205,13 @@ def test_kv_is_of_what_there_is_memory_for() -> None:
         (1, 16 * short - 1, (CONTEXTS[:1], 15)),
         (64, 64 * short, (CONTEXTS[:1], 1)),
     ):
-        assert fitting(config, torch.bfloat16, rows, 16, int(free / chain.SHARE) + 1) == want
+        assert fitting(config, torch.bfloat16, rows, 16, int(free / layer_chain.SHARE) + 1) == want
     with pytest.raises(Unfit, match="no memory for it"):
         fitting(config, torch.bfloat16, 64, 16, int(63 * short))
 
 
 def test_layers_share_kv_where_memory_is_short(gpu: Gpu, closely: None) -> None:
-    gpu.free = int(2.5 * 256 * 2 * 4 * MODEL.config.num_kv_heads * MODEL.config.head_dim / chain.SHARE)
+    gpu.free = int(2.5 * 256 * 2 * 4 * MODEL.config.num_kv_heads * MODEL.config.head_dim / layer_chain.SHARE)
     with measuring(layer_of(1)) as measure:
         assert len(measure(DEFAULT)) == 1
     places = [what[0][1] for what in gpu.captured if isinstance(what[0], tuple)]
@@ -223,8 +223,8 @@ def test_layers_share_kv_where_memory_is_short(gpu: Gpu, closely: None) -> None:
 
 def test_the_memory_is_given_back_whoever_still_holds_the_measure(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    plain = chain.contexts
-    monkeypatch.setattr(device, "contexts", lambda *given: made.extend(found := plain(*given)) or found)
+    plain = layer_chain.contexts
+    monkeypatch.setattr(measure_module, "contexts", lambda *given: made.extend(found := plain(*given)) or found)
     spoil(monkeypatch)
     with measuring(layer_of(2)) as measure:
         for cuts in (DEFAULT, StepCuts(qkv=(4,))):
@@ -240,7 +240,7 @@ def test_the_memory_is_given_back_whoever_still_holds_the_measure(gpu: Gpu, clos
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
     """Kernels by some cuts fail or are wrong, where they are looked at by themselves; returns what was looked at."""
-    plain, looked = alone.norm_linear, list[Cut]()
+    plain, looked = one_kernel.norm_linear, list[Cut]()
 
     def spoilt(x: Any, weight: Any, *, cut: Cut, **options: Any) -> torch.Tensor:
         y = plain(x, weight, cut=(), **options)
@@ -256,7 +256,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
                 return y * (1 + 2e-7)
         return y
 
-    monkeypatch.setattr(alone, "norm_linear", spoilt)
+    monkeypatch.setattr(one_kernel, "norm_linear", spoilt)
     return looked
 
 
@@ -277,7 +277,7 @@ def test_attention_is_looked_at_in_every_context(gpu: Gpu, closely: None, monkey
     def spoilt(*given: Any) -> torch.Tensor:
         return attend(*given) * (1.01 if cut_of_plan(given[12]) == (32, 4, 0, 64) and given[8].max() > 256 else 1.0)
 
-    monkeypatch.setattr(alone, "rope_attend", spoilt)
+    monkeypatch.setattr(one_kernel, "rope_attend", spoilt)
     with measuring(layer_of(2)) as measure, pytest.raises(Unfit, match=r"wrong by 0\.0"):
         measure(StepCuts(attend=(32, 4, 0, 64)))
 
@@ -301,11 +301,11 @@ def test_a_default_that_cannot_run_is_unfit(gpu: Gpu, monkeypatch: pytest.Monkey
     def refused(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("no image for this GPU")
 
-    monkeypatch.setattr(alone, "norm_linear", refused)
+    monkeypatch.setattr(one_kernel, "norm_linear", refused)
     for group in (layer_of(2), head_of(2)):
         with pytest.raises(Unfit, match="no image"), measuring(group):
             pass
-    monkeypatch.setattr(alone, "_random", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(one_kernel, "_random", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     for group in (layer_of(2), head_of(2)):
         with pytest.raises(Unfit, match="no memory for it"), measuring(group):
             pass

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from nanovllm import collector
 from nanovllm.config import ModelConfig, for_length
 from nanovllm.entrypoints.arguments import TUNING, positive, positives, require_folder, tuning
-from nanovllm.entrypoints.cli.bench import report
-from nanovllm.entrypoints.cli.bench import scaling as growth
+from nanovllm.entrypoints.cli.bench import report, scaling
 from nanovllm.entrypoints.cli.bench.journal import Journal
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 from nanovllm.entrypoints.cli.bench.peers import PEERS, find_peers
@@ -24,9 +22,12 @@ from nanovllm.entrypoints.cli.bench.startup import StartError, measure_start, to
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import runtime_of
 from nanovllm.loading.hub import resolve_folder
-from nanovllm.loading.load_model import Model, load_model, read_config, resolve_device
+from nanovllm.loading.load_model import load_model, read_config, resolve_device
+from nanovllm.models.model import Model
 
 GPU_MODEL = "qwen3-0.6b"  # unless told otherwise
 CPU_WORKLOADS = ("b1", "b8", "host", "start")
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=3, help=repeats)
     many = "numbers, comma-separated, at which growth is measured (default: %s; on a CPU %s)"
     for name in ("batches", "contexts"):
-        on = (growth.Settings(), growth.ON_CPU)
+        on = (scaling.Settings(), scaling.ON_CPU)
         parser.add_argument(f"--{name}", type=positives, default=None, help=many % tuple(",".join(map(str, getattr(s, name))) for s in on))
     peer = f"another engine to run the same workloads after ours, slowly: {', '.join(PEERS)}; may be given several times"
     parser.add_argument("--peer", action="append", default=[], metavar="NAME", help=peer)
@@ -113,15 +114,15 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     ceiling = measure_ceiling(device, model.dtype)
     limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN), "tuning": options.tuning}
     if "growth" in which:
-        limits["max_model_len"] = max(limits["max_model_len"], growth.model_len(settings, model.config))
+        limits["max_model_len"] = max(limits["max_model_len"], scaling.model_len(settings, model.config))
     if peers and cuda:
         limits["memory_fraction"] = PEER_MEMORY
     start = time.perf_counter()
     engine = Engine(model, **limits)
-    cuts = engine.state.runtime.cuts  # the file whose cuts the kernels had; none: the defaults
+    cuts = runtime_of(engine.state).cuts  # the file whose cuts the kernels had; none: the defaults
     tuned = {"tuning": None if cuts is None else Path(cuts.source).name}
     journal.set({"init_s": round(time.perf_counter() - start, 2), "roofline": report.ceiling_json(ceiling)} | tuned)
-    collector.freeze()
+    freeze()
     rows = []
     for one in _measured(engine.generate, engine.name, which, model, options.repeats, engine):
         rows.append(report.row(one, model.config, model.dtype, ceiling))
@@ -172,8 +173,8 @@ def _start(model: Model, name: str, tuning: Path | bool | None, journal: Journal
     return []
 
 
-def _grow(engine: Engine, ceiling: Ceiling, settings: growth.Settings, journal: Journal) -> None:
-    for curve, found in growth.grow(engine, ceiling, settings):
+def _grow(engine: Engine, ceiling: Ceiling, settings: scaling.Settings, journal: Journal) -> None:
+    for curve, found in scaling.grow(engine, ceiling, settings):
         journal.add({"growth": found.as_json()})
         journal.tell(f"growth with the {curve}: {len(getattr(found, curve))} points")
         left = [asdict(one) for one in found.left_out if one.curve == curve]
@@ -195,8 +196,8 @@ def _measured(
         note(f"{name}: out of memory; what it ran before counts")
 
 
-def _settings(options: argparse.Namespace, cuda: bool) -> growth.Settings:
-    chosen = growth.Settings() if cuda else growth.ON_CPU
+def _settings(options: argparse.Namespace, cuda: bool) -> scaling.Settings:
+    chosen = scaling.Settings() if cuda else scaling.ON_CPU
     return replace(chosen, **{name: getattr(options, name) for name in ("batches", "contexts") if getattr(options, name)})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 
 
 def versions() -> dict[str, str]:

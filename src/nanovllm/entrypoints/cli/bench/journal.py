@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.entrypoints.cli.bench.environment import commit, record
 from nanovllm.entrypoints.display.terminal import note
-from nanovllm.loading.load_model import Model
+from nanovllm.files import write_whole
+from nanovllm.models.model import Model
 
 
 class Journal:
@@ -51,4 +51,4 @@ class Journal:
 
     def _write(self) -> None:
         if self._path is not None:  # the name never stands for half of an object
-            chunk_file.write_whole(self._path, (json.dumps(self.result, indent=2) + "\n").encode())
+            write_whole(self._path, (json.dumps(self.result, indent=2) + "\n").encode())

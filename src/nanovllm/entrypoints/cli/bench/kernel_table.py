@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.entrypoints.cli.bench.report import aligned
+from nanovllm.entrypoints.display.tables import aligned
 
 NAME = 58  # letters of a name
 NO_OP = "(in no op: kernels in C, Python)"

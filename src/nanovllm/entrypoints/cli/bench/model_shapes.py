@@ -3,9 +3,10 @@
 import torch
 
 from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
-from nanovllm.loading.load_model import Model, resolve_device, resolve_dtype
-from nanovllm.loading.weights import drawn_by, random_fingerprint, random_params
-from nanovllm.models import REGISTRY, fitted
+from nanovllm.loading.load_model import resolve_device, resolve_dtype
+from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
+from nanovllm.models.model import Model
+from nanovllm.models.registry import REGISTRY, fitted
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(

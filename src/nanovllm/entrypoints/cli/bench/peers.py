@@ -8,7 +8,7 @@ import torch
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.hub import resolve_folder
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 
 Make = Callable[[Model, str], "Peer"]  # from our model, and what `--model` named
 

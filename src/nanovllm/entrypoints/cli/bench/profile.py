@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanovllm import collector
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.arguments import TUNING, positive, require_folder, tuning
 from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
@@ -23,8 +22,9 @@ from nanovllm.entrypoints.cli.bench.kernel_table import Kernel, as_json, kernels
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, room_for, start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 
 AHEAD = 64  # tokens that a sequence takes pages for in advance
 BUDGET = 8192  # tokens of a step
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     pages = options.batch * (-(-(longest + AHEAD) // 16) + 1)
     limits = {"num_pages": pages, "max_model_len": longest, "max_num_seqs": options.batch, "max_num_batched_tokens": BUDGET}
     engine = Engine(model, **limits, compile=False if options.eager else None, tuning=options.tuning)
-    collector.freeze()
+    freeze()
     run = profile_prompts if options.prefill else profile_decode
     found = run(engine, options.batch, length, options.steps, options.trace)
     cuda = model.device.type == "cuda"

@@ -9,9 +9,8 @@ import torch
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_bytes, limit_seconds, prompt_bytes
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, Measured
+from nanovllm.entrypoints.display.tables import Cells, aligned
 
-Cells = tuple[str, ...]
-WORDS = ("", "workload", "kernel", "op")  # columns of words
 WHERE_TO = re.compile(r" --(?:output|plot|commit)[ =]\S+| --json")  # options that no figure depends on
 HOST = (
     "host: the share of the time outside the model's calls (scheduling, page tables, settling). On a GPU the next step runs\n"
@@ -124,14 +123,6 @@ def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells
 def table(head: Cells, rows: Sequence[Cells]) -> list[str]:
     """A table for a document."""
     return [_bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
-
-
-def aligned(head: Cells, rows: Sequence[Cells]) -> list[str]:
-    """Columns for a terminal: words to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    flush = [name in WORDS for name in head]
-    lines = [[c.ljust(w) if left else c.rjust(w) for c, w, left in zip(line, widths, flush, strict=True)] for line in (head, *rows)]
-    return ["  ".join(line).rstrip() for line in lines]
 
 
 def _rate(one: Mapping[str, Any], peers: Mapping[str, Mapping[str, float]]) -> Cells:

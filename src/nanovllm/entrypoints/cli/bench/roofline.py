@@ -13,8 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig
-from nanovllm.models import REGISTRY
 from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.registry import REGISTRY
 from nanovllm.state.kv_cache import bytes_per_page
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
-from nanovllm.engine.step import cancel
+from nanovllm.engine.requests import cancel
 from nanovllm.entrypoints.cli.bench.model_shapes import random_model
 from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_work, limit_seconds, step_bytes
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, StepTimes, room_for, start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
 

@@ -22,9 +22,10 @@ from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, random_tokens
 from nanovllm.errors import NanoVLLMError
 from nanovllm.loading.hub import resolve_folder
-from nanovllm.loading.load_model import Model
-from nanovllm.loading.weights import num_params, save_params
-from nanovllm.models import unfitted
+from nanovllm.loading.weights import save_params
+from nanovllm.models.init_params import num_params
+from nanovllm.models.model import Model
+from nanovllm.models.registry import unfitted
 from nanovllm.types import dtype_of
 
 TIMEOUT = 600.0  # seconds until the first token

@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.init_state import init_state
-from nanovllm.engine.step import step, submit
+from nanovllm.engine.requests import submit
+from nanovllm.engine.step import step
 from nanovllm.entrypoints.cli.bench.workloads import Spent, random_tokens
 from nanovllm.executor.decode import DecodeCarry
-from nanovllm.executor.executor import Drawn, Executor
-from nanovllm.loading.load_model import Model
+from nanovllm.executor.executor import Drawn, Executor, runtime_of
+from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
+
+HOST_PROMPT = 32  # tokens before the steps of `host_time`
 
 
 class Stopwatch:
@@ -73,7 +76,7 @@ class Stopwatch:
 @contextmanager
 def watched(state: EngineState) -> Iterator[Stopwatch]:
     """A stopwatch in the place of the engine's executor, which returns at the end, whatever happens."""
-    runtime = state.runtime
+    runtime = runtime_of(state)
     watch = Stopwatch(runtime.executor)
     runtime.executor = watch
     try:
@@ -166,6 +169,3 @@ def host_time(model: Model, state: EngineState, size: int, steps: int = 200) -> 
         f"b{size}_host_us": round(1e6 * float(np.median(times.host)), 1),
         f"b{size}_host_mean_us": round(1e6 * float(times.host.mean()), 1),
     }
-
-
-HOST_PROMPT = 32  # tokens before the steps of `host_time`

@@ -12,9 +12,10 @@ from nanovllm.entrypoints.arguments import TUNING, add_source, positive, require
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model, load_model, resolve_device
+from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.check.examine import examine
 from nanovllm.models.check.report import SCHEMA, table
+from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for
 
 DESCRIPTION = """\

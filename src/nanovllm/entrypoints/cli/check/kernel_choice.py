@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import ModelConfig
-from nanovllm.entrypoints.cli.models.features import without_memory
 from nanovllm.models.fast.path import against
+from nanovllm.models.init_params import without_memory
 from nanovllm.ops.backends import against_flashinfer
 
 PAGE_SIZE = 16  # of which FlashInfer's kernels do not depend

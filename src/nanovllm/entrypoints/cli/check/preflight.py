@@ -10,22 +10,24 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig, for_length
-from nanovllm.entrypoints.arguments import shortened
 from nanovllm.entrypoints.cli.check.kernel_choice import Kernels, kernels
-from nanovllm.entrypoints.cli.models.features import features, without_memory
+from nanovllm.entrypoints.cli.models.features import features
 from nanovllm.entrypoints.cli.models.listing import file_of
-from nanovllm.entrypoints.memory.text import size
+from nanovllm.entrypoints.display.tables import shortened, size
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.executor.kv_budget import GRAPHS
+from nanovllm.executor.kv_budget import GRAPHS, Memory, kv_memory
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.tokenizer_files import load_tokenizer
-from nanovllm.loading.weights import FLOATS, header_faults, num_params, stored_head, wanted
-from nanovllm.model_check.room import Memory, kv_memory
-from nanovllm.models import REGISTRY, ModelSpec, fitted
+from nanovllm.loading.transformers.spec import TransformersSpec
+from nanovllm.loading.weights import header_faults, stored_head, wanted
 from nanovllm.models.check.report import device_name
+from nanovllm.models.init_params import num_params, without_memory
+from nanovllm.models.registry import REGISTRY, fitted
+from nanovllm.models.spec import ModelSpec
 from nanovllm.tokenizer.tokenizer import Tokenizer
+from nanovllm.types import FLOATS
 
 LOADING = 32 << 20  # bytes that the host holds at most beyond the weights while they are loaded
 MESSAGE = ({"role": "user", "content": "Hello"},)  # what a chat template is tried on
@@ -117,7 +119,7 @@ def outlook(
 
 def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> ModelConfig:
     try:
-        return config if spec.load is not None else stored_head(folder, config)
+        return config if isinstance(spec, TransformersSpec) else stored_head(folder, config)
     except CheckpointError:
         return config  # what is wrong with the headers is said where the weights are looked at
 
@@ -134,7 +136,7 @@ def _looked(
     max_model_len: int | None,
 ) -> Outlook:
     config, problems, notes = for_length(read, max_model_len), list[str](), list[str]()
-    chosen, foreign = resolve_dtype(dtype, config, device), spec.load is not None
+    chosen, foreign = resolve_dtype(dtype, config, device), isinstance(spec, TransformersSpec)
     config = fitted(config, device, chosen)
     weights, how = _weights(folder, spec, config, device, chosen, problems), kernels(config, device, chosen, foreign=foreign)
     memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
@@ -173,10 +175,10 @@ def _weights(
             headers = wanted(read_headers(folder), spec)
         except CheckpointError as error:
             problems.append(str(error))
-    foreign, moved = spec.load is not None, 0
-    if foreign:
+    foreign, moved = isinstance(spec, TransformersSpec), 0
+    if isinstance(spec, TransformersSpec):
         held = sum((h.stop - h.start) * dtype.itemsize // FLOATS[h.dtype].itemsize for h in headers.values() if h.dtype in FLOATS)
-        problems += shortened(spec.tensor_faults(headers) if headers and spec.tensor_faults else ())
+        problems += shortened(spec.tensor_faults(headers) if headers else ())
     else:
         table, empty = spec.param_table(config), without_memory(config, dtype)
         pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))

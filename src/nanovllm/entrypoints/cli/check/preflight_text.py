@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 
 from nanovllm.entrypoints.cli.check.preflight import Outlook
-from nanovllm.entrypoints.memory.text import size
+from nanovllm.entrypoints.display.tables import size
 
 WIDTH, LABEL = 140, 11
 

@@ -11,7 +11,7 @@ from nanovllm.entrypoints.cli.eval_reuse.facts import Fact
 from nanovllm.entrypoints.cli.eval_reuse.measure import Context, Engine, Question, Reading, Reference, compare, refer, text_of
 from nanovllm.entrypoints.cli.eval_reuse.report import FULL, GUESSED
 from nanovllm.entrypoints.cli.eval_reuse.settings import Settings
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 
 Mode = Literal["recompute", "shift", "gap"]

@@ -10,9 +10,9 @@ from nanovllm.entrypoints.cli.eval_reuse.facts import HEAD, Fact, aside, draw_fa
 from nanovllm.entrypoints.cli.eval_reuse.measure import BATCH, Engine, Question, Reading, text_of
 from nanovllm.entrypoints.cli.eval_reuse.report import Report, metadata, summarise
 from nanovllm.entrypoints.cli.eval_reuse.settings import Settings
+from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import Model
-from nanovllm.progress import bar
+from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.tokenizer.messages import render
@@ -102,7 +102,7 @@ def _turn(
     None where the model does not think and then answer, or where its template writes the turns before in another way.
     """
     assert model.tokenizer is not None
-    tokens, held = render(model, messages), 0 if chunk is None else len(chunk)
+    tokens, held = render(model.tokenizer, messages), 0 if chunk is None else len(chunk)
     if chunk is not None and tokens[:held] != chunk.token_ids.tolist():
         return None
     context = [tokens] if chunk is None else [chunk, tokens[held:]]
@@ -124,11 +124,11 @@ def _further(group: Group, messages: list[dict[str, str]], segments: list[Segmen
     questions, bare = [], []
     for fact in facts:
         message = {"role": "user", "content": f"And its {fact.noun}?"}
-        tokens = render(group.model, [*messages, message], enable_thinking=False)
+        tokens = render(group.model.tokenizer, [*messages, message], enable_thinking=False)
         if tokens[: len(chunk)] != chunk.token_ids.tolist():
             return []
         questions.append(Question(token_ids=tokens[len(chunk) :], value=fact.value, anywhere=True))
-        bare.append(Question(token_ids=render(group.model, [message], enable_thinking=False), value=fact.value, anywhere=True))
+        bare.append(Question(token_ids=render(group.model.tokenizer, [message], enable_thinking=False), value=fact.value, anywhere=True))
     references, readings = asked(group, chunk, questions)
     return [*readings, *guessed(group, bare, len(chunk)), *trimmed(group, segments, references)]
 
@@ -138,7 +138,7 @@ def _chats(model: Model) -> bool:
     if model.tokenizer is None or model.tokenizer.think_token_ids is None:
         return False
     try:
-        render(model, [{"role": "user", "content": HEAD}])
+        render(model.tokenizer, [{"role": "user", "content": HEAD}])
     except InvalidRequestError:
         return False
     return True

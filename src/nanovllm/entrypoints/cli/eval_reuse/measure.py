@@ -9,11 +9,12 @@ import torch
 
 from nanovllm.chunks.compose import PROBED, compose, drop
 from nanovllm.chunks.generate import Generation, generate_many
-from nanovllm.chunks.handles import prefill, release
+from nanovllm.chunks.handles import release
+from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin, commit
 from nanovllm.engine.init_state import init_state
 from nanovllm.executor.decode import decode_step
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.types import Float, Tensor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.entrypoints.cli.eval_reuse.measure import Reading
-from nanovllm.loading.load_model import Model
+from nanovllm.models.model import Model
 
 SCHEMA = 2
 FULL, GUESSED = "full prefill", "no context"

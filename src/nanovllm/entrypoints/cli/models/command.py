@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict
 
 from nanovllm.entrypoints.cli.models.listing import Cached, Listed, cached, listed, shared_lines
-from nanovllm.entrypoints.memory.text import size
-from nanovllm.models import REGISTRY
+from nanovllm.entrypoints.display.tables import size
+from nanovllm.models.registry import REGISTRY
 
 DESCRIPTION = """\
 List the architectures that are built in: the file of each with its lines of code (neither empty nor comment nor docstring), how its decode

@@ -2,23 +2,9 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from nanovllm.config import ModelConfig
-from nanovllm.loading.weights import build_params, dtype_for
-from nanovllm.models import REGISTRY
 from nanovllm.models.common.params import Layer, ParamInfo, Params
-from nanovllm.types import Tensor
-
-
-def without_memory(config: ModelConfig, dtype: torch.dtype) -> Params[Tensor]:
-    """The weights of a built-in architecture in `dtype` as tensors that hold no memory: what asks for shapes and dtypes needs no more."""
-    meta = torch.device("meta")
-
-    def empty(info: ParamInfo) -> Tensor:
-        return torch.empty(info.shape, dtype=dtype_for(info, dtype), device=meta)
-
-    return build_params(REGISTRY[config.architecture].param_table(config), empty, meta)
+from nanovllm.models.registry import REGISTRY
 
 
 def features(config: ModelConfig) -> tuple[str, ...]:

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from nanovllm.chunks.compose import keys_turn
 from nanovllm.config import ModelConfig
-from nanovllm.entrypoints.cli.models.features import features, without_memory
+from nanovllm.entrypoints.cli.models.features import features
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.hub import cached_repositories, find_snapshot, read_json, require_whole
 from nanovllm.loading.load_model import find_spec
 from nanovllm.loading.safetensors_headers import weight_files
-from nanovllm.models import REGISTRY, ModelSpec
 from nanovllm.models.common import decoder as decoder_module
 from nanovllm.models.common import layers, params, tables
 from nanovllm.models.fast import cpu, fused
+from nanovllm.models.init_params import without_memory
+from nanovllm.models.registry import REGISTRY
+from nanovllm.models.spec import ModelSpec
 
 SHARED = (decoder_module, layers, params, tables)  # what the architectures' files are made of
 # A config that names sizes alone: all else is as the architecture has it where a checkpoint is silent.
@@ -79,7 +80,7 @@ def listed(architecture: str) -> Listed:
         features=features(config),
         gpu=fused.unknown(without_memory(config, torch.bfloat16), config),
         cpu=cpu.unknown(without_memory(config, torch.float32), config),
-        composes=keys_turn(config),
+        composes=config.keys_turn,
     )
 
 

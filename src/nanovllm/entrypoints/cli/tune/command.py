@@ -9,22 +9,23 @@ from typing import Any
 
 from immutables import Map
 
-from nanovllm import collector
 from nanovllm.entrypoints.arguments import positives, require_folder
 from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
 from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
 from nanovllm.entrypoints.cli.tune.report import table, verdict
 from nanovllm.entrypoints.cli.tune.sweep import Result, chosen, plan, run, told
+from nanovllm.entrypoints.display.terminal import bar
+from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, TuningFileError
-from nanovllm.executor.graph_executor import batch_sizes
+from nanovllm.executor.cuda_graphs import batch_sizes
 from nanovllm.files import cache_folder, is_private
-from nanovllm.loading.load_model import Model, resolve_device
+from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.cuts import StepCuts
+from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import machine_of
 from nanovllm.models.tuning.file import default_path, key_of, read_run, write_cuts
 from nanovllm.models.tuning.launches import Machine
-from nanovllm.progress import bar
 
 BATCHES = tuple(batch_sizes(256))  # those that an engine captures graphs for
 NEEDS = "a CUDA GPU of compute capability 8.0 or newer, Triton, and a model in bfloat16 or float16 without biases of gate and up"
@@ -67,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
     path = options.output or _place(key)  # before minutes of measuring
     planned, results = plan(model.config, options.batches, machine), list[Result]()
     steps, lines = _older(path, model, machine)
-    collector.freeze()
+    freeze()
     with bar(len(planned), "tune", "step") as shown:
         for result in run(
             planned,

@@ -9,12 +9,12 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
-from nanovllm.executor.batch import Batch
-from nanovllm.loading.load_model import Model
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.layers import rope_angles
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.cuts import StepCuts
-from nanovllm.ops.attention.rope_attend import FusedDecodePlan
+from nanovllm.models.model import Model
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.cuts import Cut
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.types import Float, Float32, Tensor

@@ -7,14 +7,14 @@ from statistics import median
 
 import torch
 
-from nanovllm.entrypoints.cli.tune import one_kernel as alone
+from nanovllm.entrypoints.cli.tune import one_kernel
 from nanovllm.entrypoints.cli.tune.kernel_search import Times, Unfit
 from nanovllm.entrypoints.cli.tune.layer_chain import Plans, chain_length, contexts, run_layers
 from nanovllm.entrypoints.cli.tune.layer_search import StepMeasure
 from nanovllm.entrypoints.cli.tune.one_kernel import Alone
-from nanovllm.loading.load_model import Model
 from nanovllm.models.check.examine import kernel_errors
 from nanovllm.models.fast.cuts import StepCuts
+from nanovllm.models.model import Model
 from nanovllm.models.tuning.launches import Work
 from nanovllm.ops.cuts import Cut, CutError
 
@@ -73,7 +73,7 @@ def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iter
 
 
 def _head(model: Model, recorder: Recorder, work: Work) -> StepMeasure:
-    kernel = alone.head(model, work)
+    kernel = one_kernel.head(model, work)
     checks = Checks({work.part: [kernel]})
 
     def run(cut: Cut) -> None:
@@ -91,8 +91,8 @@ def _layers(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> StepMe
     rows, count = works[0].rows, chain_length(model)
     plans, settings = Plans(model, rows), contexts(model, rows, count)
     x = torch.randn(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
-    kernels = {work.part: [alone.product(model, work)] for work in works if work.form != "attend"}
-    kernels["attend"] = [alone.attention(model, setting, plans) for setting in settings]
+    kernels = {work.part: [one_kernel.product(model, work)] for work in works if work.form != "attend"}
+    kernels["attend"] = [one_kernel.attention(model, setting, plans) for setting in settings]
     checks = Checks(kernels)
 
     def measure(cuts: StepCuts) -> Times:
@@ -124,7 +124,7 @@ class Checks:
     def _look(self, part: str, cut: Cut) -> str:
         try:
             for kernel, want in zip(self._kernels[part], self._wanted[part], strict=True):
-                alone.require_same(kernel.results(cut), want)
+                one_kernel.require_same(kernel.results(cut), want)
         except Unfit as error:
             return str(error)
         return ""
@@ -135,7 +135,7 @@ def _time(recorder: Recorder, run: Callable[[], object]) -> float:
     try:
         return 1e3 * _median_ms(recorder.record(run))
     except (*kernel_errors(), CutError, RuntimeError) as error:
-        raise alone.no_kernel(error) from error
+        raise one_kernel.no_kernel(error) from error
 
 
 def _median_ms(replay: Callable[[], object]) -> float:

@@ -10,9 +10,9 @@ import torch
 
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
 from nanovllm.entrypoints.cli.tune.layer_chain import Context, Plans
-from nanovllm.loading.load_model import Model
 from nanovllm.models.check.compare import relative_error
 from nanovllm.models.check.examine import kernel_errors
+from nanovllm.models.model import Model
 from nanovllm.models.tuning.launches import Work
 from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.cuts import Cut, CutError

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence as Seq
 
-from nanovllm.entrypoints.cli.bench.report import aligned
 from nanovllm.entrypoints.cli.tune.kernel_search import Found
 from nanovllm.entrypoints.cli.tune.sweep import Result
+from nanovllm.entrypoints.display.tables import aligned
 
 SHOWN = 3  # reasons for leaving candidates out
 
