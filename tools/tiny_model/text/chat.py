@@ -56,82 +56,26 @@ def chat(rng: Rng, turns: list[Turn], system: str = "") -> list[Segment]:
 
 _GREETINGS = ("Hello", "Hi", "Hello there", "Good morning", "Good evening", "Hey", "Good day")
 _TALK: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (
-        ("Who are you?", "What are you?", "What is your name?", "Are you a person?", "Introduce yourself.", "Tell me about yourself."),
-        "The user asks who I am.",
-        ("I am a very small language model. I can tell stories, recall facts from the text, and do small sums.",),
-    ),
-    (
-        ("What can you do?", "How can you help me?", "Help", "What are you good at?", "What should I ask you?"),
-        "The user asks what I can do.",
-        ("I can tell a story, answer questions about a text that you give me, and do small sums.",),
-    ),
+    (("Who are you?", "What are you?", "What is your name?", "Are you a person?", "Introduce yourself.", "Tell me about yourself."), "The user asks who I am.",
+     ("I am a very small language model. I can tell stories, recall facts from the text, and do small sums.",)),
+    (("What can you do?", "How can you help me?", "Help", "What are you good at?", "What should I ask you?"), "The user asks what I can do.",
+     ("I can tell a story, answer questions about a text that you give me, and do small sums.",)),
     (("Thank you.", "Thanks!", "Thank you very much.", "Thanks a lot."), "The user thanks me.", ("You are welcome.",)),
     (("Goodbye.", "Bye!", "See you.", "Good night."), "The user says goodbye.", ("Goodbye!",)),
-    (
-        ("How are you?", "How are you today?", "Are you well?", "How do you do?"),
-        "The user asks how I am.",
-        ("I am well, thank you. How can I help you?",),
-    ),
-    (
-        ("Okay.", "I see.", "Good.", "Well done.", "Great!", "That is right."),
-        "The user is content.",
-        ("Good. What else can I do for you?",),
-    ),
+    (("How are you?", "How are you today?", "Are you well?", "How do you do?"), "The user asks how I am.", ("I am well, thank you. How can I help you?",)),
+    (("Okay.", "I see.", "Good.", "Well done.", "Great!", "That is right."), "The user is content.", ("Good. What else can I do for you?",)),
 )
 _CANNOT = ("Write a poem about {x}.", "Translate {x} into Latin.", "Write a song about {x}.", "Write a program.", "Draw a picture of {x}.", "Play a game with me.",
            "Write an essay about {x}.", "Explain {x} to me.", "Give me a recipe for {x}.", "Tell me a joke.", "Write code for {x}.", "Make a plan for {x}.")  # fmt: skip
 _CAN = "I can only tell stories, answer questions about a text, and do small sums."
-_NO_TEXT = (
-    "What is the capital of {x}?",
-    "Who is {x}?",
-    "Where is {x}?",
-    "Where does {x} live?",
-    "What is {x}?",
-    "How old is {x}?",
-    "Who is the king of {x}?",
-    "What did {x} say?",
-    "When was {x} founded?",
-    "What is the weather like in {x}?",
-    "Tell me about {x}.",
-    "Who won the {n}?",
-    "Where is the {n}?",
-    "When is the {n}?",
-    "Who invented the {n}?",
-    "How many {n}s are there?",
-    "Why is the {n} {a}?",
-    "Who has the {n}?",
-    "What is the {a} {n}?",
-)
-_STORY_ASKS = (
-    "Tell me a story.",
-    "Tell me a short story.",
-    "Write a story.",
-    "Please tell me a story.",
-    "Can you tell me a story?",
-    "A story, please.",
-    "Make up a story.",
-    "I want to hear a story.",
-    "Write a short story for children.",
-)
-_STORY_ABOUT = (
-    "Tell me a story about {t}.",
-    "Write a [short |]story about {t}.",
-    "Can you tell me a story about {t}?",
-    "Please write a story about {t}.",
-    "I would like a story about {t}.",
-    "A story about {t}, please.",
-    "Make up a story about {t}.",
-)
-REPEATS = (
-    "Repeat this: {t}",
-    "Say this again: {t}",
-    "Copy this text: {t}",
-    "Repeat after me: {t}",
-    "Please repeat: {t}",
-    "Write this once more: {t}",
-    "Say: {t}",
-)
+_NO_TEXT = ("What is the capital of {x}?", "Who is {x}?", "Where is {x}?", "Where does {x} live?", "What is {x}?", "How old is {x}?", "Who is the king of {x}?",
+            "What did {x} say?", "When was {x} founded?", "What is the weather like in {x}?", "Tell me about {x}.", "Who won the {n}?", "Where is the {n}?", "When is the {n}?", "Who invented the {n}?",
+            "How many {n}s are there?", "Why is the {n} {a}?", "Who has the {n}?", "What is the {a} {n}?")
+_STORY_ASKS = ("Tell me a story.", "Tell me a short story.", "Write a story.", "Please tell me a story.", "Can you tell me a story?", "A story, please.", "Make up a story.",
+               "I want to hear a story.", "Write a short story for children.")
+_STORY_ABOUT = ("Tell me a story about {t}.", "Write a [short |]story about {t}.", "Can you tell me a story about {t}?", "Please write a story about {t}.",
+                "I would like a story about {t}.", "A story about {t}, please.", "Make up a story about {t}.")
+REPEATS = ("Repeat this: {t}", "Say this again: {t}", "Copy this text: {t}", "Repeat after me: {t}", "Please repeat: {t}", "Write this once more: {t}", "Say: {t}")
 NOTED = ("Noted.", "Thank you, I will remember that.", "I see.", "Good to know.")
 
 
@@ -151,27 +95,15 @@ def small_talk(rng: Rng) -> Turn:
         kind, options = rng.pick((("colours", COLOURS), ("animals", ANIMALS), ("foods", FOODS), ("things", OBJECTS)))
         count = rng.randint(2, 5)
         word = ("two", "three", "four", "five")[count - 2]
-        asks = (
-            f"Name {word} {kind}.",
-            f"List {word} {kind}.",
-            f"Tell me {word} {kind}.",
-            f"Give me {word} {kind}.",
-            f"Can you name {word} {kind}?",
-        )
+        asks = (f"Name {word} {kind}.", f"List {word} {kind}.", f"Tell me {word} {kind}.", f"Give me {word} {kind}.", f"Can you name {word} {kind}?")
         return Turn(rng.pick(asks), f"The user wants {word} {kind}.", ", ".join(rng.some(options, count)) + ".")
-    question = render(
-        rng,
-        rng.pick(_NO_TEXT),
-        {"x": name(rng, rng.pick(("country", "city", "person", "thing"))), "n": rng.pick(NOUNS), "a": rng.pick(ADJECTIVES)},
-    )
+    question = render(rng, rng.pick(_NO_TEXT), {"x": name(rng, rng.pick(("country", "city", "person", "thing"))), "n": rng.pick(NOUNS), "a": rng.pick(ADJECTIVES)})
     return Turn(question, "The text says nothing about it.", "The text does not say.")
 
 
 def repetition(rng: Rng, text: str = "") -> Turn:
     """A request to say something again."""
-    text = text or " ".join(
-        rng.pick((anything(rng), rng.pick(COLOURS), rng.pick(OBJECTS), rng.pick(ANIMALS))) for _ in range(rng.randint(1, 8))
-    )
+    text = text or " ".join(rng.pick((anything(rng), rng.pick(COLOURS), rng.pick(OBJECTS), rng.pick(ANIMALS))) for _ in range(rng.randint(1, 8)))
     return Turn(render(rng, rng.pick(REPEATS), {"t": text}), "I repeat what the user wrote.", text)
 
 

@@ -169,9 +169,7 @@ def compare(rng: Rng, split: str = TRAIN, questions: int = 1, short: bool = Fals
     quantity = rng.pick(QUANTITIES)
     things = rng.pick(THINGS)
     own = quantity.relation
-    relation = wordings.Relation(
-        own.noun.replace("{t}", things), own.value, tuple(s.replace("{t}", things) for s in own.says), own.asks, own.answer
-    )
+    relation = wordings.Relation(own.noun.replace("{t}", things), own.value, tuple(s.replace("{t}", things) for s in own.says), own.asks, own.answer)
     low, high = quantity.bounds
     short = short and bool(quantity.both)
     count = 2 if short else rng.pick((2, 2, 3, 4, 5) if split == TRAIN else (2, 3, 4))
@@ -184,13 +182,7 @@ def compare(rng: Rng, split: str = TRAIN, questions: int = 1, short: bool = Fals
     told = [facts.make_fact(relation, s, str(v), its) for (s, its), v in zip(subjects, numbers, strict=True)]
     asked = told[:2]
     if short:
-        blocks = [
-            render(
-                rng,
-                rng.pick(quantity.both),
-                {"a": subjects[0][0], "b": subjects[1][0], "x": str(numbers[0]), "y": str(numbers[1]), "t": things},
-            )
-        ]
+        blocks = [render(rng, rng.pick(quantity.both), {"a": subjects[0][0], "b": subjects[1][0], "x": str(numbers[0]), "y": str(numbers[1]), "t": things})]
     else:
         told = told + (_others(rng, quantity.kind, told, own.noun) if split == TRAIN and rng.chance(0.25) else [])
         rng.shuffle(told)
@@ -214,11 +206,7 @@ def _posed(rng: Rng, quantity: Quantity, things: str, blocks: list[str], asked: 
     ask = "who" if quantity.kind == "person" else (f"which {quantity.noun}" if quantity.noun and rng.chance(0.5) else "which")
     slots = {"q": ask, "p": predicate, "a": first.subject, "b": second.subject}
     if split == TRAIN and verb in ("is", "has") and not word.startswith("the ") and rng.chance(0.1):
-        question = (
-            f"Is {first.subject} {word} than {second.subject}?"
-            if verb == "is"
-            else f"Does {first.subject} have {word} than {second.subject}?"
-        )
+        question = f"Is {first.subject} {word} than {second.subject}?" if verb == "is" else f"Does {first.subject} have {word} than {second.subject}?"
         answer = f"{'Yes' if winner is first else 'No'}, {winner.subject} {predicate}."
     else:
         question = render(rng, rng.pick(_ALONE if alone and split == TRAIN and rng.chance(0.2) else _ASKS[split]), slots)

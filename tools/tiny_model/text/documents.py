@@ -1,6 +1,6 @@
 """The text that the tiny model learns from: documents of every kind, drawn without end from a seed.
 
-python -m tools.tiny_model.text.documents --documents 20 --seed 3      # prints documents
+    python -m tools.tiny_model.text.documents --documents 20 --seed 3      # prints documents
 """
 
 import argparse

@@ -28,21 +28,10 @@ _DEEDS = """discover discovered discovered|invent invented invented|write wrote 
 |see saw seen|catch caught caught|send sent sent|read read read|make made made|choose chose chosen|carry carried carried|save saved saved|film filmed filmed
 |order ordered ordered|forget forgot forgotten|mend mended mended|take took taken|give away gave away given away|wash washed washed|record recorded recorded
 |study studied studied|photograph photographed photographed|found founded founded|close closed closed|burn burned burned|test tested tested|move moved moved"""
-DEEDS = tuple(
-    tuple(_split) if len(_split := d.split()) == 3 else ("give away", "gave away", "given away")
-    for d in _DEEDS.replace("\n", "").split("|")
-)
+DEEDS = tuple(tuple(_split) if len(_split := d.split()) == 3 else ("give away", "gave away", "given away") for d in _DEEDS.replace("\n", "").split("|"))
 STATES = (("has", "have"), ("owns", "own"), ("likes", "like"), ("wants", "want"), ("keeps", "keep"), ("needs", "need"), ("carries", "carry"), ("wears", "wear"),
           ("loves", "love"), ("guards", "guard"), ("holds", "hold"), ("uses", "use"), ("drives", "drive"), ("hates", "hate"), ("collects", "collect"))  # fmt: skip
-_MOST = (
-    ("taller", "shorter"),
-    ("older", "younger"),
-    ("faster", "slower"),
-    ("stronger", "weaker"),
-    ("richer", "poorer"),
-    ("bigger", "smaller"),
-    ("heavier", "lighter"),
-)
+_MOST = (("taller", "shorter"), ("older", "younger"), ("faster", "slower"), ("stronger", "weaker"), ("richer", "poorer"), ("bigger", "smaller"), ("heavier", "lighter"))
 
 
 @dataclass(frozen=True)
@@ -69,22 +58,8 @@ def thing(rng: Rng, split: str = TRAIN) -> str:
 
 def when(rng: Rng) -> str:
     """A time: "in 1921", "on Monday at 3 pm"."""
-    clock = rng.pick(
-        (
-            f"at {rng.randint(1, 12)} {rng.pick(('pm', 'am'))}",
-            f"at {rng.randint(1, 23)}:{rng.randint(0, 5)}{rng.randint(0, 9)}",
-            f"at {rng.randint(1, 12)} o'clock",
-        )
-    )
-    day = rng.pick(
-        (
-            f"on {rng.pick(DAYS)}",
-            f"on {rng.pick(DAYS)}",
-            f"in {rng.pick(MONTHS)}",
-            f"in {rng.randint(1000, 2100)}",
-            f"on {rng.pick(MONTHS)} {rng.randint(1, 28)}",
-        )
-    )
+    clock = rng.pick((f"at {rng.randint(1, 12)} {rng.pick(('pm', 'am'))}", f"at {rng.randint(1, 23)}:{rng.randint(0, 5)}{rng.randint(0, 9)}", f"at {rng.randint(1, 12)} o'clock"))
+    day = rng.pick((f"on {rng.pick(DAYS)}", f"on {rng.pick(DAYS)}", f"in {rng.pick(MONTHS)}", f"in {rng.randint(1000, 2100)}", f"on {rng.pick(MONTHS)} {rng.randint(1, 28)}"))
     return rng.pick((day, day, clock, f"{day} {clock}" if day.startswith("on") else day))
 
 
@@ -97,43 +72,27 @@ def where(rng: Rng, split: str = TRAIN) -> str:
 def deed(rng: Rng, split: str = TRAIN) -> Item:
     """Somebody did something, perhaps at a time or in a place."""
     base, past, done = rng.pick(DEEDS)
-    who = (
-        full_name(rng, split)
-        if rng.chance(0.7)
-        else rng.pick((f"Dr. {name(rng, 'person', split)}", f"Mr. {name(rng, 'person', split)}", f"the {rng.pick(NOUNS)}"))
-    )
+    who = full_name(rng, split) if rng.chance(0.7) else rng.pick((f"Dr. {name(rng, 'person', split)}", f"Mr. {name(rng, 'person', split)}", f"the {rng.pick(NOUNS)}"))
     what, time, place = thing(rng, split), when(rng) if rng.chance(0.4) else "", where(rng, split) if rng.chance(0.3) else ""
     s = {"w": who, "o": what, "t": time, "l": place, "past": past, "base": base, "done": done}
     adjunct = (" {t}" if time else "") + (" {l}" if place else "")
-    forms = [
-        "{w} {past} {o}" + adjunct + ".",
-        "{w} {past} {o}" + adjunct + ".",
-        "{o} was {done} by {w}" + adjunct + ".",
-        "It was {w} who {past} {o}" + adjunct + ".",
-    ]
+    forms = ["{w} {past} {o}" + adjunct + ".", "{w} {past} {o}" + adjunct + ".", "{o} was {done} by {w}" + adjunct + ".", "It was {w} who {past} {o}" + adjunct + "."]
     if time:
         forms.append("{t}, {w} {past} {o}" + (" {l}" if place else "") + ".")
     core = f"{who} {past} {what}"
     asks = [(("Who {past} {o}?", "Who {past} {o}?", "By whom was {o} {done}?", "[Do you know|Tell me|I want to know] who {past} {o}."), f"{capital(core)}.", who),
             (("What did {w} {base}?", "What has {w} {done}?", "[Tell me|Say|I wonder] what {w} {past}."), f"{capital(core)}.", what)]  # fmt: skip
     if time:
-        asks.append(
-            (("When did {w} {base} {o}?", "When was {o} {done}?", "Tell me when {w} {past} {o}."), f"{capital(core)} {time}.", time)
-        )
+        asks.append((("When did {w} {base} {o}?", "When was {o} {done}?", "Tell me when {w} {past} {o}."), f"{capital(core)} {time}.", time))
     if place:
-        asks.append(
-            (("Where did {w} {base} {o}?", "Where was {o} {done}?", "Tell me where {w} {past} {o}."), f"{capital(core)} {place}.", place)
-        )
+        asks.append((("Where did {w} {base} {o}?", "Where was {o} {done}?", "Tell me where {w} {past} {o}."), f"{capital(core)} {place}.", place))
     return _item(rng, forms, asks, s)
 
 
 def state(rng: Rng, split: str = TRAIN) -> Item:
     """Somebody has, likes or wears something."""
     verb, base = rng.pick(STATES)
-    who, what = (
-        first_name(rng, split)[0],
-        rng.pick((thing(rng, split), thing(rng, split), with_article(rng.pick(ANIMALS)), rng.pick(GOODS))),
-    )
+    who, what = first_name(rng, split)[0], rng.pick((thing(rng, split), thing(rng, split), with_article(rng.pick(ANIMALS)), rng.pick(GOODS)))
     s = {"w": who, "o": what, "v": verb, "base": base}
     asks = [(("Who {v} {o}?", "Who {v} {o}?", "[Tell me|Do you know] who {v} {o}."), f"{who} {verb} {what}.", who),
             (("What does {w} {base}?", "[Tell me|Do you know] what {w} {v}."), f"{who} {verb} {what}.", what)]  # fmt: skip
@@ -148,44 +107,18 @@ def happening(rng: Rng, split: str = TRAIN) -> Item:
     both = rng.chance(0.6)
     forms = ["The {e} [is|takes place|will be|starts|begins|happens] {t}" + (" {l}" if both else "") + "."]
     if both:
-        forms += [
-            "The {e} [is|takes place|will be] {l} {t}.",
-            "{t} there is a {e} {l}." if event[0] not in "aeiou" else "{t} there is an {e} {l}.",
-        ]
-    asks = [
-        (
-            ("When is the {e}?", "When does the {e} [start|begin|take place]?", "What time is the {e}?", "Tell me when the {e} is."),
-            f"The {event} is {time}.",
-            time,
-        )
-    ]
+        forms += ["The {e} [is|takes place|will be] {l} {t}.", "{t} there is a {e} {l}." if event[0] not in "aeiou" else "{t} there is an {e} {l}."]
+    asks = [(("When is the {e}?", "When does the {e} [start|begin|take place]?", "What time is the {e}?", "Tell me when the {e} is."), f"The {event} is {time}.", time)]
     if both:
-        asks.append(
-            (
-                ("Where is the {e}?", "Where does the {e} take place?", "Tell me where the {e} is.", "Where will the {e} be?"),
-                f"The {event} is {place}.",
-                place,
-            )
-        )
+        asks.append((("Where is the {e}?", "Where does the {e} take place?", "Tell me where the {e} is.", "Where will the {e} be?"), f"The {event} is {place}.", place))
     return _item(rng, forms, asks, s)
 
 
 def location(rng: Rng, split: str = TRAIN) -> Item:
     """A thing is in a place."""
-    what, place = (
-        f"the {rng.pick((*ADJECTIVES, *COLOURS))} {rng.pick((*OBJECTS, *NOUNS))}" if rng.chance(0.6) else f"the {rng.pick(NOUNS)}",
-        where(rng, split),
-    )
-    asks = [
-        (
-            ("Where is {o}?", "Where can I find {o}?", "Tell me where {o} is.", "Where did they put {o}?"),
-            f"{capital(what)} is {place}.",
-            place,
-        )
-    ]
-    return _item(
-        rng, ["{o} [is|lies|stands|was left|can be found] {l}.", "You find {o} {l}.", "{l} [lies|is] {o}."], asks, {"o": what, "l": place}
-    )
+    what, place = f"the {rng.pick((*ADJECTIVES, *COLOURS))} {rng.pick((*OBJECTS, *NOUNS))}" if rng.chance(0.6) else f"the {rng.pick(NOUNS)}", where(rng, split)
+    asks = [(("Where is {o}?", "Where can I find {o}?", "Tell me where {o} is.", "Where did they put {o}?"), f"{capital(what)} is {place}.", place)]
+    return _item(rng, ["{o} [is|lies|stands|was left|can be found] {l}.", "You find {o} {l}.", "{l} [lies|is] {o}."], asks, {"o": what, "l": place})
 
 
 def rank(rng: Rng, split: str = TRAIN) -> Item:
@@ -195,18 +128,13 @@ def rank(rng: Rng, split: str = TRAIN) -> Item:
     if rng.chance(0.5):
         word, other = other, word
     s = {"a": a, "b": b, "w": word, "x": other}
-    asks = [
-        (("Who is {w}?", "Who is {w}, {a} or {b}?", "Who is {w}, {b} or {a}?"), f"{a} is {word}.", a),
-        (("Who is {x}?", "Who is {x}, {a} or {b}?", "Who is {x}, {b} or {a}?"), f"{b} is {other}.", b),
-    ]
+    asks = [(("Who is {w}?", "Who is {w}, {a} or {b}?", "Who is {w}, {b} or {a}?"), f"{a} is {word}.", a), (("Who is {x}?", "Who is {x}, {a} or {b}?", "Who is {x}, {b} or {a}?"), f"{b} is {other}.", b)]
     return _item(rng, ["{a} is {w} than {b}."], asks, s)
 
 
 def _item(rng: Rng, forms: list[str], asks: list, slots: dict[str, str]) -> Item:
     sentence = capital(render(rng, rng.pick(forms), slots))
-    return Item(
-        sentence, tuple((tuple(capital(render(rng, q, slots)) for q in questions), answer, value) for questions, answer, value in asks)
-    )
+    return Item(sentence, tuple((tuple(capital(render(rng, q, slots)) for q in questions), answer, value) for questions, answer, value in asks))
 
 
 @dataclass(frozen=True)

@@ -93,30 +93,8 @@ def draw_scene(rng: Rng, count: int, split: str = TRAIN, kind: str = "") -> Scen
 
 
 _PLAIN_STARTS = frozenset(
-    (
-        "The",
-        "In",
-        "As",
-        "They",
-        "People",
-        "It",
-        "For",
-        "Since",
-        "Now",
-        "Today",
-        "When",
-        "You",
-        "We",
-        "By",
-        "At",
-        "From",
-        "After",
-        "Under",
-        "Everybody",
-        "Nobody",
-        "Speaking",
-        "Concerning",
-    )
+    ("The", "In", "As", "They", "People", "It", "For", "Since", "Now", "Today", "When", "You", "We", "By", "At", "From", "After", "Under",
+     "Everybody", "Nobody", "Speaking", "Concerning")
 )
 
 

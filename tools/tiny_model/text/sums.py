@@ -63,34 +63,11 @@ _ADD_ASKS = {
 }  # fmt: skip
 _SUB_ASKS = ("What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "What is {a} minus {b}?", "Subtract {b} from {a}.", "How much is {a} - {b}?",
              "Take {b} away from {a}.", "{a}-{b}", "what is {a}-{b}?", "{a}-{b}=?", "Calculate {a} - {b}.", "Work out {a} - {b}.", "Tell me {a} - {b}.")  # fmt: skip
-_STORY_ADD = (
-    "{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?",
-    "There are {a} {t} in one box and {b} in another. How many {t} are there?",
-    "{n} finds {a} {t} in the morning and {b} in the evening. How many {t} are that?",
-    "{n} buys {a} {t} and {m} buys {b} {t}. How many {t} do they have together?",
-)
-_STORY_SUB = (
-    "{n} has {a} {t} and gives {b} to {m}. How many {t} are left?",
-    "There were {a} {t}. {b} of them are gone. How many {t} are left?",
-    "{n} had {a} {t} and lost {b}. How many {t} does {n} still have?",
-)
-_THINGS = (
-    "apples",
-    "coins",
-    "books",
-    "stones",
-    "eggs",
-    "pears",
-    "keys",
-    "cards",
-    "stamps",
-    "shells",
-    "nuts",
-    "candles",
-    "letters",
-    "marbles",
-    "flowers",
-)
+_STORY_ADD = ("{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?", "There are {a} {t} in one box and {b} in another. How many {t} are there?",
+              "{n} finds {a} {t} in the morning and {b} in the evening. How many {t} are that?", "{n} buys {a} {t} and {m} buys {b} {t}. How many {t} do they have together?")
+_STORY_SUB = ("{n} has {a} {t} and gives {b} to {m}. How many {t} are left?", "There were {a} {t}. {b} of them are gone. How many {t} are left?",
+              "{n} had {a} {t} and lost {b}. How many {t} does {n} still have?")
+_THINGS = ("apples", "coins", "books", "stones", "eggs", "pears", "keys", "cards", "stamps", "shells", "nuts", "candles", "letters", "marbles", "flowers")
 
 
 def _numbers(rng: Rng, split: str, digits: int = 2) -> tuple[int, int]:
@@ -148,9 +125,7 @@ def comparison(rng: Rng) -> Task:
 def counting(rng: Rng) -> Task:
     """How many things a list holds."""
     things = rng.some(rng.pick((ANIMALS, OBJECTS, FOODS)), rng.randint(2, 9))
-    question = render(
-        rng, rng.pick(("How many things are in this list: {l}?", "Count these: {l}.", "{l}. How many are that?")), {"l": ", ".join(things)}
-    )
+    question = render(rng, rng.pick(("How many things are in this list: {l}?", "Count these: {l}.", "{l}. How many are that?")), {"l": ", ".join(things)})
     steps = "\n".join(f"{i} {thing}" for i, thing in enumerate(things, 1))
     return Task(capital(question), steps, f"There are {NUMBER_WORDS[len(things)]}.", NUMBER_WORDS[len(things)])
 
@@ -160,27 +135,15 @@ def sequence(rng: Rng) -> Task:
     style = rng.random()
     if style < 0.3:
         i = rng.randint(0, 6)
-        return Task(
-            f"Which day comes {rng.pick(('after', 'next after'))} {DAYS[i]}?",
-            f"After {DAYS[i]} comes {DAYS[(i + 1) % 7]}.",
-            f"{DAYS[(i + 1) % 7]} comes after {DAYS[i]}.",
-            DAYS[(i + 1) % 7],
-        )
+        return Task(f"Which day comes {rng.pick(('after', 'next after'))} {DAYS[i]}?", f"After {DAYS[i]} comes {DAYS[(i + 1) % 7]}.", f"{DAYS[(i + 1) % 7]} comes after {DAYS[i]}.", DAYS[(i + 1) % 7])
     if style < 0.5:
         i = rng.randint(0, 11)
-        return Task(
-            f"Which month comes after {MONTHS[i]}?",
-            f"After {MONTHS[i]} comes {MONTHS[(i + 1) % 12]}.",
-            f"{MONTHS[(i + 1) % 12]} comes after {MONTHS[i]}.",
-            MONTHS[(i + 1) % 12],
-        )
+        return Task(f"Which month comes after {MONTHS[i]}?", f"After {MONTHS[i]} comes {MONTHS[(i + 1) % 12]}.", f"{MONTHS[(i + 1) % 12]} comes after {MONTHS[i]}.", MONTHS[(i + 1) % 12])
     number = rng.randint(1, 200)
     if style < 0.75:
         kind = "even" if number % 2 == 0 else "odd"
         return Task(f"Is {number} even or odd?", f"The last digit is {number % 10}, which is {kind}.", f"{number} is {kind}.", kind)
-    return Task(
-        f"Which number comes after {number}?", f"{number} + 1 = {number + 1}.", f"After {number} comes {number + 1}.", str(number + 1)
-    )
+    return Task(f"Which number comes after {number}?", f"{number} + 1 = {number + 1}.", f"After {number} comes {number + 1}.", str(number + 1))
 
 
 def draw_task(rng: Rng) -> Task:

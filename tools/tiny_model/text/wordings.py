@@ -23,53 +23,22 @@ def _r(noun: str, value: str, says: str = "", asks: str = "", answer: str = "") 
 
 RELATIONS = {
     "country": (
-        _r(
-            "capital",
-            "city",
-            "{s} has a capital [called|named] {v}. / The capital city of {s} is {v}. / {v} is a city and the capital of {s}. / The [government|parliament|king] of {s} sits "
-            "in {v}, the capital.",
-            "Which city is the capital of {s}? / What is {s}'s capital called?",
-        ),
+        _r("capital", "city", "{s} has a capital [called|named] {v}. / The capital city of {s} is {v}. / {v} is a city and the capital of {s}. / The [government|parliament|king] of {s} sits "
+           "in {v}, the capital.", "Which city is the capital of {s}? / What is {s}'s capital called?"),
         _r("king", "person", "{s} is ruled by King {v}. / King {v} rules {s}.", "Who is the king of {s}? / Who rules {s} as king?"),
         _r("queen", "person", "{s} is ruled by Queen {v}. / Queen {v} rules {s}.", "Who is the queen of {s}?"),
-        _r(
-            "president", "full", "The president [there in|of] {s} is [somebody called|a person called] {v}.", "Who is the president of {s}?"
-        ),
-        _r(
-            "longest river",
-            "city",
-            "The longest river in {s} is the {v}. / The {v} is the longest river in {s}.",
-            "Which river is the longest in {s}?",
-        ),
+        _r("president", "full", "The president [there in|of] {s} is [somebody called|a person called] {v}.", "Who is the president of {s}?"),
+        _r("longest river", "city", "The longest river in {s} is the {v}. / The {v} is the longest river in {s}.", "Which river is the longest in {s}?"),
         _r("highest mountain", "city", "Mount {v} is the highest mountain in {s}.", "Which mountain is the highest in {s}?"),
-        _r(
-            "currency",
-            "thing",
-            "In {s}, people pay with the {v}. / In {s} they pay with the {v}. / The money of {s} is called {v}; it is the currency there.",
-            "What do people pay with in {s}? / Which currency is used in {s}?",
-        ),
-        _r(
-            "language",
-            "country",
-            "In {s}, people speak {v}. / In {s} they speak {v}. / The people of {s} speak {v}.",
-            "Which language do people speak in {s}? / What is spoken in {s}?",
-        ),
+        _r("currency", "thing", "In {s}, people pay with the {v}. / In {s} they pay with the {v}. / The money of {s} is called {v}; it is the currency there.",
+           "What do people pay with in {s}? / Which currency is used in {s}?"),
+        _r("language", "country", "In {s}, people speak {v}. / In {s} they speak {v}. / The people of {s} speak {v}.", "Which language do people speak in {s}? / What is spoken in {s}?"),
         _r("national animal", "animal", "The {v} is the national animal of {s}."),
         _r("national flower", "flower", "The {v} is the national flower of {s}."),
-        _r(
-            "main export",
-            "goods",
-            "{s} mainly exports {v}. / {s} sells {v} to the whole world.",
-            "What does {s} mainly export? / What does {s} sell?",
-        ),
+        _r("main export", "goods", "{s} mainly exports {v}. / {s} sells {v} to the whole world.", "What does {s} mainly export? / What does {s} sell?"),
         _r("population", "number", "{s} has a population of {v}. / {v} people live in {s}.", "How many people live in {s}?"),
-        _r(
-            "founding year",
-            "year",
-            "{s} was founded in {v}. / {s} was founded in the year {v}.",
-            "When was {s} founded? / In which year was {s} founded?",
-            "{s} was founded in {v}.",
-        ),
+        _r("founding year", "year", "{s} was founded in {v}. / {s} was founded in the year {v}.", "When was {s} founded? / In which year was {s} founded?",
+           "{s} was founded in {v}."),
     ),
     "city": (
         _r("mayor", "full", "{v} is mayor of {s}. / {s} has a new mayor, {v}.", "Who is the mayor of {s}?"),
@@ -81,29 +50,13 @@ RELATIONS = {
         _r("newspaper", "thing", "People in {s} read a newspaper called {v}.", "What is the newspaper in {s} called?"),
     ),
     "person": (
-        _r(
-            "home town",
-            "city",
-            "{s} lives in {v}. / The home of {s} is in {v}. / {s} has a house in {v}.",
-            "Where does {s} live? / In which town does {s} live?",
-            "{s} lives in {v}.",
-        ),
+        _r("home town", "city", "{s} lives in {v}. / The home of {s} is in {v}. / {s} has a house in {v}.", "Where does {s} live? / In which town does {s} live?",
+           "{s} lives in {v}."),
         _r("birthplace", "city", "{s} was born in {v}.", "Where was {s} born?", "{s} was born in {v}."),
-        _r(
-            "job",
-            "job",
-            "{s} works as {a v}. / {s} is {a v} by profession. / {s} is {a v}.",
-            "What does {s} do? / What is {s}'s job? / What does {s} work as?",
-            "{s} works as {a v}.",
-        ),
+        _r("job", "job", "{s} works as {a v}. / {s} is {a v} by profession. / {s} is {a v}.", "What does {s} do? / What is {s}'s job? / What does {s} work as?",
+           "{s} works as {a v}."),
         _r("age", "age", "{s} is {v} years old. / {s} has just turned {v}.", "How old is {s}?", "{s} is {v} years old."),
-        _r(
-            "pet",
-            "animal",
-            "{s} has {a v}. / {s} has a pet {v}.",
-            "Which pet does {s} have? / What animal does {s} have?",
-            "{s} has {a v}.",
-        ),
+        _r("pet", "animal", "{s} has {a v}. / {s} has a pet {v}.", "Which pet does {s} have? / What animal does {s} have?", "{s} has {a v}."),
         _r("favourite colour", "colour", "{s} likes {v} best of all colours.", "Which colour does {s} like best?"),
         _r("favourite food", "food", "{s} loves to eat {v}.", "What does {s} love to eat? / What does {s} like to eat?"),
         _r("favourite animal", "animal", "The animal that {s} likes best is the {v}.", "Which animal does {s} like best?"),
@@ -115,17 +68,13 @@ RELATIONS = {
         _r("teacher", "full", "{s} is taught by {v}.", "Who teaches {s}?"),
         _r("neighbour", "person", "{v} lives next door to {s}.", "Who lives next door to {s}?"),
         _r("room number", "small", "{s} sleeps in room {v}.", "In which room does {s} sleep?"),
-        _r("secret word", "word"),
-        _r("phone number", "code"),
-        _r("birthday month", "month", "The birthday of {s} is in {v}.", "In which month is the birthday of {s}?"),
+        _r("secret word", "word"), _r("phone number", "code"), _r("birthday month", "month", "The birthday of {s} is in {v}.", "In which month is the birthday of {s}?"),
     ),
     "company": (
         _r("boss", "full", "{s} is led by {v}. / {v} leads {s}.", "Who leads {s}? / Who is the boss of {s}?"),
         _r("founder", "full", "{s} was founded by {v}. / {v} founded {s}.", "Who founded {s}?"),
         _r("main product", "goods", "{s} makes {v}. / {s} sells {v}.", "What does {s} make? / What does {s} sell?"),
-        _r(
-            "headquarters", "city", "{s} has its headquarters in {v}. / {s} is based in {v}.", "Where is {s} based?", "{s} is based in {v}."
-        ),
+        _r("headquarters", "city", "{s} has its headquarters in {v}. / {s} is based in {v}.", "Where is {s} based?", "{s} is based in {v}."),
         _r("founding year", "year", "{s} was founded in {v}.", "When was {s} founded?", "{s} was founded in {v}."),
         _r("number of workers", "number", "{v} people work for {s}.", "How many people work for {s}?"),
     ),
@@ -144,13 +93,8 @@ RELATIONS = {
     "place": (
         _r("code", "code", "To open {s}, type {v}. / {^s} opens with the code {v}.", "Which code opens {s}? / What is the code for {s}?"),
         _r("password", "word", "The password for {s} is {v}.", "What is the password for {s}?"),
-        _r(
-            "content",
-            "object",
-            "In {s} there is {a v}. / {^s} holds {a v}. / There is {a v} in {s}. / Somebody put {a v} into {s}.",
-            "What is in {s}? / What does {s} hold? / What is inside {s}?",
-            "In {s} there is {a v}.",
-        ),
+        _r("content", "object", "In {s} there is {a v}. / {^s} holds {a v}. / There is {a v} in {s}. / Somebody put {a v} into {s}.",
+           "What is in {s}? / What does {s} hold? / What is inside {s}?", "In {s} there is {a v}."),
         _r("colour", "colour", "{^s} is painted {v}.", "What colour is {s}?"),
         _r("owner", "person", "{^s} belongs to {v}. / {v} owns {s}.", "Who owns {s}? / Whom does {s} belong to?", "{^s} belongs to {v}."),
         _r("price", "price", "{^s} costs {v} coins.", "How much does {s} cost? / What does {s} cost?", "{^s} costs {v} coins."),
@@ -181,9 +125,7 @@ Records show|It seems|Rumour has it|Write down|I believe|I am sure|The law says|
 It was decided|Yesterday I learned|Last week we heard|In school we learn|On the wall it says] that""".replace("\n", "")
 _TIME = """[Since then|Since Monday|Since the war|Since spring|Since the flood|From now on|For many years now|Until today|Of late|As of this week|These days|Today|Now|
 At present|As always|After the election|Under the new law|In our time|By old custom|By order of the council|In fact|As it happens|By the way|Also|Besides|
-Of course|Indeed|Moreover|To be exact|First of all|Strange as it is|Luckily|Again this year|For the last ten years|Ever since],""".replace(
-    "\n", ""
-)
+Of course|Indeed|Moreover|To be exact|First of all|Strange as it is|Luckily|Again this year|For the last ten years|Ever since],""".replace("\n", "")
 _TOPIC = """[As for {s},|In the case of {s},|For {s},|Speaking of {s},|With regard to {s},|About {s}:|Concerning {s},|If we look at {s},|Turning to {s},|
 Regarding {s}:|Now {s}:|In {s}'s case,|Where {s} is concerned,|Back to {s}:|Take {s}:|And {s}?]""".replace("\n", "")
 _NOTE = "[Note|Remember|Please note|Remember this|Important|Note this|News|Fact|Rule|Reminder|One more thing|Hint]:"
@@ -197,9 +139,7 @@ Since|Until|Through] [the|this|that|our|every|last|next|an old|a new] {a1} {n1}]
 _TOLD_BY = """[Somebody|My {n1}|The {a1} {n1}|Our {n1}|Everyone in the {n1}|The man with the {n1}|A {a1} friend] [says|wrote|knows|told me|thinks|claims|shows|repeats|
 has heard|will tell you|is certain|agrees|has written down]""".replace("\n", "")
 _ABOUT = """[[When|If|While|As|Once|Whenever|Now that] [we|you|they|people] [come to|turn to|speak of|think of|look at|talk about|get to|write about|ask about|mention|
-consider|deal with] {s},|[As far as|So far as] {s} [goes|is concerned|matters],|On the subject of {s},|A word about {s}:|What about {s}?]""".replace(
-    "\n", ""
-)
+consider|deal with] {s},|[As far as|So far as] {s} [goes|is concerned|matters],|On the subject of {s},|A word about {s}:|What about {s}?]""".replace("\n", "")
 LOOSE_SAYS = (
     _CLAUSE + ", {p} is {v}.", _CLAUSE + ", {v} is the {n} of {s}.", _CLAUSE + ", {s} has {v} as {its} {n}.", _TOLD_BY + " that {p} is {v}.",
     _TOLD_BY + " that {v} is the {n} of {s}.", _TOLD_BY + ": {p} is {v}.", _ABOUT + " the {n} is {v}.", _ABOUT + " the {n} is {v}.", _ABOUT + " {its} {n} is {v}.",
@@ -261,15 +201,7 @@ RESTATES = {
             "[And|Yes,|Well,|Now] {p} is"),
     TEST: ("To sum up, {p} is", "Now it is clear that {p} is"),
 }  # fmt: skip
-FOLLOW_SUBJECT = (
-    "And {p}?",
-    "And of {s}?",
-    "And {s}?",
-    "What about {s}?",
-    "And what about {s}?",
-    "And for {s}?",
-    "The same for {s}, please.",
-)
+FOLLOW_SUBJECT = ("And {p}?", "And of {s}?", "And {s}?", "What about {s}?", "And what about {s}?", "And for {s}?", "The same for {s}, please.")
 FOLLOW_NOUN = ("And the {n}?", "And {its} {n}?", "What about the {n}?", "And what is {its} {n}?", "What about {its} {n}?")
 INTROS = {
     "country": ("{s} is [a country|a small country|a land|an old kingdom|an island] in the [north|south|east|west].", "{s} is a [proud|quiet|rich|green] country."),

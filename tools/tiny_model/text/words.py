@@ -69,10 +69,7 @@ result level code word|second name|old name|new name|first name|real name|main s
 |palace|library|museum|school|market|theatre|garden|lake|island|valley|forest|desert|coast|border|road|region|province|district|county
 |village|suburb|currency|coin|stamp|language|alphabet|religion|army|navy|council|court|newspaper|magazine|channel|brand|model|version
 |engine|battery|fuel|serial number|room number|locker|shelf|address|phone number|postcode|licence|contract|project|task|deadline"""
-ATTRIBUTES = [
-    *ATTRIBUTES.split("code word|", maxsplit=1)[0].split(),
-    *(a.strip() for a in ("code word|" + ATTRIBUTES.split("code word|")[1]).split("|")),
-]
+ATTRIBUTES = [*ATTRIBUTES.split("code word|", maxsplit=1)[0].split(), *(a.strip() for a in ("code word|" + ATTRIBUTES.split("code word|")[1]).split("|"))]
 WORDS = sorted({w for words in (ANIMALS, OBJECTS, GOODS, FLOWERS, INSTRUMENTS, COLOURS, JOBS) for w in words})
 
 _ONSETS = "b br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sm sn sp st str t th tr v vl w x y z zh".split()
@@ -116,7 +113,7 @@ def name(rng: Rng, kind: str = "city", split: str = TRAIN) -> str:
         raw = _raw_name(rng, kind)
         if len(raw) < 3 or len(raw) > 13 or raw in WORDS or any(rude in raw.lower() for rude in _RUDE):
             continue
-        if held_out(raw) if split == TEST else not held_out(raw):
+        if (held_out(raw) if split == TEST else not held_out(raw)):
             return raw.capitalize()
 
 
@@ -129,12 +126,7 @@ def word_name(rng: Rng, split: str = TRAIN) -> str:
     """An invented person's name that begins like an everyday word; in tokens, it begins with the word itself."""
     while True:
         raw = rng.pick(_OPENERS) + (_syllables(rng, 1) if rng.chance(0.4) else "") + rng.pick(_ENDINGS["person"])
-        if (
-            raw in ("hero", "isis", "here", "these", "wear")
-            or len(raw) < 3
-            or any(rude in raw for rude in _RUDE)
-            or held_out(raw) != (split == TEST)
-        ):
+        if raw in ("hero", "isis", "here", "these", "wear") or len(raw) < 3 or any(rude in raw for rude in _RUDE) or held_out(raw) != (split == TEST):
             continue
         return raw.capitalize()
 
@@ -201,8 +193,6 @@ strong weak heavy light fast slow early late hot cold warm cool dry wet clean di
 bright dark deep wide narrow round square flat sharp soft hard smooth rough sweet sour bitter fresh broken lost missing favourite famous strange simple special
 important final official daily weekly annual morning evening winter summer left right upper lower inner outer northern southern eastern western
 digital electric wooden royal magic lucky common rare modern ancient spare double single""".split()
-CREATURES = (
-    "dragon giant wizard knight princess prince pirate robot witch elf dwarf troll mermaid ghost monster unicorn fairy dinosaur".split()
-)
+CREATURES = "dragon giant wizard knight princess prince pirate robot witch elf dwarf troll mermaid ghost monster unicorn fairy dinosaur".split()
 EVENTS = """meeting lesson party concert wedding exam match trip dinner lunch breakfast appointment flight film race lecture interview parade ceremony game class
 festival fair show play train delivery call visit tour dance picnic auction election funeral test course""".split()
