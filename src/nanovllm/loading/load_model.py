@@ -1,4 +1,4 @@
-"""`load_model`: a checkpoint folder becomes a `Model`."""
+"""`load_model` reads a checkpoint folder and returns a `Model`."""
 
 import os
 import sys
@@ -37,18 +37,40 @@ def load_model(
     download: bool = False,
     max_model_len: int | None = None,
 ) -> Model:
-    """Load a Hugging Face folder, a repository out of the local Hugging Face cache, or `"tiny"`, the packaged model.
+    """Load a model: the weights, the config and the tokenizer of a checkpoint.
 
-    No network is used without `download`, which first fetches what the cache lacks of a repository. `revision` is a branch, a tag or a
-    commit of one (see `checkpoint_folder.resolve_folder`).
-    Defaults: CUDA where there is one; the checkpoint's dtype on CUDA, float32 on a CPU. `progress` as in `weights.load_params`.
-    `tokenizer` False loads none, and the folder needs none: the model takes and gives token ids.
-    `max_model_len`: the most tokens of a request. Only models that turn long requests otherwise than short ones (LongRoPE) depend on it:
-    beyond the context that they were first trained on they are another model, with KV of its own; None keeps to that context.
-    Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
-    An architecture without a file in `models/` runs through transformers' own module, slower, where its attention goes through that
-    library's interface. A checkpoint that brings code is refused without `trust_remote_code`; with it, stderr names each file before it
-    is executed, and none is where the architecture is built in, or in transformers.
+    No network is used unless `download` is True. An architecture without a file in `models/` runs through transformers' own module. This
+    fallback is slower, and needs a model whose attention uses transformers' attention interface.
+
+    Args:
+        path_or_repo: A Hugging Face checkpoint folder, the name of a repository in the local Hugging Face cache, or `"tiny"`, the packaged
+            model.
+        device: A torch device, such as `"cpu"` or `"cuda:0"`. None: the current CUDA GPU if torch sees one, else the CPU.
+        dtype: float32, bfloat16, float16 or float64, as a torch dtype or by name. None: the checkpoint's dtype on a GPU, float32 on a CPU.
+        progress: Whether to show a progress bar on stderr while the weights are read. None: only if stderr is a terminal.
+        trust_remote_code: Whether Python code in the checkpoint may be executed. Each file is named on stderr before it runs. The code
+            never runs if the architecture is built in, or part of transformers.
+        tokenizer: Whether to load a tokenizer. Without it the model takes and returns token ids only, and the folder needs none.
+        revision: A branch, a tag or a commit of a repository; the beginning of a commit's hash is enough if it is unambiguous. None:
+            `main`, or the only snapshot in the cache if it has no `refs/main`.
+        download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.
+        max_model_len: The longest request, in tokens, that you will run. Only LongRoPE models depend on it: they rotate long requests by
+            other frequencies, and KV of the two kinds cannot be mixed. None: the context length of their first training.
+
+    Returns:
+        The model, with its weights on `device` in `dtype`.
+
+    Raises:
+        CheckpointError: The checkpoint was not found, could not be downloaded, is incomplete or malformed, or is quantised. Or its
+            architecture cannot run, or it needs code that `trust_remote_code` does not allow.
+        InvalidRequestError: An argument has a wrong type or value, or the device or dtype is unavailable.
+
+    Examples:
+        >>> model = nv.load_model("tiny", device="cpu")
+        >>> model
+        Model('tiny', Qwen3ForCausalLM, 5,772,544 parameters, float32 on cpu)
+        >>> model.tokenizer.encode("Once upon a time")
+        [858, 974, 258, 632]
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")

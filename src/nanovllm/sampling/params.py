@@ -1,4 +1,4 @@
-"""`SamplingParams`: the options of one request, checked when they are built."""
+"""`SamplingParams`: the sampling options of one request, validated when it is built."""
 
 import difflib
 import functools
@@ -151,19 +151,41 @@ def _explains_unknown_keywords(cls: type[C]) -> type[C]:
 @_explains_unknown_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's options; hashable, and normalised, so that equal options compare equal.
+    """The sampling options of one request.
 
-    `temperature`: 0 is greedy, otherwise in [1e-3, 100]. `top_k`: the number of most likely tokens to draw from; 0 is all.
-    `top_p` in (0, 1]: the mass of most likely tokens to draw from. `min_p` in [0, 1]: the least probability, as a share of the largest.
-    `max_tokens` >= 1. `stop`: a string or up to 16, kept as a tuple. `stop_token_ids`: kept as a sorted tuple.
-    `ignore_eos`: go on after the model's end token. `seed` in [0, 2**63): None leaves the choice to the engine.
-    `repetition_penalty` in (0, 10] acts on the tokens of prompt and output (Keskar et al., 2019), `presence_penalty` and
-    `frequency_penalty` in [-2, 2] on those of the output (OpenAI's API reference). `logit_bias`: a mapping from token id to
-    [-100, 100], kept as sorted pairs, or None. `logprobs`: None for none, 0 for the drawn token's, up to 20 for as many of the
-    most likely tokens' beside it.
+    Values are normalised, so that equal options compare equal and have equal hashes. NumPy scalars are accepted like Python numbers; bools
+    are not numbers.
 
-    Raises `InvalidRequestError`, naming the value and what is accepted, for any other value and for an unknown keyword.
-    Numpy's scalars are taken as Python's; bools are not numbers.
+    Args:
+        temperature: Divides the logits: 0 is greedy decoding, otherwise a number in [0.001, 100].
+        top_k: Sample from the k most probable tokens only; 0 is off.
+        top_p: Nucleus sampling: sample from the most probable tokens whose probabilities add up to this share, in (0, 1]; 1 is off.
+        min_p: Drop tokens below `min_p` times the highest probability, in [0, 1]; 0 is off.
+        max_tokens: The most tokens of the reply, at least 1.
+        stop: A string, or up to 16, at which the reply ends; kept as a tuple.
+        stop_token_ids: Token ids at which the reply ends; kept as a sorted tuple.
+        ignore_eos: Whether the reply goes on after the model's end-of-sequence token.
+        seed: The random seed of this request, in [0, 2**63). None: the engine chooses one.
+        repetition_penalty: Makes tokens of the prompt and the output less probable if above 1 (Keskar et al., 2019); in (0, 10].
+        presence_penalty: Subtracted from the logit of each token in the output (OpenAI's API reference); in [-2, 2].
+        frequency_penalty: Subtracted once per occurrence of a token in the output (OpenAI's API reference); in [-2, 2].
+        logit_bias: A mapping from token id to a number in [-100, 100] that is added to its logit, or None; kept as sorted pairs.
+        logprobs: How many of the most probable tokens to report per sampled token, up to 20. 0: only the sampled token's log-probability.
+            None: no log-probabilities.
+
+    Raises:
+        InvalidRequestError: An option is unknown, or its value is not accepted. The message names the value and the accepted ones.
+
+    Examples:
+        >>> params = nv.SamplingParams(temperature=0.7, top_p=0.9, stop="END")
+        >>> params.stop
+        ('END',)
+        >>> params == nv.SamplingParams(temperature=0.7, top_p=0.9, stop=["END"])
+        True
+        >>> nv.SamplingParams(top_p=2)
+        Traceback (most recent call last):
+            ...
+        nanovllm.errors.InvalidRequestError: top_p=2: must be a number in (0.0, 1.0]
     """
 
     temperature: float = 1.0

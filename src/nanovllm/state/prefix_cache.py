@@ -35,10 +35,30 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixIndex:
-    """`runs` by their first page, to which `heads[parent, tokens of a page]` leads. Of a page, `run_of` is the first page of its run (-1:
-    not indexed), `place_of` its place there, `num_behind` the number of runs whose parent it is.
+    """Finds full pages of exact KV by their tokens and all tokens before them.
 
-    `idle[time]` are pages that became evictable together, the first of them to go first; `idle_since` is the way back (-1: not idle).
+    A value never changes: each call returns a new one. The index owns one reference to each of its pages. A page is idle if the index is
+    its only owner; idle pages may be evicted.
+
+    Attributes:
+        page_size: Tokens per page.
+        heads: The first page of a radix-tree node, by the page before it and the tokens of the first page.
+        runs: The radix-tree nodes by their first page.
+        run_of: For each page the first page of its node; -1 if it is not indexed.
+        place_of: For each page its place in its node.
+        num_behind: For each page the number of nodes that follow it.
+        idle: Groups of pages that became idle at the same time, by time. The first page of a group is evicted first.
+        idle_since: For each page the time at which it became idle; -1 if it is not idle.
+        num_idle: The number of idle pages.
+        oldest: A time before which no group is in `idle`.
+        now: The time of the next group.
+
+    Examples:
+        >>> tokens = list(range(100, 132))
+        >>> state, chunk = nv.prefill(model, state, tokens)
+        >>> state = nv.release(state, chunk)
+        >>> state.prefix
+        PrefixIndex(2 pages, 2 of them idle)
     """
 
     page_size: int
@@ -60,20 +80,70 @@ class PrefixIndex:
         return f"PrefixIndex({len(self.pages())} pages, {self.num_idle} of them idle)"
 
     def contains(self, pages: np.ndarray) -> np.ndarray:
-        """Which of these pages are indexed."""
+        """Return which of several pages are indexed.
+
+        Args:
+            pages: The pages, int32.
+
+        Returns:
+            A bool array of the same shape.
+
+        Raises:
+            IndexError: The pool has no such page.
+
+        Examples:
+            >>> state.prefix.contains(np.array([0, 1], np.int32)).tolist()
+            [False, False]
+        """
         return self.run_of.get(pages) >= 0
 
     def before(self, page: int) -> int:
-        """The page that an indexed one stands right behind, or `ROOT`."""
+        """Return the page whose tokens come right before those of an indexed page.
+
+        Args:
+            page: An indexed page.
+
+        Returns:
+            The page before it, or -1 if it is the first page of a prefix.
+
+        Raises:
+            KeyError: The page is not indexed.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, list(range(100, 132)))
+            >>> state = nv.release(state, chunk)
+            >>> [state.prefix.before(page) for page in state.prefix.pages()]
+            [-1, 0]
+        """
         run, place = self.runs[self.run_of[page]], self.place_of[page]
         return int(run.pages[place - 1]) if place else run.parent
 
     def pages(self) -> list[int]:
-        """All pages that are indexed; linear in the pool."""
+        """Return all indexed pages. The cost grows with the pool.
+
+        Returns:
+            The pages in ascending order.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, list(range(100, 132)))
+            >>> state = nv.release(state, chunk)
+            >>> state.prefix.pages()
+            [0, 1]
+        """
         return np.flatnonzero(self.run_of.copy() >= 0).tolist()
 
     def idle_pages(self) -> list[int]:
-        """All that could be evicted, in this order; linear in their number."""
+        """Return all pages that could be evicted. The cost grows with their number.
+
+        Returns:
+            The pages in the order of eviction.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, list(range(100, 132)))
+            >>> state = nv.release(state, chunk)
+            >>> state.prefix.idle_pages()
+            [1, 0]
+        """
         return [page for time in sorted(self.idle) for page in self.idle[time].tolist()]
 
 
