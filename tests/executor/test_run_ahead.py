@@ -124,9 +124,9 @@ def test_what_is_known_of_steps_ahead() -> None:
     assert not ahead.take() and ahead.next() and ahead.take() and ahead.next()
     assert ahead.narrow([0, 2], [rows[0], rows[2]]).tolist() == [0]
     assert ahead.narrow([1], [rows[2]]).tolist() == [2]
-    assert ahead.places.tolist() == [1] and ahead.thrown_away() == 2 and ahead.thrown_away() == 0
+    assert ahead.places.tolist() == [1] and ahead.take_discarded_count() == 2 and ahead.take_discarded_count() == 0
     ahead.restart(rows, np.arange(3), allowed=False)
-    assert ahead.thrown_away() == 1 and not ahead.take() and not ahead.next()
+    assert ahead.take_discarded_count() == 1 and not ahead.take() and not ahead.next()
 
 
 def test_the_longest_rows_come_first_and_stay_there() -> None:

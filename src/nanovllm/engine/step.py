@@ -85,7 +85,7 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
             pool, kept = _end(pool, kept, sequence)
         if isinstance(after, Steady):
             after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
-    unused = executor_of(state).thrown_away()
+    unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(decode_tokens=len(tokens) + unused, discarded_tokens=unused)
     return replace(state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded), outputs
 
@@ -154,7 +154,7 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         rid, output = sequence.request.request_id, result(model, sequence, "length", now)
         outputs.append(StepOutput(rid, (), "length", output))
         pool, kept = _end(pool, kept, sequence)
-    unused = executor_of(state).thrown_away()
+    unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(
         prefill_tokens=prompt_run,
         decode_tokens=reply_run + unused,

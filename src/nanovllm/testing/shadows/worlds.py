@@ -78,9 +78,9 @@ class FlakyExecutor:
         """See `Executor`."""
         return self._run(lambda: self.inner.decode(model, carry))
 
-    def thrown_away(self) -> int:
+    def take_discarded_count(self) -> int:
         """See `Executor`."""
-        return self.inner.thrown_away()
+        return self.inner.take_discarded_count()
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, **options: Any) -> DecodeCarry:
         """See `Executor`."""
