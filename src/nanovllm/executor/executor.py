@@ -89,7 +89,9 @@ class Executor(Protocol):
         ...
 
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """Donates `carry`. Return the carry for `rows`, the rows at the places `keep` (ascending) of the carry; the other rows have ended."""
+        """Donates `carry`. Return the carry for `rows`, which are the rows at the places `keep` (ascending) of the carry. The others have
+        ended.
+        """
         ...
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:

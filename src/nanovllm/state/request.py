@@ -145,7 +145,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Queue:
-    """The waiting sequences in order of arrival, which is the order of their request ids. Persistent: a call never changes an older value."""
+    """The waiting sequences in order of arrival, which is the order of their request ids.
+
+    A value never changes: each call returns a new one.
+    """
 
     items: Map[int, Sequence] = field(default_factory=Map)
     head: int = 0  # the smallest id in `items`, unless it is empty
