@@ -425,7 +425,7 @@ def test_no_memory_to_look_with_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr("nanovllm.engine.init_state.choose", full)
-    with pytest.warns(UserWarning, match="random-0: no memory to check the fast decode path with: it is used unchecked"):
+    with pytest.warns(UserWarning, match="random-0: not enough memory to check the fast decode path: it is used unchecked"):
         nv.init_state(small(), num_pages=8, check=True)
 
 
