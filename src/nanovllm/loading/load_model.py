@@ -76,7 +76,7 @@ def load_model(
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
     if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int) or max_model_len < 1):
         raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1, or None")
-    if not isinstance(trust_remote_code, bool):  # what is merely truthy is no opt-in
+    if not isinstance(trust_remote_code, bool):  # a value that is only truthy does not count as consent
         raise InvalidRequestError(f"trust_remote_code={trust_remote_code!r} must be True or False")
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
@@ -105,24 +105,34 @@ def load_model(
 
 
 def require_vocabulary(encoder: Tokenizer, config: ModelConfig, folder: Path) -> None:
-    """Raises `CheckpointError` for a tokenizer whose vocabulary the model does not have. A token that was added to it may lie beyond, as
-    that for images of Gemma 3 does: only a text that has it is refused."""
+    """Raise `CheckpointError` if the tokenizer's own vocabulary is larger than the model's.
+
+    An added token may be beyond the model's vocabulary, such as the image token of Gemma 3. Only a text that contains it is refused.
+    """
     if encoder.max_base_id >= config.vocab_size:
-        raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_base_id}, the model's vocab_size is {config.vocab_size}")
+        raise CheckpointError(
+            f"{folder}: the tokenizer has the id {encoder.max_base_id}, but the model's vocab_size is {config.vocab_size}"
+        )
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:
-    """The architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
+    """Read the architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
     hf = read_json(folder / "config.json", required=True)
     spec = find_spec(hf, folder, trust_remote_code=trust_remote_code)
     return spec, spec.config_from_hf(hf)
 
 
 def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The `generation_config.json` of a folder as it stands, `{}` without one, and the end tokens that it names.
+    """Read the `generation_config.json` of a folder, unchanged, and the end tokens that it names.
 
-    They end a reply as those of `config.json` do; what is sampled by is read when a request asks (`from_generation_config`), and unknown
-    keys are left alone. Raises `CheckpointError` for what is no JSON object, and for end tokens that are no ids.
+    These end a reply just as those of `config.json` do. The sampling options are validated when a request uses them, in
+    `from_generation_config`. Unknown keys are ignored.
+
+    Returns:
+        The values, `{}` without a file, and the ids of the end tokens.
+
+    Raises:
+        CheckpointError: The file is not a JSON object, or its end tokens are not ids.
     """
     file = folder / "generation_config.json"
     values = read_json(file)
@@ -133,10 +143,15 @@ def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...
 
 
 def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The architecture that a folder's config names: a built-in one, or one that runs through transformers. Raises `CheckpointError`: an
-    unknown one, one that cannot run, quantised weights, or code without the opt-in."""
+    """Find the architecture that a folder's config names: a built-in one, or one that runs through transformers.
+
+    Raises:
+        CheckpointError: The architecture is unknown or cannot run, the weights are quantised, or code is needed and not allowed.
+    """
     if hf.get("quantization_config"):
-        raise CheckpointError(f"quantised weights are not supported: quantization_config={hf['quantization_config']!r}")
+        raise CheckpointError(
+            f"quantised weights are not supported, load an unquantised checkpoint: quantization_config={hf['quantization_config']!r}"
+        )
     names = hf.get("architectures")
     for name in names if isinstance(names, list) else []:
         if name in REGISTRY:
@@ -149,28 +164,30 @@ def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> Model
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """A device that exists here; None: CUDA where there is one. Raises `InvalidRequestError`."""
+    """Return an available device. None: the current CUDA GPU if torch sees one, else the CPU. Raises `InvalidRequestError`."""
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise InvalidRequestError(f"device={device!r} is not a torch device such as 'cpu' or 'cuda:0'") from error
-    if found.type == "cpu":
+    if resolved.type == "cpu":
         return torch.device("cpu")
-    if found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
-        raise InvalidRequestError(f"device={device!r} is not here; there are cpu and {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    if resolved.type != "cuda" or (resolved.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequestError(
+            f"device={device!r} is unavailable: torch sees {torch.cuda.device_count()} CUDA GPUs; use device='cpu' or an available GPU"
+        )
+    return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
 
 
 def resolve_dtype(dtype: torch.dtype | str | None, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype to load in; None: the checkpoint's on CUDA, float32 on a CPU. Raises `InvalidRequestError`."""
+    """Return the dtype to load in. None: the checkpoint's on a GPU, float32 on a CPU. Raises `InvalidRequestError`."""
     if dtype is None:
         return dtype_of(config.dtype) if device.type == "cuda" else torch.float32
     try:
-        found = dtype_of(dtype)
+        resolved = dtype_of(dtype)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
-    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise InvalidRequestError(f"dtype={dtype!r} is not one of float32, bfloat16, float16, float64")
-    return found
+    if resolved not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise InvalidRequestError(f"dtype={dtype!r} must be one of float32, bfloat16, float16, float64")
+    return resolved
