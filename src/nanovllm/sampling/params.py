@@ -17,25 +17,25 @@ __all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_gener
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
-MIN_TEMPERATURE = 1e-3  # below it what top-p divides by the temperature leaves float32's useful range; 0 is greedy
+MIN_TEMPERATURE = 1e-3  # below it, logits divided by the temperature leave float32's useful range in top-p; 0 is greedy
 MAX_TEMPERATURE = 100.0
 INT32_MAX = 2**31 - 1
-TRANSFORMERS_TOP_K = 50  # its default where a model samples and its generation_config.json is silent
+TRANSFORMERS_TOP_K = 50  # its default for a model that samples and whose generation_config.json has none
 DRAWN = {"temperature": (MIN_TEMPERATURE, MAX_TEMPERATURE), "top_k": (0, INT32_MAX), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 C = TypeVar("C")
 
 
 def show(value: object) -> str:
-    """A value as a message names it: short, whatever it is."""
+    """A short form of any value, for messages."""
     try:
         return reprlib.repr(value)
-    except Exception:  # a hostile __repr__, or an int of more digits than Python prints
+    except Exception:  # a __repr__ that raises, or an int with more digits than Python prints
         return f"<{type(value).__name__}>"
 
 
 def closest(name: str, names: Sequence[str]) -> str | None:
-    """The one of `names` that somebody who wrote `name` most likely meant; None where none is like it."""
+    """The name that somebody who wrote `name` most likely meant; None if no name is similar."""
     alike = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return next(iter([*alike, *(other for other in names if len(name) > 3 and name in other)]), None)
 
@@ -90,13 +90,13 @@ def _is_text(value: object) -> bool:
         return False
     try:
         value.encode()
-    except UnicodeEncodeError:  # a lone surrogate never occurs in decoded text
+    except UnicodeEncodeError:  # a lone surrogate, which never occurs in decoded text
         return False
     return True
 
 
 def _items(name: str, value: Any, accepted: str) -> tuple[Any, ...]:
-    # Sized, so that an endless iterator is refused and not walked
+    # It must have a size, so that an endless iterator is refused instead of consumed
     if not isinstance(value, Collection) or isinstance(value, (str, bytes, bytearray, Mapping)):
         _refuse(name, value, accepted)
     try:
@@ -107,10 +107,10 @@ def _items(name: str, value: Any, accepted: str) -> tuple[Any, ...]:
 
 def _stop(value: Any) -> tuple[str, ...]:
     accepted = f"must be a non-empty string, or a sequence of at most {MAX_STOPS} of them, without lone surrogates"
-    found = (value,) if isinstance(value, str) else _items("stop", value, accepted)
-    if len(found) > MAX_STOPS or not all(_is_text(s) for s in found):
-        _refuse("stop", found, accepted)
-    return found
+    stops = (value,) if isinstance(value, str) else _items("stop", value, accepted)
+    if len(stops) > MAX_STOPS or not all(_is_text(s) for s in stops):
+        _refuse("stop", stops, accepted)
+    return stops
 
 
 def _stop_token_ids(value: Any) -> tuple[int, ...]:
@@ -121,17 +121,17 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...] | None:
     accepted = "must be None or a mapping from token id to a number in [-100, 100]"
     pairs = tuple(value.items()) if isinstance(value, Mapping) else _items("logit_bias", value, accepted)
-    found: dict[int, float] = {}
-    for pair in pairs:  # pairs too, because `dataclasses.replace` passes the normalised form back
+    biases: dict[int, float] = {}
+    for pair in pairs:  # pairs are accepted too, because `dataclasses.replace` passes the normalised form back
         if not isinstance(pair, tuple) or len(pair) != 2:
             _refuse("logit_bias", value, accepted)
         token_id = _int("a key of logit_bias", pair[0], 0, INT32_MAX)
-        found[token_id] = _float_in(f"logit_bias[{token_id}]", pair[1], -100.0, 100.0)
-    return tuple(sorted(found.items())) or None
+        biases[token_id] = _float_in(f"logit_bias[{token_id}]", pair[1], -100.0, 100.0)
+    return tuple(sorted(biases.items())) or None
 
 
 def _explains_unknown_keywords(cls: type[C]) -> type[C]:
-    """Make an unknown keyword of a dataclass an `InvalidRequestError` that names it and its closest valid one."""
+    """Turn an unknown keyword of a dataclass into an `InvalidRequestError` that names it and the closest valid keyword."""
     init = cls.__init__
     names = tuple(inspect.signature(init).parameters)[1:]
 
@@ -226,21 +226,27 @@ class SamplingParams:
 
 
 def validate_for(params: SamplingParams, vocab_size: int) -> None:
-    """Check the token ids of `params` against a vocabulary. Raises `InvalidRequestError` naming the first id outside `[0, vocab_size)`."""
+    """Check the token ids in `params` against a vocabulary.
+
+    Raises:
+        InvalidRequestError: A token id is outside `[0, vocab_size)`. The message names the first one.
+    """
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", dict(params.logit_bias or ()))):
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(f"{name} holds the token id {token_id}; the vocabulary accepts 0 to {vocab_size - 1}")
+                raise InvalidRequestError(f"{name} holds the token id {token_id}; the vocabulary has the ids 0 to {vocab_size - 1}")
 
 
 def from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
     """The options that a Hugging Face `generation_config.json` asks for: greedy unless its `do_sample` is true, as in transformers.
 
-    Read are `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens`. Null and absent ones keep our defaults,
-    but a model that samples has a `top_k` of 50, as in transformers. Numbers that other engines take and `SamplingParams` refuses mean
-    what they mean there: a temperature near 0 and a `top_p` of 0 are greedy, a negative `top_k` is all tokens, others move to the nearest
-    end of their range.
-    Raises `InvalidRequestError` for what is no number, and as `SamplingParams` does for the last two.
+    It reads `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens`. Null and absent keys keep our defaults,
+    except that a model that samples has a `top_k` of 50, as in transformers. Some numbers are valid in other engines but not in
+    `SamplingParams`. They keep their meaning: a temperature near 0 and a `top_p` of 0 are greedy, and a negative `top_k` is off. Others
+    move to the nearest accepted value.
+
+    Raises:
+        InvalidRequestError: A value is not a number, or `repetition_penalty` or `max_new_tokens` is not accepted by `SamplingParams`.
     """
     same = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
     options: dict[str, Any] = {ours: config[theirs] for theirs, ours in same.items() if config.get(theirs) is not None}
@@ -254,7 +260,7 @@ def from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
 
 
 def _moved(value: Any, low: int | float, high: int | float) -> Any:
-    """A number below `low` as 0 and one above `high` as that; what is no number as it is, for `SamplingParams` to refuse."""
+    """0 for a number below `low`, `high` for a number above it. Other values are returned unchanged, for `SamplingParams` to refuse."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return 0 if value < low else high if value > high else value

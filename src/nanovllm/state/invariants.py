@@ -117,7 +117,9 @@ def check(state: EngineState) -> None:
     needs = Counter(page for s in sequences for page in s.pages.array(s.retired).tolist())
     needs.update(page for chunk in state.chunks.values() for page in chunk.pages)
     check_pool(state.pool, owners, needs)
-    _require(state.config.num_frames == (state.pool.frames.num_frames if state.pool.frames else 0), "frames", "their number changed")
+    _require(
+        state.config.num_frames == (state.pool.frames.num_frames if state.pool.frames else 0), "frames", "the number of frames changed"
+    )
     for sequence in sequences:
         _check_sequence(sequence, size, state.config.num_pages)
         _check_retired(sequence, size, 0 if state.pool.frames is None else state.pool.frames.window)
@@ -140,8 +142,13 @@ def check(state: EngineState) -> None:
 
 
 def check_pool(pool: Pool, owners: Counter[int], needs: Counter[int] | None = None) -> None:
-    """The invariants of pages, index and frames, given the references that others than the index hold (page -> number), and how many of
-    these need the page's frame (None: all)."""
+    """Check the invariants of pages, index and frames.
+
+    Args:
+        pool: The pool.
+        owners: For each page how many owners it has other than the index.
+        needs: For each page how many of these need its frame. None: all.
+    """
     expected = Counter(owners)
     indexed, idle_pages = pool.prefix.pages(), set(pool.prefix.idle_pages())
     expected.update(indexed)
@@ -170,13 +177,15 @@ def _check_frames(frames: Frames, pages: PageState, needed: Counter[int]) -> Non
     expected = {page for page in with_frame if needs[page] == 0}
     _require(set(spare) == expected, "spare frames", f"pages {sorted(set(spare) ^ expected)[:8]} are spare and needed, or neither")
     since = np.flatnonzero(frames.spare.since.copy() >= 0).tolist()
-    _require(set(since) == expected, "spare frames", "the two directions of their order disagree")
+    _require(set(since) == expected, "spare frames", "the groups and the times of their pages disagree")
     oldest, now = frames.spare.oldest, frames.spare.now
-    _require(all(oldest <= time < now for time in frames.spare.groups), "spare frames", f"some came outside of times {oldest} ... {now}")
+    _require(
+        all(oldest <= time < now for time in frames.spare.groups), "spare frames", f"some became spare outside the times {oldest} ... {now}"
+    )
 
 
 def vars_of(value: object) -> list[int]:
-    """The fields of a slotted dataclass of numbers."""
+    """The values of a slotted dataclass of numbers."""
     return [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
 
 
@@ -194,45 +203,47 @@ def _check_pages(pages: PageState, expected: Counter[int]) -> None:
 
 
 def check_prefix(index: PrefixIndex) -> None:
-    """The invariants of the prefix index by itself."""
+    """Check the invariants of the prefix index by itself."""
     size = index.page_size
-    _require(len(index.heads) == len(index.runs), "index", f"{len(index.heads)} keys lead to {len(index.runs)} runs")
+    _require(len(index.heads) == len(index.runs), "index", f"{len(index.heads)} keys lead to {len(index.runs)} nodes")
     behind = Counter(run.parent for run in index.runs.values())
     keys = dict(index.heads.items())
     for head, run in index.runs.items():
         pages, parts = run.pages.tolist(), [part.tobytes() for part in np.split(run.tokens, range(size, len(run.tokens), size))]
-        _require(len(pages) > 0 and pages[0] == head, "index", f"the run of page {head} has pages {pages[:8]}")
+        _require(len(pages) > 0 and pages[0] == head, "index", f"the node of page {head} has pages {pages[:8]}")
         _require(len(run.tokens) == size * len(pages), "index", f"{len(pages)} pages are indexed with {len(run.tokens)} tokens")
         _require(run.parent == ROOT or run.parent in index, "index", f"page {head} follows {run.parent}, which is not indexed")
         _require(keys.get((run.parent, parts[0])) == head, "index", f"the key of page {head} does not lead to it")
         for place, page in enumerate(pages):
-            found = index.run_of[page], index.place_of[page]
-            _require(found == (head, place), "index", f"page {page} is at {place} of the run of {head} and says {found}")
+            noted = index.run_of[page], index.place_of[page]
+            _require(noted == (head, place), "index", f"page {page} is at {place} of the node of {head} and says {noted}")
             counted, real = index.num_behind[page], behind[page]
-            _require(counted == real, "index", f"page {page} counts {counted} runs behind it and has {real}")
+            _require(counted == real, "index", f"page {page} counts {counted} nodes after it and has {real}")
         for page, part in zip(pages, parts[1:], strict=False):
-            _require((page, part) not in keys, "index", f"two pages with the same tokens stand behind page {page}")
-    indexed, held = index.pages(), sum(len(run.pages) for run in index.runs.values())
-    _require(len(indexed) == held, "index", f"{len(indexed)} pages are indexed and the runs have {held}")
+            _require((page, part) not in keys, "index", f"two pages with the same tokens come after page {page}")
+    indexed, in_nodes = index.pages(), sum(len(run.pages) for run in index.runs.values())
+    _require(len(indexed) == in_nodes, "index", f"{len(indexed)} pages are indexed and the nodes have {in_nodes}")
     _check_idle(index, set(indexed))
 
 
 def _check_idle(index: PrefixIndex, indexed: set[int]) -> None:
     since, idle = index.idle_since.copy(), index.idle_pages()
     _require(len(idle) == len(set(idle)) == index.num_idle, "eviction order", f"{index.num_idle} pages are idle and {idle[:8]} listed")
-    _require(set(idle) == set(np.flatnonzero(since >= 0).tolist()), "eviction order", "its two directions disagree")
+    _require(set(idle) == set(np.flatnonzero(since >= 0).tolist()), "eviction order", "the groups and the times of their pages disagree")
     _require(indexed.issuperset(idle), "eviction order", f"pages {sorted(set(idle) - indexed)[:8]} are idle and not indexed")
     for time, pages in index.idle.items():
         within = len(pages) > 0 and index.oldest <= time < index.now
         _require(within, "eviction order", f"{len(pages)} pages are idle since {time}, not {index.oldest} ... {index.now}")
-        _require((since[pages] == time).all(), "eviction order", f"pages said to be idle since {time} do not say so")
+        _require((since[pages] == time).all(), "eviction order", f"pages in the group of time {time} note another time")
 
 
 def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:
-    """Pages behind the first `num_exact` tokens are not found by these tokens; they may be by those that they were filled with."""
+    """Check that the index does not find pages after the first `num_exact` tokens by these tokens. It may find them by the tokens of their
+    prefill.
+    """
     pairs = list(zip(pages, match(state.prefix, tokens.array()).tolist(), strict=False))[num_exact // state.config.page_size :]
-    found = [page for page, indexed in pairs if page == indexed]
-    _require(not found, "exact index", f"approximate pages {found} are in the prefix index")
+    approximate = [page for page, indexed in pairs if page == indexed]
+    _require(not approximate, "exact index", f"approximate pages {approximate} are in the prefix index")
 
 
 def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:
@@ -246,7 +257,7 @@ def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:
 
 
 def _check_retired(sequence: Sequence, page_size: int, window: int) -> None:
-    """Pages whose frames a sequence gave up are seen by no token that still runs, the last of a filled context among them."""
+    """Check that no token still to run sees pages whose frames a sequence gave up. The last token of a filled context may run again."""
     seen = max(0, min(sequence.num_filled, len(sequence.tokens) - 1) - window + 1) if window else 0
     name = f"request {sequence.request.request_id}"
     _require(0 <= sequence.retired * page_size <= seen, "windows", f"{name} retired {sequence.retired} pages and sees token {seen}")
