@@ -22,9 +22,7 @@ class AttentionUnavailableError(NanoVLLMError):
 
 @dataclass(frozen=True, slots=True)
 class DecodePlans:
-    """The attention plans of a decode batch: one for the first KV pool, and one for the pool of layers with a sliding window, if there is
-    one.
-    """
+    """The attention plans of a decode batch: one for the first KV pool, and one for a second pool, of layers with a sliding window."""
 
     first: DecodePlan
     windowed: DecodePlan | None

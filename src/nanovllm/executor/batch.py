@@ -106,8 +106,9 @@ def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int, frames
 
 
 def token_rows(host: HostBatch, page_size: int) -> HostBatch:
-    """Turn prompt tokens into the rows of a decode batch. Each token attends to its sequence up to itself, since all KV
-    is written first.
+    """Turn prompt tokens into the rows of a decode batch.
+
+    Each token attends to its sequence up to itself, since all KV is written first.
     """
     assert host.cu_seqlens is not None
     ends = host.cu_seqlens[1:]
@@ -126,8 +127,9 @@ def token_rows(host: HostBatch, page_size: int) -> HostBatch:
 
 
 def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int, dummy_frame: int = 0) -> HostBatch:
-    """Add padding rows to a decode batch up to `size`. The dummies are the last page of the first KV pool, and the last frame of the
-    second.
+    """Add padding rows to a decode batch up to `size`.
+
+    The dummies are the last page of the first KV pool, and the last frame of the second.
     """
     extra = size - len(host.input_ids)
     if not extra:
@@ -206,7 +208,7 @@ def to_device(host: HostBatch, device: torch.device, plan: int = 0, windowed_pla
 
 
 def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]], config: ModelConfig) -> list[HostBatch]:
-    """Prompts on the dummy page, which warm kernels up: running them compiles and loads what they need.
+    """Prompts on the dummy page, which warm kernels up: running them compiles and loads the kernels.
 
     Args:
         limits: The engine's limits; a prompt beyond them is made shorter, or left out.

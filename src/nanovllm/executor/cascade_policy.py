@@ -32,10 +32,10 @@ def shared_runs(
     page_counts: Int32[np.ndarray, "B"],
     worth: Callable[[int, int], bool],
 ) -> list[Run]:
-    """Split the pages `0 ... page_counts[b] - 1` of every row b into runs. Each run is given once with all rows that share it, shared runs
-    first.
+    """Split the pages `0 ... page_counts[b] - 1` of every row b into runs.
 
-    Every row ends in a run that only it reads, unless all its pages are shared.
+    Each run is given once with all rows that share it, shared runs first. Every row ends in a run that only it reads, unless all its pages
+    are shared.
 
     Args:
         page_tables: The pages of each row, `[B, P]`.

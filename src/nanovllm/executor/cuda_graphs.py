@@ -63,7 +63,7 @@ class StepGraphs:
             usual: Sampling features whose graphs are kept for good.
             attention: FlashInfer's plans.
             cascades: Plans that read shared pages once, for batches that share enough.
-            fused: Whether `forward` takes a `FusedDecodePlan`. Then no row may read what another row writes in the same step.
+            fused: Whether `forward` takes a `FusedDecodePlan`. Then no row may read KV that another row writes in the same step.
             cuts: The tile configurations of the fused plans. None: the defaults.
             warm: The weights for the run before a step is recorded. They need enough layers to load every kernel.
         """
@@ -255,14 +255,14 @@ class StepGraphs:
         )
 
     def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
-        """Run one decode step, and write what changed back into the carry's memory."""
+        """Run one decode step, and write the changed tensors back into the carry's memory."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
         torch._foreach_copy_(moving_tensors(carry.batch), moving_tensors(after.batch))  # pyright: ignore[reportPrivateImportUsage]
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all logits in memory
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that get a graph: 1, 2, 4 and 8, then steps of 8 to 64, of 16 to 256, and of 32 beyond."""
+    """The batch sizes that get a graph: 1, 2, 4 and 8, then in steps of 8 to 64, of 16 to 256, and of 32."""
     sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 

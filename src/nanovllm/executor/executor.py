@@ -89,8 +89,9 @@ class Executor(Protocol):
         ...
 
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """Donates `carry`. Return the carry for `rows`, which are the rows at the places `keep` (ascending) of the carry. The others have
-        ended.
+        """Donates `carry`. Return the carry for `rows`, the rows that go on; the others have ended.
+
+        `keep` are the places of these rows in the carry, ascending.
         """
         ...
 
@@ -103,13 +104,14 @@ class Executor(Protocol):
         ...
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
-        """Return a carry with its own tensors, for steps that the caller runs. `end` with the same ticket frees what the executor keeps for
-        it.
+        """Return a carry with its own tensors, for steps that the caller runs.
+
+        `end` with the same ticket frees the plan that the executor keeps for it.
         """
         ...
 
     def end(self, ticket: int) -> None:
-        """Free what `begin` set up for this ticket."""
+        """Free the plan that `begin` made for this ticket."""
         ...
 
 

@@ -1,9 +1,13 @@
 """`GraphExecutor`: decode steps and short prompts as replays of CUDA graphs.
 
 A step copies host arrays into static buffers, replays a graph, and fetches the tokens. Arrays are copied only if the rows or their pages
-changed. Steps over the same rows need nothing from the host, so the next step is launched before the host has seen the tokens of this one.
-It runs while the host post-processes them. A row that has ended becomes padding. If rows are added or pages change, the step that runs
-ahead is discarded. The last few tokens of a prompt whose other tokens are filled also run as rows of such a graph.
+changed.
+
+Steps over the same rows need nothing from the host. So the next step is launched before the host has seen the tokens of this one, and runs
+while the host post-processes them. A row that has ended becomes padding. If rows are added or pages change, the step that runs ahead is
+discarded.
+
+The last few tokens of a prompt whose other tokens are filled also run as rows of such a graph.
 """
 
 from collections.abc import Callable
@@ -69,8 +73,8 @@ def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable
 class GraphExecutor:
     """An executor that replays CUDA graphs.
 
-    It holds what cannot be a value: graphs, static buffers, attention plans, and compiled functions for models that the kernels do not
-    serve.
+    It holds the parts that cannot be values: graphs, static buffers, attention plans, and compiled functions for models that the kernels do
+    not serve.
     """
 
     def __init__(
@@ -175,8 +179,9 @@ class GraphExecutor:
 
     @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """Donates `carry`. Replay this step unless it already runs, launch the next one if that is allowed, and wait for this step's
-        tokens.
+        """Donates `carry`. Replay this step unless it already runs, and wait for its tokens.
+
+        The next step is launched before the wait, if it may run ahead.
         """
         self._require_weights(model)
         step, rows = self._current(carry)
@@ -262,7 +267,7 @@ class GraphExecutor:
                 self._forward(warm, kv, self._prompt(host), model.config)
                 bar.update()
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # graphs keep what they need; the rest was used by the warm-up runs
+        torch.cuda.empty_cache()  # graphs keep their memory; the rest was used by the warm-up runs
 
 
 def _usual_features(model: Model) -> dict[tensors.Features, None]:

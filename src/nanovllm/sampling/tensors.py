@@ -17,8 +17,9 @@ NO_IDS = np.empty(0, np.int32)
 
 
 class Features(NamedTuple):
-    """Which fields of a `Sampling` are on. Traced code specialises on them and on the shapes only, so they are the key
-    of a captured graph.
+    """Which fields of a `Sampling` are on.
+
+    Traced code specialises on them and on the shapes only, so they are the key of a captured graph.
     """
 
     temperature: bool = False

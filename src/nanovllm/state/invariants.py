@@ -78,7 +78,7 @@ def broken(number: int, detail: str, name: str = "") -> str:
     Returns:
         One line that begins with the number.
 
-    Example:
+    Examples:
         >>> broken(3, "page 5 has 2 owners")
         'invariant 3: page 5 has 2 owners. It says: A page is written only while it has exactly one owner.'
     """
@@ -99,7 +99,7 @@ def check(state: EngineState) -> None:
         DonatedStateError: The state was donated to a later call.
         InvalidRequestError: `state` is not an `EngineState`.
 
-    Example:
+    Examples:
         >>> import nanovllm as nv
         >>> model = nv.load_model("tiny", device="cpu")
         >>> state, chunk = nv.prefill(model, nv.init_state(model, num_pages=8), "Once upon a time,")
@@ -238,8 +238,9 @@ def _check_idle(index: PrefixIndex, indexed: set[int]) -> None:
 
 
 def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:
-    """Check that the index does not find pages after the first `num_exact` tokens by these tokens. It may find them by the tokens of their
-    prefill.
+    """Check that the index does not find pages after the first `num_exact` tokens by these tokens.
+
+    It may find them by the tokens of their prefill.
     """
     pairs = list(zip(pages, match(state.prefix, tokens.array()).tolist(), strict=False))[num_exact // state.config.page_size :]
     approximate = [page for page, indexed in pairs if page == indexed]

@@ -89,8 +89,9 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...], frame_copies: tuple[tuple[int, int], ...] = ()) -> KVState:
-    """Donates `kv`. Copy whole pages in all layers, from the first to the second page of each pair; `frame_copies` are the same pairs as
-    frames.
+    """Donates `kv`. Copy whole pages in all layers, from the first to the second page of each pair.
+
+    `frame_copies` are the frames of the same pairs.
     """
     if copies:
         of_pools = (copies,) * len(kv.pools) if not frame_copies else (copies, frame_copies)[-len(kv.pools) :]

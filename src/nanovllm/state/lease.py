@@ -69,7 +69,7 @@ class Lease:
 
 @runtime_checkable
 class Leased(Protocol):
-    """What a state knows of its runtime: it has a lease. `executor_of` returns the executor."""
+    """The part of a runtime that a state uses: its lease. `executor_of` returns the executor."""
 
     @property
     def lease(self) -> Lease:

@@ -42,8 +42,9 @@ def init_ages(num_pages: int) -> Ages:
 
 
 def add(ages: Ages, pages: np.ndarray) -> Ages:
-    """Add pages, each given once, in the order in which they may be taken. Raises `BrokenInvariantError` for a page
-    that is already in it.
+    """Add pages, each given once, in the order in which they may be taken.
+
+    Raises `BrokenInvariantError` for a page that is already in it.
     """
     if not len(pages):
         return ages

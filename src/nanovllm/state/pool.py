@@ -37,8 +37,9 @@ class Pool:
         return self.pages.num_free if self.frames is None else min(self.pages.num_free, self.frames.used.num_free)
 
     def spare(self, *, only_free: bool) -> int:
-        """The number of pages that an allocation could get while an eighth of the pool stays available. `only_free`: without evicting
-        pages.
+        """The number of pages that an allocation could get while an eighth of the pool stays available.
+
+        `only_free` leaves out pages that would have to be evicted.
         """
         pages = self.pages.num_free + (0 if only_free else self.prefix.num_idle) - self.pages.num_pages // 8
         if self.frames is None:

@@ -2,7 +2,7 @@
 
 **Enough frames.** By default an engine has as many frames as it can need at once while no chunk is alive. For each of `max_num_seqs`
 sequences these are the pages that a window spans, the pages that it gets ahead of need, and one more. The prompts of a step add the pages
-that they fill. It is at least the number of pages of one sequence of `max_model_len` tokens, so that a chunk of this length fits. Few
+that they fill. There are at least as many as one sequence of `max_model_len` tokens has pages, so that a chunk of this length fits. Few
 engines run so many sequences at full length, and unneeded frames serve prefix reuse. Chunks need frames for all their tokens: if you keep
 many chunks, set `num_frames`.
 
@@ -31,8 +31,8 @@ def pool_sizes(
     Args:
         config: The model's config.
         limits: The engine's limits.
-        num_pages: The number of pages, or None for the rules above.
-        num_frames: The number of frames, or None for the rules above.
+        num_pages: The number of pages, or None for the rules of this module.
+        num_frames: The number of frames, or None for the rules of this module.
         budget: Bytes of KV memory; required if `num_pages` is None.
         dtype: The dtype of keys and values.
 

@@ -249,7 +249,7 @@ class RequestOutput:
 
 
 class StepOutput(NamedTuple):
-    """What one `step` did for one request: the tokens that it sampled, and the whole result if they were the last.
+    """The result of one `step` for one request: the sampled tokens, and the whole result if the request ended.
 
     Attributes:
         request_id: The number that `submit` returned.

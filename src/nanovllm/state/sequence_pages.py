@@ -1,9 +1,9 @@
-"""The pages of one sequence: the pages it gets before it writes, the pages it writes, and the pages it leaves behind when it ends.
+"""The pages of one sequence: the pages it gets before it writes, the pages it writes, and the pages it gives up when it ends.
 
 A sequence reads pages that have other owners too, and writes only pages of its own. So before tokens run, `reserve` finds the missing
-pages. If the first of these tokens belongs into a shared page, it also gets a copy of that page. `give_up_pages` puts filled pages into the
-index, where this or another sequence with the same tokens finds them. `worth_taking` says whether indexed pages are better than the
-sequence's own. Pools and sequences that are passed in do not change.
+pages. If the first of these tokens belongs into a shared page, the sequence also gets a copy of that page. `give_up_pages` puts filled
+pages into the index, where this or another sequence with the same tokens finds them. `worth_taking` says whether indexed pages are better
+than the sequence's own. Pools and sequences that are passed in do not change.
 """
 
 from collections.abc import Sequence as Seq

@@ -1,7 +1,7 @@
 """`Frames`: the KV memory of layers with a sliding window, which has room for fewer pages than there are. Persistent.
 
 A page is `page_size` tokens of a sequence. Its number says where layers without a window keep its KV. Layers with a window keep it in a
-*frame* (the KV memory of a sliding-window page). A page has a frame only while somebody needs it: a token attends only to the window before
+*frame* (the KV memory of a sliding-window page). A page has a frame only while somebody needs it. A token attends only to the window before
 it, so a request gives up the frames before its window (`Sequence.retired`).
 
 A frame that nobody needs is spare. It keeps its contents, which a later request may reuse, until it is taken for another page. Spare frames

@@ -40,8 +40,8 @@ def compile_templates(sources: Mapping[str, str]) -> Render:
 def compile_template(source: str) -> Render:
     """Compile a template to a function from its variables to the prompt text.
 
-    Compiling never fails. Calling the function raises `InvalidRequestError` in three cases: the template does not compile, it raises (the
-    message is quoted), or it leaves the sandbox or a bound.
+    Compiling never fails. Calling the function raises `InvalidRequestError` if the template does not compile, if it raises, or if it leaves
+    the sandbox or a bound. The message quotes the template's own.
 
     Bounded are attributes (no private ones, no mutation), `range` (100,000 elements per call), repetition, powers, and the length of the
     output. The running time is not bounded: nested loops, and `~` or `join` inside a loop, may take long.

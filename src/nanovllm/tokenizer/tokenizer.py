@@ -51,8 +51,9 @@ class Tokenizer:
         return self.backend.encode(check_text(text), add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. An id that the tokenizer does not know gives no text, such as an id that only pads a
-        model's vocabulary.
+        """The text of token ids.
+
+        An id that the tokenizer does not know gives no text, such as an id that only pads a model's vocabulary.
         """
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -114,8 +115,9 @@ class Detokenizer:
         return replace(self, window=window[self.num_shown :], num_shown=len(window) - self.num_shown), piece
 
     def _in_byte_run(self, window: tuple[int, ...]) -> bool:
-        """Whether the window ends with byte tokens, apart from skipped tokens. These decode together: one bad byte at the end changes the
-        text before it.
+        """Whether the window ends with byte tokens, apart from skipped tokens.
+
+        These decode together: one bad byte at the end changes the text before it.
         """
         runs = self.tokenizer.byte_token_ids
         return bool(runs) and next((i in runs for i in reversed(window) if self.tokenizer.decode([i], self.skip_special_tokens)), False)

@@ -167,8 +167,9 @@ def _batch(rows: list[Tensor], pieces: list[Piece], width: int) -> Batch:
 
 
 def _require_agreement(found: Found, wanted: Tensor, got: Tensor, dtype: torch.dtype) -> None:
-    """Raise `CheckpointError` if the logits differ too much. In half precision most tokens must agree: a router may pick another expert by
-    rounding.
+    """Raise `CheckpointError` if the logits differ too much.
+
+    In half precision most tokens must agree: a router may pick another expert by rounding.
     """
     wide = torch.promote_types(wanted.dtype, torch.float32)
     errors = (got.to(wide) - wanted.to(wide)).square().mean(-1).sqrt() / wanted.to(wide).square().mean(-1).sqrt().clamp(min=1e-6)
