@@ -90,6 +90,16 @@ def test_a_bad_folder_is_refused_by_name_and_the_next_loads(fault: str, tmp_path
     assert load_model(save_hf_folder(tmp_path / "good", tiny_config()), device="cpu").params.head is not None
 
 
+def test_two_tensors_for_one_parameter_are_refused_by_name(tmp_path: Path) -> None:
+    """GPT-2's names may lack their prefix: a folder that has a tensor under both names does not say which one counts."""
+    folder = save_hf_folder(tmp_path, tiny_config("GPT2LMHeadModel"))
+    names = load_file(folder / "model.safetensors").keys()
+    assert "transformer.wte.weight" in names and "wte.weight" not in names
+    edit(lambda tensors: tensors.update({"wte.weight": torch.zeros_like(tensors["transformer.wte.weight"])}))(folder)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*\bwte\.weight.* transformer\.wte\.weight"):
+        load_model(folder, device="cpu")
+
+
 def test_remote_code_with_the_opt_in_uses_what_is_built_in(tmp_path: Path, capsys: pytest.CaptureFixture[str], untyped: None) -> None:
     folder = save_hf_folder(tmp_path, tiny_config())
     (folder / "modeling.py").write_text("raise SystemExit('the code of a checkpoint ran')")

@@ -1,5 +1,6 @@
 """`PageMachine`: reference counts and the free list against a dict (invariants 1, 2, 3 and 5)."""
 
+from collections import Counter
 from types import ModuleType
 
 from hypothesis import strategies as st
@@ -58,6 +59,24 @@ class PageMachine(RuleBasedStateMachine):
     def release(self, run: tuple[int, ...]) -> None:
         """One owner less; a free page is a double free."""
         if not set(run) <= set(self.shadow.owners):
+            return self._refused(self.ops.release, run)
+        self._move(self.ops.release(self.pages, run))
+        self.shadow.remove(run)
+
+    @rule(target=held, run=held)
+    def retain_twice(self, run: tuple[int, ...]):
+        """Two more owners by one call, which names each page twice."""
+        if not set(run) <= set(self.shadow.owners):
+            return multiple()
+        self._move(self.ops.retain(self.pages, (*run, *run)))
+        self.shadow.add((*run, *run))
+        return multiple(run, run)
+
+    @rule(first=consumes(held), second=consumes(held))
+    def release_both(self, first: tuple[int, ...], second: tuple[int, ...]) -> None:
+        """Two runs by one call: a page of both loses two owners, and is a double free where it had one."""
+        run = (*first, *second)
+        if any(count > self.shadow.owners.get(page, 0) for page, count in Counter(run).items()):
             return self._refused(self.ops.release, run)
         self._move(self.ops.release(self.pages, run))
         self.shadow.remove(run)
