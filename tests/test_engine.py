@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm.chunks import prefill, release, truncate
 from nanovllm.engine import cancel, step, submit
-from nanovllm.errors import OutOfPagesError
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.generate import generate, generate_many
 from nanovllm.init import init_state
 from nanovllm.invariants import check
@@ -305,6 +305,14 @@ def test_max_tokens():
 def test_the_end_of_the_model_is_length():
     out = serve(engine(max_model_len=10), [PROMPTS[0]], greedy(100))[1][0]
     assert (out.token_ids, out.finish_reason) == (REPLIES[0][:3], "length")
+
+
+def test_a_prompt_leaves_room_for_one_token():
+    state = engine(max_model_len=len(PROMPTS[0]) + 1)
+    with pytest.raises(InvalidRequestError, match="the prompt has 8 tokens; this engine holds at most 8, one of them generated"):
+        submit(MODEL, state, [*PROMPTS[0], 8], greedy(1))
+    out = serve(state, [PROMPTS[0]], greedy(9))[1][0]
+    assert (out.token_ids, out.finish_reason) == (REPLIES[0][:1], "length")
 
 
 def test_the_end_of_the_pool_is_length():

@@ -159,6 +159,12 @@ def test_chat_template_equals_that_of_transformers() -> None:
             assert tokenizer.apply_chat_template(messages, enable_thinking=think, **more) == expected[0]
 
 
+def test_variables_of_the_caller_win_over_special_tokens() -> None:
+    tokenizer = make_tokenizer(byte_tokenizer().backend, {"bos_token": "<s>", "eos_token": "</s>"}, "{{ bos_token }} {{ eos_token }}")
+    assert tokenizer.apply_chat_template([]) == "<s> </s>"
+    assert tokenizer.apply_chat_template([], bos_token="own") == "own </s>"
+
+
 @pytest.mark.parametrize(
     "options",
     [
