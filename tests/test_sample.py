@@ -290,6 +290,8 @@ def test_each_cut_sees_what_the_one_before_left():
     assert set(many(SamplingParams(top_p=0.55, top_k=2), logits, 300).tolist()) == {0}  # 0.4 / 0.7
     assert set(many(SamplingParams(top_p=0.55, min_p=0.6), logits, 300).tolist()) == {0}
     assert set(many(SamplingParams(top_p=0.6, min_p=0.6), logits, 300).tolist()) == {0, 1}
+    assert set(many(SamplingParams(top_k=3, min_p=0.6), logits, 300).tolist()) == {0, 1}
+    assert set(many(SamplingParams(top_k=1, min_p=0.6), logits, 300).tolist()) == {0}
     assert set(many(SamplingParams(min_p=0.6, temperature=2.0), logits, 300).tolist()) == {0, 1, 2}  # (0.2 / 0.4) ** 0.5 is 0.71
 
 

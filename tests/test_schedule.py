@@ -180,6 +180,21 @@ def test_what_a_preempted_request_had_filled_is_found_again():
     assert plan.num_reused == 0  # it had run before: nothing new is saved
 
 
+def test_the_youngest_that_waits_gives_its_context_up_first():
+    """The running request needs a page, and the pool's others are the contexts of two that wait."""
+    limits = config(num_pages=6, max_num_seqs=1)
+    pool, rows, _ = settled(start(limits, waiting(0, 4)))
+    contexts = []
+    for rid in (1, 2):
+        done = pools.allocate(pool, 2)
+        assert done is not None
+        pool, held = done
+        contexts.append(waiting(rid, 6).with_pages(IntVector.of(held), 4))
+    plan = schedule(pool, rows, queue(*contexts), limits)
+    assert ids(plan.decode) == [0] and ids(plan.waiting) == [1, 2]
+    assert [len(s.pages) for s in plan.waiting] == [2, 0]
+
+
 def test_a_plan_changes_nothing_that_was_passed_in():
     limits = config(num_pages=4)
     pool, running, left = settled(start(limits, waiting(0, 3), waiting(1, 3)))
