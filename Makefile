@@ -54,7 +54,7 @@ eval-reuse: $(STAMP)
 
 # What docs/parity.md shows: every architecture beside transformers.
 parity: $(STAMP)
-	$(BIN)/python -m nanovllm.testing.parity --out docs/parity
+	$(BIN)/python -m tests.parity --out docs/parity
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import nanovllm
-from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.entrypoints.llm import LLM
+from nanovllm.sampling.params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -24,38 +24,37 @@ def bugs(file: str, tests: tuple[str, ...], *changes: tuple[str, str, str]) -> l
 
 
 PAGES = ("tests/state/test_pages.py",)
-PREFIX = ("tests/state/test_prefix.py",)
+PREFIX = ("tests/state/test_prefix_cache.py",)
 SEQUENCE_PAGES = ("tests/state/test_sequence_pages.py",)
-FRAMES = ("tests/state/test_frames.py",)
-WINDOWS = ("tests/test_windows.py",)
+FRAMES = ("tests/state/test_window_frames.py",)
+WINDOWS = ("tests/engine/test_windows.py",)
 STEADY = ("tests/state/test_steady.py",)
 REQUEST = ("tests/state/test_request.py",)
-SCHEDULER = ("tests/test_schedule.py",)
-ENGINE = ("tests/test_engine.py",)
-GENERATE = ("tests/test_generate.py",)
-SESSION = ("tests/test_session.py", "tests/test_donation.py")
-OUTPUT = ("tests/test_settle.py",)
+SCHEDULER = ("tests/engine/test_scheduler.py",)
+STEP = ("tests/engine/test_step.py",)
+GENERATE = ("tests/chunks/test_generate.py",)
+SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
+OUTPUT = ("tests/engine/test_output.py",)
 CUTS = (
-    "tests/test_sample.py::test_ties_at_every_cut_are_kept_together",
-    "tests/test_sample.py::test_a_mass_that_is_reached_exactly_needs_no_further_token",
-    "tests/test_sample.py::test_a_token_at_exactly_min_p_counts_for_the_mass",
-    "tests/test_sample.py::test_each_cut_sees_what_the_one_before_left",
+    "tests/sampling/test_sampler.py::test_ties_at_every_cut_are_kept_together",
+    "tests/sampling/test_sampler.py::test_a_mass_that_is_reached_exactly_needs_no_further_token",
+    "tests/sampling/test_sampler.py::test_a_token_at_exactly_min_p_counts_for_the_mass",
+    "tests/sampling/test_sampler.py::test_each_cut_sees_what_the_one_before_left",
 )
-COMPOSE = ("tests/test_compose.py",)
-CHUNKS = ("tests/test_chunks.py",)
-CHUNK_FILES = ("tests/test_chunk_file.py",)
-STORE = ("tests/state/test_store.py",)
-TOKENIZER = ("tests/test_tokenizer.py",)
-TOKENIZER_FILES = ("tests/test_tokenizer_files.py",)
-WEIGHTS = ("tests/test_weights.py",)
-HEADERS = ("tests/test_headers.py",)
-CONFIG = ("tests/test_config.py",)
-SHARING = ("tests/test_sharing.py",)
-AHEAD = ("tests/test_ahead.py",)
-CASCADE = ("tests/ops/test_cascade.py",)
-CONTEXT = ("tests/test_context.py",)
-HUB = ("tests/test_checkpoint_folder.py",)
-LAYOUT = ("tests/test_compose_layout.py",)
+COMPOSE = ("tests/chunks/test_compose.py",)
+HANDLES = ("tests/chunks/test_handles.py",)
+CHUNK_FILES = ("tests/chunks/storage/test_file.py",)
+STORE = ("tests/chunks/storage/test_store.py",)
+TOKENIZER = ("tests/tokenizer/test_tokenizer.py",)
+TOKENIZER_FILES = ("tests/loading/test_tokenizer_files.py",)
+WEIGHTS = ("tests/loading/test_weights.py",)
+HEADERS = ("tests/loading/test_safetensors_headers.py",)
+CONFIG = ("tests/models/common/test_hf_config.py",)
+CASCADE_POLICY = ("tests/executor/test_cascade_policy.py",)
+RUN_AHEAD = ("tests/executor/test_run_ahead.py",)
+CASCADE = ("tests/ops/attention/test_cascade.py",)
+HUB = ("tests/loading/test_hub.py",)
+LAYOUT = ("tests/chunks/test_layout.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # State
@@ -66,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a page retained twice by one call counts once", "owners + times", "owners + 1"),
     ),
     *bugs(
-        "state/prefix.py",
+        "state/prefix_cache.py",
         PREFIX,
         (
             "an eviction goes on past its count",
@@ -92,10 +91,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "if len(matched) * page_size <= sequence.num_filled:",
             "if len(matched) * page_size < sequence.num_filled:",
         ),
-    ),
-    *bugs(
-        "state/sequence_pages.py",
-        SEQUENCE_PAGES + ENGINE,
         (
             "approximate KV enters the index on preemption",
             "tokens = sequence.tokens.array(0, sequence.num_exact)",
@@ -113,17 +108,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a pushed back request is not first", "head=min(self.head, rid) if self.items else rid", "head=self.head if self.items else rid"),
     ),
     *bugs(
-        "state/frames.py",
+        "state/window_frames.py",
         WINDOWS,
         ("a window retires a page too early", "- window + 1) // page_size", "- window + 2) // page_size"),
     ),
     *bugs(
-        "state/frames.py",
+        "state/window_frames.py",
         FRAMES,
         ("one frame too many for a window", "return 1 + -(-(window - 1) // page_size)", "return 1 + -(-window // page_size)"),
     ),
     *bugs(
-        "state/ages.py",
+        "state/lru.py",
         FRAMES,
         (
             "spare frames are taken youngest first",
@@ -136,10 +131,16 @@ MUTANTS: tuple[Mutant, ...] = (
         FRAMES,
         ("a retired page is not reused", "served = np.flatnonzero(behind <= retired)", "served = np.flatnonzero(behind < retired)"),
     ),
-    # Scheduler and steps
     *bugs(
-        "schedule.py",
-        SCHEDULER + ENGINE,
+        "state/steady.py",
+        STEADY,
+        ("the first row is taken for the first to end", "first_end=int(left.min()), steps=steps", "first_end=int(left[0]), steps=steps"),
+        ("a stop token of one row ends another row", "if token in self.base[row].request.stop_ids", "if token in self.stop_ids"),
+    ),
+    # Engine
+    *bugs(
+        "engine/scheduler.py",
+        SCHEDULER + STEP,
         (
             "the copy of a shared tail needs no page",
             "spare = self.pool.num_available - shares_tail(self.pool, sequence, size)",
@@ -155,26 +156,25 @@ MUTANTS: tuple[Mutant, ...] = (
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
     ),
     *bugs(
-        "engine.py",
-        ENGINE,
+        "engine/step.py",
+        STEP,
         ("a request waits after a row has ended", "steps=0 if state.waiting else after.steps)", "steps=after.steps)"),
-        ("all requests of an engine have one seed", "SeedSequence((seed, request_id))", "SeedSequence((seed, 0))"),
     ),
     *bugs(
-        "schedule.py",
+        "engine/requests.py",
+        STEP,
+        ("all requests of an engine have one seed", "SeedSequence((seed, request_id))", "SeedSequence((seed, 0))"),
+        ("a prompt as long as the engine is accepted", "if num_prompt >= limit:", "if num_prompt > limit:"),
+    ),
+    *bugs(
+        "engine/scheduler.py",
         SCHEDULER,
         ("a request that fits exactly waits", "return missing <= free - idle", "return missing < free - idle"),
         ("idle pages of a prompt count twice", "return missing <= free - idle", "return missing <= free"),
     ),
     *bugs(
-        "state/steady.py",
-        STEADY,
-        ("the first row is taken for the first to end", "first_end=int(left.min()), steps=steps", "first_end=int(left[0]), steps=steps"),
-        ("a stop token of one row ends another row", "if token in self.base[row].request.stop_ids", "if token in self.stop_ids"),
-    ),
-    *bugs(
-        "settle.py",
-        ENGINE,
+        "engine/output.py",
+        STEP,
         (
             "length wins over a stop",
             "    if token in request.stop_ids or (",
@@ -187,7 +187,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "settle.py",
+        "engine/output.py",
         OUTPUT,
         (
             "a stop string ends at its last place",
@@ -199,15 +199,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "begin = max(0, len(text) - max(map(len, strings)) + 1)",
             "begin = max(0, len(text) - max(map(len, strings)) + 2)",
         ),
-    ),
-    *bugs(
-        "settle.py",
-        OUTPUT + ENGINE,
         ("the stop token is in the text", "        ids.pop()\n", "        pass\n"),
         ("the decode speed counts the first token", "decode_tokens_per_second=(generated - 1)", "decode_tokens_per_second=generated"),
     ),
     *bugs(
-        "streams.py",
+        "tokenizer/stream.py",
         OUTPUT,
         (
             "a stop string is not held back whole",
@@ -215,14 +211,9 @@ MUTANTS: tuple[Mutant, ...] = (
             "for length in range(min(len(text), len(string) - 2), longest, -1):",
         ),
     ),
-    *bugs(
-        "engine.py",
-        ENGINE + CONTEXT + CHUNKS,
-        ("a prompt as long as the engine is accepted", "if num_prompt >= limit:", "if num_prompt > limit:"),
-    ),
     # Sampling
     *bugs(
-        "sample.py",
+        "sampling/sampler.py",
         CUTS,
         ("top-p keeps a token more at the boundary", "sums_BC - weights_BC < wanted_B1", "sums_BC - weights_BC <= wanted_B1"),
         ("min-p drops a token at the boundary", "(sorted_BC >= least_B1)", "(sorted_BC > least_B1)"),
@@ -239,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Chunks and their files
     *bugs(
-        "compose_layout.py",
+        "chunks/layout.py",
         LAYOUT,
         (
             "later gaps are lost where a gap is cut",
@@ -259,8 +250,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "chunks.py",
-        CHUNKS,
+        "chunks/handles.py",
+        HANDLES,
         (
             "a truncated chunk keeps its last page",
             "pages=chunk.pages.truncate(pages_for(length, page_size)),",
@@ -268,8 +259,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "chunks.py",
-        CHUNKS + COMPOSE,
+        "chunks/handles.py",
+        COMPOSE,
         (
             "a truncated chunk keeps the gap at its end",
             "gaps=tuple(gap for gap in chunk.gaps if gap[0] < length),",
@@ -277,12 +268,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "chunks.py",
-        CHUNKS + GENERATE,
+        "chunks/handles.py",
+        GENERATE,
         ("spare pages of a reply stay taken", "pool = pools.release(state.pool, spare.tolist())", "pool = state.pool"),
     ),
     *bugs(
-        "chunk_format.py",
+        "chunks/storage/format.py",
         CHUNK_FILES,
         (
             "two tokens at one position are loaded",
@@ -291,7 +282,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "chunk_file.py",
+        "chunks/storage/file.py",
         CHUNK_FILES,
         ("a token id of the vocabulary's size is loaded", "(head.tokens >= config.vocab_size)", "(head.tokens > config.vocab_size)"),
         (
@@ -301,7 +292,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "state/store.py",
+        "chunks/storage/store.py",
         STORE,
         (
             "the most recently used chunk goes first",
@@ -311,21 +302,36 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a store that is just full evicts", "            if size <= limit:\n", "            if size < limit:\n"),
         ("a chunk as long as the prompt is passed over", "entry.num_tokens <= len(tokens)", "entry.num_tokens < len(tokens)"),
     ),
+    *bugs(
+        "chunks/session.py",
+        SESSION,
+        ("a session's last room is refused", "if len(sequence.tokens) + room > limit:", "if len(sequence.tokens) + room >= limit:"),
+        (
+            "a filled context without steps is not reused",
+            "reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)",
+            "reused = 0",
+        ),
+    ),
+    *bugs(
+        "chunks/generate.py",
+        GENERATE,
+        ("replies that fit exactly are refused", "    if needed > available:\n", "    if needed >= available:\n"),
+    ),
     # Text
     *bugs(
-        "chat_template.py",
+        "tokenizer/chat_template.py",
         TOKENIZER,
         ("tojson ignores sort_keys", "separators=separators, sort_keys=sort_keys)", "separators=separators)"),
         ("tojson ignores separators", "separators=separators, sort_keys=sort_keys)", "sort_keys=sort_keys)"),
     ),
     *bugs(
-        "chat_template.py",
+        "tokenizer/chat_template.py",
         TOKENIZER + TOKENIZER_FILES,
         ("tools without a template of their own", '(usual if variables.get("tools") is None else with_tools)', "usual"),
         ("a model without a default template gets another", ") or other)(variables)", ") or with_tools)(variables)"),
     ),
     *bugs(
-        "tokenizer.py",
+        "tokenizer/tokenizer.py",
         TOKENIZER + TOKENIZER_FILES,
         (
             "special tokens win over the caller's variables",
@@ -335,7 +341,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Loading
     *bugs(
-        "weights.py",
+        "loading/weights.py",
         WEIGHTS,
         ("two tensors map to one parameter", "        if name in named:\n", "        if False:\n"),
         (
@@ -346,8 +352,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("equal heads are compared by their first bytes", "            left -= size\n", "            left = 0\n"),
     ),
     *bugs(
-        "headers.py",
-        HEADERS + WEIGHTS,
+        "loading/safetensors_headers.py",
+        HEADERS,
         (
             "a tensor is in another shard than the index says",
             "if places is not None and places.get(name) != file:",
@@ -355,7 +361,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "checkpoint_folder.py",
+        "loading/hub.py",
         HUB,
         ("an ambiguous commit is taken for the first", "    if len(found) == 1:\n", "    if found:\n"),
     ),
@@ -368,10 +374,10 @@ MUTANTS: tuple[Mutant, ...] = (
             "if max_model_len is None or max_model_len < usual:",
         ),
     ),
-    # Shared pages, run-ahead, decode
+    # Decode steps, run-ahead, shared pages
     *bugs(
-        "sharing.py",
-        SHARING,
+        "executor/cascade_policy.py",
+        CASCADE_POLICY,
         ("a page that a query sees in part is shared", "int(whole[group].min()))", "int(whole[group].max()))"),
         (
             "steps just worth sharing are not",
@@ -385,35 +391,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "ops/cascade.py",
-        CASCADE,
-        ("the window is a token wider", "hidden |= at < visible[:, None] - window", "hidden |= at < visible[:, None] - window - 1"),
-    ),
-    *bugs(
-        "run_ahead.py",
-        AHEAD,
+        "executor/run_ahead.py",
+        RUN_AHEAD,
         ("a row that only reads runs ahead", "s.pages.length * page_size if s.todo else 0,", "s.pages.length * page_size,"),
         ("a row with just enough room stops the others", "in rooms if room < wanted)", "in rooms if room <= wanted)"),
         ("equal rows change places", 'kind="stable")] = np.arange(len(rows))', 'kind="stable")[::-1]] = np.arange(len(rows))'),
     ),
     *bugs(
-        "decode.py",
+        "executor/decode.py",
         SESSION,
         ("a stepped carry is accepted", "    if ran != num_steps:\n", "    if ran < num_steps:\n"),
     ),
     *bugs(
-        "session.py",
-        SESSION,
-        ("a session's last room is refused", "if len(sequence.tokens) + room > limit:", "if len(sequence.tokens) + room >= limit:"),
-        (
-            "a filled context without steps is not reused",
-            "reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)",
-            "reused = 0",
-        ),
-    ),
-    *bugs(
-        "generate.py",
-        GENERATE,
-        ("replies that fit exactly are refused", "    if needed > available:\n", "    if needed >= available:\n"),
+        "ops/attention/cascade.py",
+        CASCADE,
+        ("the window is a token wider", "hidden |= at < visible[:, None] - window", "hidden |= at < visible[:, None] - window - 1"),
     ),
 )

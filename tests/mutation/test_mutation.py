@@ -3,8 +3,9 @@
 from itertools import groupby
 
 import pytest
-from mutants import MUTANTS, Mutant
-from mutation_run import PACKAGE, ROOT, Verdict, fails_without_mutants, judged
+
+from tests.mutation.mutants import MUTANTS, Mutant
+from tests.mutation.runner import PACKAGE, ROOT, Verdict, fails_without_mutants, judged
 
 SHARE = 0.95
 
