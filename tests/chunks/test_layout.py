@@ -1,7 +1,8 @@
 """Layouts of chunks made of chunks, token by token: every slot, every page that is shared, and by how much each key turns."""
 
-from itertools import count
+from itertools import count, islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,39 +44,52 @@ def placed(layout: Layout, before: list[Cell], positions: list[int], size: int, 
     return made
 
 
+def dropped(chunk: Chunk, how: str, start: int, stop: int, size: int, fresh: count) -> Chunk:
+    """The chunk without a span, its layout checked."""
+    cells, positions = cells_of(chunk, size), chunk.positions.tolist()
+    if how == "shifted":
+        following = count(positions[start - 1] + 1 if start else 0)
+        layout, wanted = shifted(chunk, start, stop, size), [*positions[:start], *islice(following, len(cells) - stop)]
+    else:
+        layout, wanted = gapped(chunk, start, stop, size), positions[:start] + positions[stop:]
+        assert (stop - start) % size or layout.num_fresh <= 1
+    assert layout.num_exact == min(chunk.num_exact, start)
+    return placed(layout, cells[:start] + cells[stop:], wanted, size, fresh)
+
+
+def whole(num_tokens: int, size: int, numbers: count, fresh: count) -> Chunk:
+    """A chunk without gaps, of tokens and pages that no other chunk has."""
+    tokens, pages = islice(numbers, num_tokens), islice(fresh, pages_for(num_tokens, size))
+    return chunk_of(IntVector.of(list(tokens)), IntVector.of(list(pages)), num_tokens, ())
+
+
+@pytest.mark.parametrize("how", ["shifted", "gapped"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_second_span_beside_a_gap(how: str, size: int) -> None:
+    """It ends before the gap, at it, one token before it and after it, or begins there."""
+    for start in range(8):
+        for stop in range(start + 1, 9):
+            fresh = count()
+            once = dropped(whole(11, size, count(), fresh), "gapped", 5, 7, size, fresh)
+            assert once.gaps == ((5, 2),)
+            dropped(once, how, start, stop, size, fresh)
+
+
 @given(st.data())
 def test_every_token_is_where_its_kv_is_taken_to(data):
     size, fresh, numbers = data.draw(st.sampled_from([1, 2, 3])), count(), count()
-
-    def plain():
-        tokens = [next(numbers) for _ in range(data.draw(st.integers(1, 9)))]
-        pages = [next(fresh) for _ in range(pages_for(len(tokens), size))]
-        return chunk_of(IntVector.of(tokens), IntVector.of(pages), len(tokens), ())
-
-    chunks = [plain()]
+    chunks = [whole(data.draw(st.integers(1, 9)), size, numbers, fresh)]
     for _ in range(data.draw(st.integers(1, 5))):
-        how = data.draw(st.sampled_from(["plain", "joined", "shifted", "gapped", "gapped"]))
+        how = data.draw(st.sampled_from(["whole", "joined", "shifted", "gapped", "gapped"]))
         chunk = data.draw(st.sampled_from(chunks))
-        if how == "plain":
-            chunks.append(plain())
+        if how == "whole":
+            chunks.append(whole(data.draw(st.integers(1, 9)), size, numbers, fresh))
         elif how == "joined":
             parts = data.draw(st.lists(st.sampled_from(chunks), min_size=1, max_size=3))
             before = [cell for part in parts for cell in cells_of(part, size)]
             layout = joined(parts, IntVector.of([token for token, _, _ in before]), size)
             chunks.append(placed(layout, before, list(range(len(before))), size, fresh))
         elif len(chunk) > 2:
-            places = [at for at, _ in chunk.gaps if at < len(chunk) - 1]
-            start = data.draw(st.sampled_from(places) if places and data.draw(st.booleans()) else st.integers(0, len(chunk) - 2))
+            start = data.draw(st.integers(0, len(chunk) - 2))
             stop = data.draw(st.integers(start + 1, len(chunk) - 1))
-            cells = cells_of(chunk, size)
-            before, positions = cells[:start] + cells[stop:], chunk.positions.tolist()
-            if how == "shifted":
-                following = range(positions[start - 1] + 1 if start else 0, 1000)
-                wanted = [*positions[:start], *following[: len(cells) - stop]]
-            else:
-                wanted = positions[:start] + positions[stop:]
-            layout = (shifted if how == "shifted" else gapped)(chunk, start, stop, size)
-            assert layout.num_exact == min(chunk.num_exact, start)
-            if how == "gapped" and (stop - start) % size == 0:
-                assert layout.num_fresh <= 1
-            chunks.append(placed(layout, before, wanted, size, fresh))
+            chunks.append(dropped(chunk, how, start, stop, size, fresh))

@@ -43,8 +43,15 @@ CUTS = (
 )
 COMPOSE = ("tests/chunks/test_compose.py",)
 HANDLES = ("tests/chunks/test_handles.py",)
-CHUNK_FILES = ("tests/chunks/storage/test_file.py",)
-STORE = ("tests/chunks/storage/test_store.py",)
+CHUNK_FILES = (
+    "tests/chunks/storage/test_file.py::test_ids_that_do_not_fit_are_refused",
+    "tests/chunks/storage/test_file.py::test_shared_pages_are_not_written",
+)
+STORE = (
+    "tests/chunks/storage/test_store.py::test_the_longest_exact_prefix",
+    "tests/chunks/storage/test_store.py::test_the_least_recently_used_goes_first",
+    "tests/chunks/storage/test_store.py::test_a_larger_limit_before",
+)
 TOKENIZER = ("tests/tokenizer/test_tokenizer.py",)
 TOKENIZER_FILES = ("tests/loading/test_tokenizer_files.py",)
 WEIGHTS = ("tests/loading/test_weights.py",)
