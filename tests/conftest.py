@@ -1,7 +1,7 @@
 """One thread, because machines are shared, and a Hypothesis profile that draws the same examples every time.
 
 `HYPOTHESIS_PROFILE` chooses the profile. `ci`, the default, shrinks a failing example for a few seconds at most. `dev` has the same
-examples and shrinks for as long as Hypothesis likes to, so that it reports the smallest one. `nightly` has other examples every time.
+examples and shrinks them without this limit, up to five minutes. `nightly` has other examples every time.
 """
 
 import os
@@ -32,7 +32,7 @@ settings.register_profile("nightly", **COMMON)  # the machines run many more exa
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 if PROFILE == "ci":
-    engine.MAX_SHRINKING_SECONDS = SHRINKING  # which Hypothesis leaves for users to change
+    engine.MAX_SHRINKING_SECONDS = SHRINKING  # Hypothesis lets users change it; its warning speaks of five minutes all the same
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Layouts of chunks made of chunks, token by token: every slot, every page that is shared, and by how much each key turns."""
+"""Layouts of chunks made of chunks, token by token: every slot, every shared page, and the rotation of each key."""
 
 from itertools import count, islice
 
@@ -11,7 +11,7 @@ from nanovllm.state.chunk import EXACT, Chunk, Provenance
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.vector import IntVector
 
-Cell = tuple[int, int, int]  # a token, the slot of its KV, the position that its key was turned for
+Cell = tuple[int, int, int]  # a token, the slot of its KV, the position that its key was rotated for
 
 
 def chunk_of(tokens: IntVector, pages: IntVector, num_exact: int, gaps: tuple[tuple[int, int], ...]) -> Chunk:
@@ -65,7 +65,7 @@ def whole(num_tokens: int, size: int, numbers: count, fresh: count) -> Chunk:
 
 @pytest.mark.parametrize("how", ["shifted", "gapped"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_second_span_beside_a_gap(how: str, size: int) -> None:
+def test_a_second_span_near_a_gap(how: str, size: int) -> None:
     """It ends before the gap, at it, one token before it and after it, or begins there."""
     for start in range(8):
         for stop in range(start + 1, 9):

@@ -105,7 +105,7 @@ def on_context(request_id, context, num_tokens, max_tokens=4):
 
 
 def test_the_copy_of_a_shared_page_is_counted_before_a_prompt_is_cut():
-    """Of the eleven tokens a page is missing until the older request has ended: they run in two pieces, and nothing is preempted."""
+    """A page is missing for the last of eleven tokens until the older request has ended. They run in two pieces, without preemption."""
     limits = config(num_pages=8)
     pool, (older, context), _ = settled(start(limits, waiting(0, 3, max_tokens=2), waiting(1, 3)))
     asked = on_context(2, context, 8)
@@ -145,7 +145,7 @@ def test_shared_pages_are_not_missing(num_tokens, running):
 
 @pytest.mark.parametrize(("num_tokens", "running"), [(9, [2, 3]), (10, [2])])
 def test_idle_pages_that_a_prompt_begins_with_are_not_available_too(num_tokens, running):
-    """5 pages are available, two of which the prompt begins with: they are its own already, and nothing that it could take."""
+    """5 pages are available, and the prompt begins with two of them: these two cannot hold its other tokens too."""
     limits, pool, rows, asked = sharing(num_tokens)
     pool = pools.release(pool, rows[0].pages)
     other = schedule(pool, [], queue(waiting(2, 5)), limits)

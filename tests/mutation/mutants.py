@@ -1,7 +1,7 @@
-"""Small bugs that tests must find: each is one changed line of the package, with the tests that should notice it.
+"""Small bugs that tests must find. Each changes one line of the package and names the tests that should fail on it.
 
-They are of four kinds that tests miss easily: inputs that are too symmetric, work in vain that leaves the tokens right, exact boundaries,
-and branches that only raise.
+Most are of four kinds that tests miss easily. Inputs are too symmetric to show them, they cost time or memory and leave the tokens right,
+they lie exactly at a boundary, or they are in a branch that only raises an error.
 """
 
 from dataclasses import dataclass
@@ -249,7 +249,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "for at, offset in chunk.gaps if at <= stop), default=0)",
             "for at, offset in chunk.gaps if at < stop), default=0)",
         ),
-        ("keys turn as if there were no gaps", "pieces.append((stop - at, place - offset))", "pieces.append((stop - at, place))"),
+        ("keys rotate as if there were no gaps", "pieces.append((stop - at, place - offset))", "pieces.append((stop - at, place))"),
         (
             "drop by shift keeps a gap at its start",
             "shared, gaps = start // page_size, tuple(gap for gap in chunk.gaps if gap[0] < start)",

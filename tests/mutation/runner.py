@@ -1,4 +1,4 @@
-"""Plant small bugs one at a time in a copy of the package, and see whether the tests that should find each one do.
+"""Plant small bugs one at a time in a copy of the package, and run the tests that should find them.
 
 Run some by name, or all without a name: `python -m tests.mutation "an eviction goes on past its count"`.
 """
