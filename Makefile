@@ -48,9 +48,9 @@ test-gpu: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/nanovllm bench
 
-# What docs/reuse-quality.md shows; its table is the output.
+# What docs/explanation/reuse-quality.md shows; its table is the output.
 eval-reuse: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/reuse-quality
+	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/explanation/reuse-quality
 
 # What docs/parity.md shows: every architecture beside transformers.
 parity: $(STAMP)
