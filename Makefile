@@ -10,7 +10,7 @@ EXTRAS := dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(COMMA)cuda)
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-gpu lint bench eval-reuse parity clean
+.PHONY: setup demo test test-long test-gpu lint bench eval-reuse parity clean
 
 setup: $(STAMP)
 
@@ -34,9 +34,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 
 # Three runs: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook;
 # Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
 test: lint
-	$(PYTEST) -m "not compile and not gpu and not interpret" --jaxtyping-packages=nanovllm,beartype.beartype
-	$(PYTEST) -m "compile and not gpu"
-	TRITON_INTERPRET=1 $(PYTEST) -m interpret
+	$(PYTEST) -m "not compile and not gpu and not interpret and not long" --jaxtyping-packages=nanovllm,beartype.beartype
+	$(PYTEST) -m "compile and not gpu and not long"
+	TRITON_INTERPRET=1 $(PYTEST) -m "interpret and not long"
+
+# The work of minutes that `make test` leaves out.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -q -m "long and not gpu"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
