@@ -69,9 +69,9 @@ reference: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/nanovllm bench
 
-# What docs/reuse-quality.md shows; its table is the output.
+# What docs/explanation/reuse-quality.md shows; its table is the output.
 eval-reuse: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/reuse-quality
+	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/explanation/reuse-quality
 
 # The page docs/reference/parity.md: every architecture compared with transformers.
 parity: $(DEV)

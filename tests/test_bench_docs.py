@@ -1,4 +1,4 @@
-"""docs/performance.md: its figures are those of the files in bench/results."""
+"""docs/explanation/performance.md: its figures are those of the files in bench/results."""
 
 import json
 import sys

@@ -43,7 +43,7 @@ def test_the_structure_names_every_file():
 
 def test_quoted_sources_stand_there():
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src/nanovllm/models").glob("*.py")]
-    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8"), re.S)
+    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/add-a-model.md").read_text(encoding="utf-8"), re.S)
     assert len(quoted) == 4
     for code in quoted:
         assert any(code in source for source in sources), code

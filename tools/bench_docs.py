@@ -1,4 +1,4 @@
-"""The figures in docs/performance.md and README.md, from the JSON files of `nanovllm bench`: tables and pictures between markers.
+"""The figures in docs/explanation/performance.md and README.md, from the JSON files of `nanovllm bench`: tables and pictures between markers.
 
     nanovllm bench --output bench/results/h200-bench.json
     nanovllm bench --model qwen3-8b --output bench/results/h200-8b.json
@@ -21,7 +21,7 @@ from nanovllm.bench.plot import draw
 from nanovllm.bench.report import markdown, table
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "docs/performance.md", ROOT / "README.md")
+DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "README.md")
 BLOCK = re.compile(r"(<!-- (bench|brief|families): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {

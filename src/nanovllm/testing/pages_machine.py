@@ -91,10 +91,10 @@ class PageMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         """Counts and free pages are the shadow's."""
         counts = dict(self.pages.refcounts.items())
-        expect(counts == self.shadow.owners, f"invariant 1: counts {counts}, owners {self.shadow.owners}")
+        expect(counts == self.shadow.owners, f"counts {counts}, owners {self.shadow.owners}", invariant=1)
         free = self.ops.free_pages(self.pages)
-        expect(len(free) == len(set(free)) == self.pages.num_free, f"invariant 2: free list {free} of {self.pages.num_free}")
-        expect(set(free) == self.shadow.free, f"invariant 2: free {free}, expected {self.shadow.free}")
+        expect(len(free) == len(set(free)) == self.pages.num_free, f"free list {free} of {self.pages.num_free}", invariant=2)
+        expect(set(free) == self.shadow.free, f"free {free}, expected {self.shadow.free}", invariant=2)
 
     @invariant()
     def old_values_stand(self) -> None:
