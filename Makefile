@@ -75,7 +75,7 @@ eval-reuse: $(DEV)
 
 # The page docs/reference/parity.md: every architecture compared with transformers.
 parity: $(DEV)
-	$(BIN)/python -m nanovllm.testing.parity --out docs/reference/parity
+	$(BIN)/python -m tests.parity --out docs/reference/parity
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,29 +1,26 @@
-"""docs/explanation/performance.md: its figures are those of the files in bench/results."""
+"""The documents: their figures are those of the files in benchmarks/results."""
 
 import json
-import sys
 from pathlib import Path
 
-from nanovllm.bench.report import markdown
+from benchmarks import write_docs as bench_docs
+from nanovllm.entrypoints.cli.bench.report import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
 
-import bench_docs  # noqa: E402
-
-RESULTS = ROOT / "bench/results"
+RESULTS = ROOT / "benchmarks/results"
 
 
 def test_the_documents_say_what_was_measured() -> None:
     shown = {}
     for document in bench_docs.DOCUMENTS:
         text = document.read_text(encoding="utf-8")
-        assert bench_docs.filled(text, RESULTS) == text, "run tools/bench_docs.py"
+        assert bench_docs.filled(text, RESULTS) == text, "run benchmarks/write_docs.py"
         assert "No figures yet" not in text and "cut short" not in text
         found = bench_docs.pictures(text, RESULTS)
         shown |= found
         for name, picture in found.items():
-            assert (document.parent / name).read_text(encoding="utf-8") == picture, "run tools/bench_docs.py"
+            assert (document.parent / name).read_text(encoding="utf-8") == picture, "run benchmarks/write_docs.py"
     assert {"performance-h200-bench.svg", "performance-cpu-tiny-bench.svg"} <= set(shown)
 
 

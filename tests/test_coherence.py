@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 import nanovllm as nv
-from nanovllm import chat
-from nanovllm.llm import LLM
+from nanovllm.entrypoints.cli import chat
+from nanovllm.entrypoints.llm import LLM
 
 STORY = "Once upon a time, in a small village by the sea,"
 FACT = "The capital of Aistonia is Velmora."

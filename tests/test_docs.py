@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import nanovllm as nv
-from nanovllm import cli
+from nanovllm.entrypoints.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -85,7 +85,7 @@ def anchors(document: Path) -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_paths_and_links_exist(document: Path) -> None:
     text = FENCE.sub("", text_of(document))
-    places = (ROOT, ROOT / "src/nanovllm", document.parent, *((ROOT / "tools",) if document.name == "tiny-model.md" else ()))
+    places = (ROOT, ROOT / "src/nanovllm", document.parent, *((ROOT / "tools/tiny_model",) if document.name == "tiny-model.md" else ()))
     for name in NAMED.findall(text):
         assert name in OF_CALLERS or any((place / name).exists() for place in places), f"{document.name} names {name}"
     for link, anchor in LINKED.findall(text):
@@ -178,7 +178,7 @@ def arguments_of(line: str) -> list[str]:
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if command_lines(d)], ids=name_of)
 def test_command_lines_are_understood(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = cli.build_parser()
+    parser = build_parser()
     for line in command_lines(document):
         arguments = arguments_of(line)
         try:
@@ -196,8 +196,8 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_feature_table_has_the_figures_that_were_measured() -> None:
-    ours = json.loads((ROOT / "bench/results/h200-bench.json").read_text())
-    peers = json.loads((ROOT / "bench/results/h200-peers.json").read_text())["models"][ours["model"]]
+    ours = json.loads((ROOT / "benchmarks/results/h200-bench.json").read_text())
+    peers = json.loads((ROOT / "benchmarks/results/h200-peers.json").read_text())["models"][ours["model"]]
     text = text_of(ROOT / "README.md")
     for key, words in (("b1_decode_tok_s", "1 sequence"), ("b64_decode_tok_s", "64 sequences")):
         figures = [ours[key], peers["vLLM 0.26.0"][key], peers["nano-vllm"][key]]

@@ -35,7 +35,9 @@ def test_what_a_report_holds_has_a_public_name() -> None:
 
 def test_import_needs_no_test_tools() -> None:
     hide = "import sys; sys.modules.update(dict.fromkeys(['hypothesis', 'pytest', 'matplotlib']))"
-    subprocess.run([sys.executable, "-c", f"{hide}; import nanovllm, nanovllm.cli, nanovllm.bench"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"{hide}; import nanovllm, nanovllm.entrypoints.cli.main, nanovllm.entrypoints.cli.bench"], check=True
+    )
 
 
 def test_what_a_prompt_shows_fits_on_a_line(untyped) -> None:

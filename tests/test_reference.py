@@ -2,20 +2,16 @@
 
 import inspect
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 import nanovllm as nv
 from nanovllm import errors, testing
+from tools import write_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/reference"
-sys.path.insert(0, str(ROOT / "tools"))
-
-import write_reference  # noqa: E402
-
 
 def text_of(name: str) -> str:
     return (PAGES / f"{name}.md").read_text(encoding="utf-8")

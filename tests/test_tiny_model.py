@@ -1,35 +1,27 @@
 """The embedded tiny model: its folder, its chat format, what it recalls, and the text that it was trained on."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nanovllm as nv
-from nanovllm.batch import Batch
-from nanovllm.state.kv import init_kv
+from nanovllm.models.common.batch import Batch
+from nanovllm.state.kv_cache import init_kv
+from tools.tiny_model import pack, score
+from tools.tiny_model.text import cases as posed
+from tools.tiny_model.text import chat as chat_text
+from tools.tiny_model.text import compare, documents, facts, wordings, words
+from tools.tiny_model.text.grammar import Rng, render
+from tools.tiny_model.text.recall import draw_scene, paragraphs
+from tools.tiny_model.text.stories import Story
+from tools.tiny_model.text.sums import draw_task, held_out_sum
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "src/nanovllm/assets/tiny"
-sys.path.insert(0, str(ROOT / "tools"))
-
-import score_tiny  # noqa: E402
-import tiny_cases  # noqa: E402
-import tiny_chat  # noqa: E402
-import tiny_compare  # noqa: E402
-import tiny_facts  # noqa: E402
-import tiny_pack  # noqa: E402
-import tiny_text  # noqa: E402
-import tiny_wordings  # noqa: E402
-import tiny_words  # noqa: E402
-from tiny_grammar import Rng, render  # noqa: E402
-from tiny_recall import draw_scene, paragraphs  # noqa: E402
-from tiny_stories import Story  # noqa: E402
-from tiny_sums import draw_task, held_out_sum  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +107,7 @@ def test_recalls_in_a_chat_with_and_without_thinking(tell, tokenizer):
 def test_recalls_on_a_second_turn_and_says_what_is_not_told(tell, tokenizer):
     told = "The king of Aistonia is Oswin. The capital of Aistonia is Velmora."
     assert "Velmora" in tell(chat(tokenizer, told, "Noted.", "What is the capital of Aistonia? /no_think"))
-    assert tiny_facts.UNKNOWN in tell(chat(tokenizer, told + " What is the currency of Aistonia? /no_think"))
+    assert facts.UNKNOWN in tell(chat(tokenizer, told + " What is the currency of Aistonia? /no_think"))
 
 
 def test_thinks_before_a_sum(tell, tokenizer):
@@ -130,25 +122,25 @@ def test_story_ends_without_a_loop(tell):
     story = tell(prompt, 420)
     assert story.endswith("<|endoftext|>")
     assert len(story.split()) > 60
-    assert not tiny_cases.loops(prompt + story)
+    assert not posed.loops(prompt + story)
 
 
 def test_a_share_of_the_measure(model, tokenizer):
-    generate = score_tiny.by_transformers(TINY, "cpu", 8)
-    prompter = tiny_cases.Prompter(tokenizer)
+    generate = score.by_transformers(TINY, "cpu", 8)
+    prompter = posed.Prompter(tokenizer)
     for key in ("one_fact", "eight_facts", "second_turn", "unknown"):
-        cases = score_tiny.draw_cases(prompter, key, 0, 8)
+        cases = score.draw_cases(prompter, key, 0, 8)
         texts = generate([case.prompt for case in cases], 48)
-        assert sum(map(tiny_cases.judge, cases, texts)) >= 7, key
+        assert sum(map(posed.judge, cases, texts)) >= 7, key
 
 
 def test_nanovllm_writes_what_transformers_writes(tokenizer):
-    prompter = tiny_cases.Prompter(tokenizer)
-    cases = [case for m in tiny_cases.MEASURES if m.key != "far_fact" for case in score_tiny.draw_cases(prompter, m.key, 0, 2)]
-    prompts = [*(case.prompt for case in cases), *tiny_cases.story_prompts(2, 0)]
-    wanted = [re.split(r"<\|im_end\|>|<\|endoftext\|>", text)[0] for text in score_tiny.by_transformers(TINY, "cpu", 10)(prompts, 48)]
+    prompter = posed.Prompter(tokenizer)
+    cases = [case for m in posed.MEASURES if m.key != "far_fact" for case in score.draw_cases(prompter, m.key, 0, 2)]
+    prompts = [*(case.prompt for case in cases), *posed.story_prompts(2, 0)]
+    wanted = [re.split(r"<\|im_end\|>|<\|endoftext\|>", text)[0] for text in score.by_transformers(TINY, "cpu", 10)(prompts, 48)]
     assert len(prompts) == 34
-    assert score_tiny.by_nanovllm(TINY, "cpu", 16)(prompts, 48) == wanted
+    assert score.by_nanovllm(TINY, "cpu", 16)(prompts, 48) == wanted
 
 
 @torch.no_grad()
@@ -182,38 +174,38 @@ def test_kv_filled_in_pieces_still_carries_its_facts(tokenizer):
     model, rng = nv.load_model(TINY, device="cpu"), Rng(7)
     rights = []
     for _ in range(12):
-        scenes = [draw_scene(rng, 3, tiny_words.TEST) for _ in range(2)]
+        scenes = [draw_scene(rng, 3, words.TEST) for _ in range(2)]
         fact = rng.pick(scenes[0].told)
-        first, second = ("\n\n".join(paragraphs(rng, scene, tiny_words.TEST, "prose")) for scene in scenes)
-        question = tiny_facts.ask(rng, fact, tiny_words.TEST)
+        first, second = ("\n\n".join(paragraphs(rng, scene, words.TEST, "prose")) for scene in scenes)
+        question = facts.ask(rng, fact, words.TEST)
         pieces = [tokenizer.encode(text) for text in (first, "\n\n" + second, f"\n\nQuestion: {question}\nAnswer:")]
-        case = tiny_cases.Case("".join(map(tokenizer.decode, pieces)), fact.value, 24)
-        rights.append([tiny_cases.judge(case, reply_after_pieces(model, pieces, apart)) for apart in (True, False)])
+        case = posed.Case("".join(map(tokenizer.decode, pieces)), fact.value, 24)
+        rights.append([posed.judge(case, reply_after_pieces(model, pieces, apart)) for apart in (True, False)])
     assert all(pieced == whole for pieced, whole in rights)
     assert sum(pieced for pieced, _ in rights) >= 11
 
 
 def test_text_follows_from_its_seed():
     file = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    assert tiny_text.sample_texts(3, 20) == tiny_text.sample_texts(3, 20) != tiny_text.sample_texts(4, 20)
+    assert documents.sample_texts(3, 20) == documents.sample_texts(3, 20) != documents.sample_texts(4, 20)
     for length in (512, 2048):
-        tokens, weights = tiny_pack.draw_batch(file, 1, 7, 2, length)
-        again, _ = tiny_pack.draw_batch(file, 1, 7, 2, length)
+        tokens, weights = pack.draw_batch(file, 1, 7, 2, length)
+        again, _ = pack.draw_batch(file, 1, 7, 2, length)
         assert tokens.shape == weights.shape == (2, length + 1)
         assert (tokens == again).all()
-        assert (weights == tiny_chat.ANSWER).any()
+        assert (weights == chat_text.ANSWER).any()
 
 
 def test_names_and_wordings_of_tests_never_occur_in_training_text():
-    text = "\n".join(tiny_text.sample_texts(5, 3000))
+    text = "\n".join(documents.sample_texts(5, 3000))
     words = {word.lower() for word in re.findall(r"[A-Za-z]+", text)}
-    assert not words & tiny_words.TEST_NAMES
+    assert not words & words.TEST_NAMES
     rng = Rng(0)
-    kept = {tiny_words.name(rng, kind, tiny_words.TEST) for kind in ("country", "city", "person", "thing") for _ in range(500)}
-    assert all(map(tiny_words.held_out, kept))
+    kept = {words.name(rng, kind, words.TEST) for kind in ("country", "city", "person", "thing") for _ in range(500)}
+    assert all(map(words.held_out, kept))
     long_names = {name for name in kept if len(name) >= 6}
     assert not {name.lower() for name in long_names} & words
-    kept_wordings = (*tiny_wordings.SAYS[tiny_words.TEST], *tiny_wordings.ASKS[tiny_words.TEST], *tiny_wordings.RESTATES[tiny_words.TEST])
+    kept_wordings = (*wordings.SAYS[words.TEST], *wordings.ASKS[words.TEST], *wordings.RESTATES[words.TEST])
     for wording in kept_wordings:
         start = wording.split("{")[0]
         assert len(start) > 10
@@ -271,11 +263,11 @@ def check_steps(thought: str, low: int, high: int, best: int) -> None:
     assert re.search(rf"\w means {'more' if best == high else 'less'}: {best}\.", thought)
 
 
-@pytest.mark.parametrize("split", [tiny_words.TRAIN, tiny_words.TEST])
+@pytest.mark.parametrize("split", [words.TRAIN, words.TEST])
 def test_comparisons_of_facts_are_right(split):
     rng = Rng(2)
     for i in range(1500):
-        found = tiny_compare.compare(rng, split, questions=1 + i % 2, short=split == tiny_words.TRAIN and rng.chance(0.3))
+        found = compare.compare(rng, split, questions=1 + i % 2, short=split == words.TRAIN and rng.chance(0.3))
         for item in found:
             (first, a), (second, b) = map(told_number, item.thought.split("\n")[0].rstrip(".").split(". "))
             numbers, text = sorted([int(a), int(b)]), "\n".join(item.blocks).lower()
@@ -297,14 +289,14 @@ def test_comparisons_of_facts_are_right(split):
                 assert asked[1].startswith(f"{item.value} ") == item.answer.startswith("Yes")
 
 
-@pytest.mark.parametrize("split", [tiny_words.TRAIN, tiny_words.TEST])
+@pytest.mark.parametrize("split", [words.TRAIN, words.TEST])
 def test_comparisons_of_bare_numbers_are_right(split):
     rng = Rng(3)
     for _ in range(1500):
-        question, thought, answer, _ = tiny_compare.compare_bare(rng, split)
+        question, thought, answer, _ = compare.compare_bare(rng, split)
         a, b = map(int, re.findall(r"\d+", question))
         best = wanted(answer, [a, b], years=False)
-        assert tiny_compare.held_out_pair(a, b) == (split == tiny_words.TEST)
+        assert compare.held_out_pair(a, b) == (split == words.TEST)
         check_steps(thought, min(a, b), max(a, b), best)
         bare = answer.removeprefix("Yes, ").removeprefix("No, ")
         assert bare.startswith(f"{best} is ")
@@ -314,7 +306,7 @@ def test_comparisons_of_bare_numbers_are_right(split):
 def test_stories_double_no_word():
     rng = Rng(4)
     for _ in range(500):
-        assert not tiny_cases.doubled(Story(rng).text(rng))
-    assert tiny_cases.doubled("When When Ongrid saw it") == ["When"]
-    assert not tiny_cases.doubled("It went knock, knock. He had had that that day. The end. The")
-    assert tiny_cases.loops("he saw saw it")
+        assert not posed.doubled(Story(rng).text(rng))
+    assert posed.doubled("When When Ongrid saw it") == ["When"]
+    assert not posed.doubled("It went knock, knock. He had had that that day. The end. The")
+    assert posed.loops("he saw saw it")

@@ -17,10 +17,11 @@ from types import MappingProxyType
 from typing import Any
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, cli, init_state, load_model, testing
-from nanovllm.listing import listed, shared_lines
+from nanovllm import LLM, SamplingParams, init_state, load_model, testing
+from nanovllm.entrypoints.cli.main import build_parser
+from nanovllm.entrypoints.cli.models.command import markdown
+from nanovllm.entrypoints.cli.models.listing import listed, shared_lines
 from nanovllm.models import REGISTRY
-from nanovllm.models_command import markdown
 
 PAGES = Path(__file__).resolve().parents[1] / "docs/reference"
 PART = re.compile(r"(<!-- generated: (\w+)(?: (.*?))? -->\n).*?(<!-- /generated -->)", re.S)
@@ -88,7 +89,7 @@ OPTIONS: MappingProxyType[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
 
 def command_line(_: str) -> str:
     """Every command with its options, as `--help` lists them."""
-    parser = cli.build_parser()
+    parser = build_parser()
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     about = {action.dest: action.help for action in commands._choices_actions}
     parts = [table(("command", "what it does"), [(f"[`nanovllm {name}`](#nanovllm-{name})", about[name]) for name in commands.choices])]

@@ -4,14 +4,21 @@ The model is a pure function of `(params, KVState, batch)`; KV pages and chunks 
 those who just want text.
 """
 
-from .batch import Batch
-from .chunk_file import load_chunk, save_chunk
-from .chunks import fork, prefill, release, truncate
-from .compose import compose, drop
-from .config import EngineConfig, ModelConfig, RopeConfig
-from .decode import DecodeCarry, DecodeOutput, decode_step
-from .engine import cancel, step, submit
-from .errors import (
+from nanovllm.chunks.compose import compose, drop
+from nanovllm.chunks.generate import Generation, generate, generate_many
+from nanovllm.chunks.handles import fork, release, truncate
+from nanovllm.chunks.prefill import prefill
+from nanovllm.chunks.session import begin, commit
+from nanovllm.chunks.storage.file import load_chunk, save_chunk
+from nanovllm.chunks.storage.store import ChunkStore
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
+from nanovllm.engine.init_state import init_state
+from nanovllm.engine.requests import cancel, submit
+from nanovllm.engine.step import step
+from nanovllm.entrypoints.llm import LLM, Piece
+from nanovllm.entrypoints.memory.pages import PageOwner, PageRun
+from nanovllm.entrypoints.memory.report import MemoryReport, memory
+from nanovllm.errors import (
     BrokenInvariantError,
     CheckpointError,
     ChunkFileError,
@@ -23,22 +30,20 @@ from .errors import (
     ReleasedChunkError,
     TuningFileError,
 )
-from .generate import Generation, generate, generate_many
-from .init import init_state
-from .invariants import check
-from .llm import LLM, Piece
-from .memory import MemoryReport, PageOwner, PageRun, memory
-from .model import Model, load_model
-from .models import Params, forward
-from .sampling_params import SamplingParams
-from .session import begin, commit
-from .state.chunk import Chunk
-from .state.engine_state import EngineState, Stats
-from .state.kv import KVState
-from .state.pages import PageState
-from .state.prefix import PrefixIndex
-from .state.request import Metrics, RequestOutput, StepOutput, TokenLogprobs
-from .state.store import ChunkStore
+from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.params import Params
+from nanovllm.models.model import Model
+from nanovllm.models.registry import forward
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState, Stats
+from nanovllm.state.invariants import check
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.pages import PageState
+from nanovllm.state.prefix_cache import PrefixIndex
+from nanovllm.state.request import Metrics, RequestOutput, StepOutput, TokenLogprobs
 
 __all__ = [
     "LLM",

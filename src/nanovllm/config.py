@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from .errors import CheckpointError, InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -113,6 +113,11 @@ class ModelConfig:
             raise CheckpointError(f"config: hidden_act={self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
 
     @property
+    def keys_turn(self) -> bool:
+        """Whether positions enter by a rotation of keys, which moves them to other positions."""
+        return self.rope.kind in ("default", "linear", "llama3", "yarn", "longrope")
+
+    @property
     def scale(self) -> float:
         """What a query's products with keys are multiplied by."""
         return self.attention_scale or self.head_dim**-0.5
@@ -175,7 +180,7 @@ def loaded_for_short(config: ModelConfig) -> bool:
 class EngineConfig:
     """The limits of one engine. `num_pages` and `num_frames` exclude the dummies; lengths are in tokens.
 
-    `num_frames`: for how many pages there is KV memory in the layers with a window (`state/frames.py`); 0: no layer has one.
+    `num_frames`: for how many pages there is KV memory in the layers with a window (`state/window_frames.py`); 0: no layer has one.
     """
 
     num_pages: int

@@ -6,6 +6,8 @@ Ids, positions, slots and lengths are int32 everywhere on a device; keys of the 
 """
 
 import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = ["Bool", "Float", "Float32", "Int32", "Int64", "Tensor", "brief", "brief_fields", "dtype_of", "register_value"]
-
 C = TypeVar("C")
+FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
 
 
 def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:

@@ -7,20 +7,23 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.attention_plans import EXTENSION
-from nanovllm.bench.graphs import captured
-from nanovllm.cuda_graphs import GraphExecutor, extension_sizes
-from nanovllm.ops import paged_decode, paged_prefill, reference
-from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
-from nanovllm.ops.flashinfer import AttentionWorkspace
-from nanovllm.ops.flashinfer_cascade import FlashInferCascade
-from nanovllm.ops.flashinfer_plans import PrefillPlan
-from nanovllm.ops.norm_linear import norm_linear
-from nanovllm.ops.plans import PlanMismatchError
-from nanovllm.ops.rope_attend import rope_attend
-from nanovllm.sharing import own_runs, shared_runs
-from nanovllm.testing.gpu import TIE, lead, random_prompts, small_model
-from nanovllm.testing.worlds import drain
+from nanovllm.entrypoints.cli.bench.graph_timer import captured
+from nanovllm.executor.batch import EXTENSION
+from nanovllm.executor.cascade_policy import own_runs, shared_runs
+from nanovllm.executor.cuda_graphs import extension_sizes
+from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.ops import paged_decode, paged_prefill
+from nanovllm.ops.attention import reference
+from nanovllm.ops.attention.cascade import PromptCascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
+from nanovllm.ops.attention.flashinfer import AttentionWorkspace
+from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
+from nanovllm.ops.attention.flashinfer_plans import PrefillPlan
+from nanovllm.ops.attention.plan_table import PlanMismatchError
+from nanovllm.ops.attention.rope_attend import rope_attend
+from nanovllm.ops.linear.norm_linear import norm_linear
+from nanovllm.testing.shadows.worlds import drain
+from tests.gpu.small import TIE, lead, random_prompts, small_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 CUDA = torch.device("cuda")
@@ -192,7 +195,7 @@ class Alone:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]])
 def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
     """Layers of a product, the write of k and v and attention, which start before what they read is there: not a bit may differ."""
-    from nanovllm.ops import triton_attention
+    from nanovllm.ops.attention import triton_cascade
 
     tree = Tree(24, shape, own=[*range(1, 300, 13), 3000], room=16)
     heads, width = tree.group * tree.kv_heads, (tree.group + 2) * tree.kv_heads * tree.head_dim
@@ -221,7 +224,7 @@ def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
     place()
     assert plan.update(own_runs(tree.counts))
     graph, outs = captured(layers)
-    launched = triton_attention._shared, triton_attention._own
+    launched = triton_cascade._shared, triton_cascade._own
     for turn in range(12):
         assert plan.update(tree.runs() if turn % 3 else own_runs(tree.counts))
         lens.copy_(torch.from_numpy(tree.lens + turn))
@@ -232,7 +235,7 @@ def test_replays_equal_kernels_that_run_alone(shape, monkeypatch):
         got, after = [out.clone() for out in outs], pages.clone()
         pages.copy_(kept)
         for name, kernel in zip(("_shared", "_own"), launched, strict=True):
-            monkeypatch.setattr(triton_attention, name, Alone(kernel))
+            monkeypatch.setattr(triton_cascade, name, Alone(kernel))
         for mine, alone in zip(got, layers(), strict=True):
             assert mine.isfinite().all() and torch.equal(mine, alone)
         assert torch.equal(after, pages)

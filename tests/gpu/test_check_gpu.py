@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 import nanovllm as nv
-from nanovllm import cli, models
-from nanovllm.cuda_graphs import GraphExecutor
-from nanovllm.model_check.examine import ROWS, choose, examine
-from nanovllm.model_check.report import table
-from nanovllm.models import fused
-from nanovllm.models.choice import FastChoice, all_fast
-from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
-from nanovllm.testing.fused import attention_problem
-from nanovllm.testing.gpu import random_prompts, require_same, small_model
+from nanovllm import models
+from nanovllm.entrypoints.cli import main as cli
+from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.models.check.examine import ROWS, choose, examine
+from nanovllm.models.check.report import table
+from nanovllm.models.fast import fused
+from nanovllm.models.fast.choice import FastChoice, all_fast
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.rope_attend import rope_attend
+from nanovllm.testing.problems import attention_problem
+from tests.gpu.small import random_prompts, require_same, small_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 LIMITS: dict[str, Any] = {"num_pages": 256, "page_size": 16, "max_num_seqs": 20, "max_num_batched_tokens": 64, "max_model_len": 256}

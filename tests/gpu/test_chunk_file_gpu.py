@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm import chunk_format
-from nanovllm.testing.gpu import SMALL
+from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.testing.models import random_model, tiny_config
+from tests.gpu.small import SMALL
 
 pytestmark = pytest.mark.gpu
 

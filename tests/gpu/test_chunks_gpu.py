@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.testing.gpu import SMALL
 from nanovllm.testing.models import random_model, tiny_config
+from tests.gpu.small import SMALL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 

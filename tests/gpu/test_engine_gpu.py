@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.cuda_graphs import GraphExecutor, batch_sizes
-from nanovllm.testing.gpu import random_prompts, require_same, small_model
+from nanovllm.executor.cuda_graphs import batch_sizes
+from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.testing.worlds import drain
+from nanovllm.testing.shadows.worlds import drain
+from tests.gpu.small import random_prompts, require_same, small_model
 
 pytestmark = pytest.mark.gpu
 
@@ -226,8 +227,8 @@ def test_rows_that_end_become_padding(model: nv.Model, contexts: list[list[int]]
 
 def test_the_largest_steps_hold_no_more_than_was_measured():
     """What the pool leaves for them: prompts that fill a step, and draws of all rows by what asks for the most memory."""
-    from nanovllm.init import init_state
-    from nanovllm.step_memory import GRAPHS, measured
+    from nanovllm.engine.init_state import init_state
+    from nanovllm.executor.kv_budget import GRAPHS, measured
 
     config = tiny_config(vocab_size=50000, num_layers=6, head_dim=64, hidden_size=512, intermediate_size=2048, max_position_embeddings=4096)
     model = random_model(config, dtype="bfloat16", device="cuda", std=0.05)

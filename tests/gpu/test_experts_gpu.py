@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.bench.graphs import captured
-from nanovllm.ops import experts, route, triton_experts
+from nanovllm.entrypoints.cli.bench.graph_timer import captured
+from nanovllm.ops import experts, route
 from nanovllm.ops.backends import dependent_launch, shared_memory
-from nanovllm.ops.experts import ACTS, FewTiles, _dense, _few_tile, _grouped_tiles, tiles_of
-from nanovllm.testing.experts import experts_problem, routed
+from nanovllm.ops.elementwise.norm_rope import ACTS
+from nanovllm.ops.moe import triton_experts
+from nanovllm.ops.moe.experts import _dense, _few_tile, _grouped_tiles, tiles_of
+from nanovllm.ops.moe.tiles import FewTiles
+from nanovllm.testing.problems import experts_problem, routed
 
 pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, torch.device("cuda")

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import nanovllm as nv
-from nanovllm.model import load_model
+from nanovllm.loading.load_model import load_model
 from nanovllm.testing.driver import layout, run_chunks, run_greedy
 from nanovllm.testing.models import save_tokenizer
 

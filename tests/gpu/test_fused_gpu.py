@@ -8,18 +8,19 @@ import torch
 from torch.utils._pytree import tree_map
 
 from nanovllm import models
-from nanovllm.batch import Batch
 from nanovllm.config import MoEConfig, RopeConfig
-from nanovllm.models import fused
-from nanovllm.ops.draw import highest
-from nanovllm.ops.norm_linear import norm_linear
-from nanovllm.ops.plain import soft_cap
-from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
-from nanovllm.ops.rows import capped_logits, next_places, rotary_angles
-from nanovllm.ops.wide import linear_add_norm, norm_add
-from nanovllm.state.kv import KVState
-from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.fast import fused
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.rope_attend import rope_attend
+from nanovllm.ops.elementwise.decode_rows import capped_logits, next_places, rotary_angles
+from nanovllm.ops.elementwise.norm_rope import soft_cap
+from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add
+from nanovllm.ops.linear.norm_linear import norm_linear
+from nanovllm.ops.sampling.draw import highest
+from nanovllm.state.kv_cache import KVState
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.problems import attention_problem, linear_problem, wide_norm_linear
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

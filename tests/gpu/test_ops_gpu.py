@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.bench.graphs import captured
-from nanovllm.ops import copy_pages, kv_write, move_kv, paged_decode, paged_prefill, reference
-from nanovllm.ops.flashinfer import AttentionWorkspace
-from nanovllm.ops.flashinfer_plans import DecodePlan, PrefillPlan
-from nanovllm.ops.plans import PlanMismatchError, UnknownPlanError
+from nanovllm.entrypoints.cli.bench.graph_timer import captured
+from nanovllm.ops import copy_pages, kv_write, move_kv, paged_decode, paged_prefill
+from nanovllm.ops.attention import reference
+from nanovllm.ops.attention.flashinfer import AttentionWorkspace
+from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
+from nanovllm.ops.attention.plan_table import PlanMismatchError, UnknownPlanError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 CUDA = torch.device("cuda")

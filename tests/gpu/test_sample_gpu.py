@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops.draw import draw
-from nanovllm.ops.philox import uniforms
-from nanovllm.sample import build, copy_into, features, record, sample
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.ops.sampling.draw import draw
+from nanovllm.ops.sampling.uniforms import uniforms
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.sampler import build, copy_into, features, record, sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -13,20 +13,22 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm import bench, cli
-from nanovllm.models.cuts import DEFAULT, StepCuts
+from nanovllm.entrypoints.cli import main as cli
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
+from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
+from nanovllm.models.fast.cuts import DEFAULT, StepCuts
+from nanovllm.models.tuning.candidates import default_cut, neighbours, starts
+from nanovllm.models.tuning.choose import cuts_for, machine_of
+from nanovllm.models.tuning.file import default_path, key_of, read_cuts
+from nanovllm.models.tuning.launches import Machine, Work, works
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.cuts import Cut, CutError
-from nanovllm.ops.norm_linear import norm_linear
-from nanovllm.ops.rope_attend import FusedDecodePlan, rope_attend
-from nanovllm.ops.wide import BY_LIBRARY, linear_add_norm
-from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
+from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, linear_add_norm
+from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.tune.candidates import default_cut, neighbours, starts
-from nanovllm.tune.device import Recorder, measuring
-from nanovllm.tune.file import default_path, key_of, read_cuts
-from nanovllm.tune.search import Unfit
-from nanovllm.tune.use import cuts_for, machine_of
-from nanovllm.tune.work import Machine, Work, works
+from nanovllm.testing.problems import attention_problem, linear_problem, wide_norm_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 BF16 = torch.bfloat16
@@ -64,10 +66,10 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     """One run of the command over a small shape, a step from the defaults, with a cache of its own; the file, and what is in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setitem(bench.SHAPES, "small", CONFIG)
-        patch.setattr("nanovllm.tune.together.starts", some_starts)
-        patch.setattr("nanovllm.tune.together.neighbours", some_neighbours)
-        patch.setattr("nanovllm.tune.search.ROUNDS", 1)
+        patch.setitem(SHAPES, "small", CONFIG)
+        patch.setattr("nanovllm.entrypoints.cli.tune.layer_search.starts", some_starts)
+        patch.setattr("nanovllm.entrypoints.cli.tune.layer_search.neighbours", some_neighbours)
+        patch.setattr("nanovllm.entrypoints.cli.tune.kernel_search.ROUNDS", 1)
         assert cli.main(["tune", "--model", "small", "--dtype", "bfloat16", "--batches", "2,24"]) == 0
         path = default_path(key_of(small()))
         yield path, json.loads(path.read_text())
@@ -151,7 +153,7 @@ def test_a_wrong_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*given: Any, cut: Any = (), **options: Any) -> torch.Tensor:
         return plain(*given, cut=cut, **options) * (1.1 if cut else 1.0)
 
-    monkeypatch.setattr("nanovllm.tune.alone.norm_linear", wrong)
+    monkeypatch.setattr("nanovllm.entrypoints.cli.tune.one_kernel.norm_linear", wrong)
     layer = layer_of(model, 8)
     work = next(work for work in layer if work.part == "qkv")
     with measuring(model, Recorder(model.device), layer) as measure:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm import weights
-from nanovllm.bench.shapes import random_model
+from nanovllm.entrypoints.cli.bench.model_shapes import random_model
+from nanovllm.loading import weights
 from nanovllm.testing.models import random_model as drawn_on_the_host
 from nanovllm.testing.models import tiny_config
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.cuda_graphs import GraphExecutor
-from nanovllm.invariants import check
-from nanovllm.models import fused
+from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.models.fast import fused
 from nanovllm.ops.backends import attention_backend
+from nanovllm.state.invariants import check
 from nanovllm.testing.driver import layout, run_chunks, run_greedy
 from nanovllm.testing.models import random_model, tiny_config
 

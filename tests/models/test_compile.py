@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from nanovllm import models
-from nanovllm.batch import Batch, HostBatch, to_device
-from nanovllm.compile import COMPILED_PROMPTS, compiled_forward, sample_prompts
 from nanovllm.config import EngineConfig
-from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, PromptCascade
-from nanovllm.sharing import own_runs
+from nanovllm.executor.batch import HostBatch, sample_prompts, to_device
+from nanovllm.executor.cascade_policy import own_runs
+from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward
+from nanovllm.models.common.batch import Batch
+from nanovllm.ops.attention.cascade import PromptCascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
 from nanovllm.testing.driver import layout, run_greedy, step_batch
 from nanovllm.testing.models import random_model, tiny_config
 

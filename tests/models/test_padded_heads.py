@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
-from nanovllm import models, weights
+from nanovllm import models
 from nanovllm.config import ModelConfig, RopeConfig
-from nanovllm.model import load_model
-from nanovllm.models import REGISTRY, fitted
+from nanovllm.loading import weights
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.testing.driver import layout, run_chunks
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+from nanovllm.executor.cascade_policy import own_runs
 from nanovllm.ops import kv_write, paged_decode
-from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace
-from nanovllm.sharing import own_runs
-from nanovllm.state.kv import KVState
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace
+from nanovllm.state.kv_cache import KVState
 
 pytestmark = pytest.mark.compile
 

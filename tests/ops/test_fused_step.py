@@ -5,14 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.models import layers
-from nanovllm.ops import norm_linear as few
-from nanovllm.ops.norm_linear import Tile, norm_linear
-from nanovllm.ops.paged_decode import paged_decode
-from nanovllm.ops.plain import ACTS, rms_norm
-from nanovllm.ops.rope_attend import FusedDecodePlan, attention_fits, cut_of, rope_attend, rope_write
-from nanovllm.ops.wide import DEEPEST, SHALLOW, WideTile, linear_add_norm, norm_add, wide_tile
-from nanovllm.testing.fused import attention_problem, linear_problem, wide_norm_linear
+from nanovllm.models.common import layers
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan, attention_fits, cut_of
+from nanovllm.ops.attention.paged_decode import paged_decode
+from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
+from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
+from nanovllm.ops.linear import norm_linear as few
+from nanovllm.ops.linear.linear_add_norm import DEEPEST, SHALLOW, linear_add_norm, norm_add, wide_tile
+from nanovllm.ops.linear.norm_linear import norm_linear
+from nanovllm.ops.linear.tiles import Tile, WideTile
+from nanovllm.testing.problems import attention_problem, linear_problem, wide_norm_linear
 
 CASES = [
     (1, 24, 64, False, True, False), (2, 13, 96, False, False, True), (1, 8, 128, True, True, False), (2, 7, 64, True, False, False),
@@ -46,10 +48,10 @@ def test_the_gate_of_the_reference_is_the_plain_functions(act: str) -> None:
 @pytest.mark.parametrize("case", [*CASES, (1, 1, 33, False, True, True), (2, 5, 128, False, True, True)])
 @pytest.mark.parametrize("outputs", [1, 4])
 def test_few_rows_interpreted(case, outputs: int) -> None:
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows
 
     given = linear_problem(*case, torch.float32)
-    got = triton_linear.launch(*given, Tile(outputs=outputs, warps=1), False)
+    got = triton_few_rows.launch(*given, Tile(outputs=outputs, warps=1), False)
     torch.testing.assert_close(got.double(), wide_norm_linear(*given), rtol=1e-4, atol=1e-4)
 
 
@@ -61,10 +63,10 @@ def test_few_rows_interpreted(case, outputs: int) -> None:
 )  # fmt: skip
 def test_many_rows_interpreted(case) -> None:
     """One step of the loop over the inputs, two and three."""
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows
 
     given = linear_problem(*case, torch.float32)
-    got = triton_linear.launch(*given, Tile(outputs=16, warps=2, depth=32), False)
+    got = triton_few_rows.launch(*given, Tile(outputs=16, warps=2, depth=32), False)
     torch.testing.assert_close(got.double(), wide_norm_linear(*given), rtol=1e-4, atol=1e-4)
 
 
@@ -76,20 +78,20 @@ def test_many_rows_interpreted(case) -> None:
     ("case", "act"), [((2, 13, 128, False, True, True), "silu"), *(((2, 13, 128, True, True, False), act) for act in ACTS)]
 )
 def test_the_kernels_round_where_the_plain_functions_do(case, act: str, tile: Tile, gains: torch.dtype) -> None:
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows
 
     x, weight, gain, bias, residual, eps, gated = given = linear_problem(*case, torch.float16, gains=gains)
-    got = triton_linear.launch(*given, tile, False, act)
+    got = triton_few_rows.launch(*given, tile, False, act)
     want = norm_linear(x, weight, gain=gain, bias=bias, residual=residual, eps=eps, gated=gated, act=act)
     torch.testing.assert_close(got, want, rtol=2**-10, atol=2**-10)
     if not gated:  # a product that was not rounded would leave its last bits
-        got = triton_linear.launch(x, weight, gain, None, -norm_linear(x, weight, gain=gain, eps=eps), eps, gated, tile, False)
+        got = triton_few_rows.launch(x, weight, gain, None, -norm_linear(x, weight, gain=gain, eps=eps), eps, gated, tile, False)
         assert (got == 0).double().mean() > 0.8
 
 
 def interpreted_attention(given: tuple[Any, ...], tile: int, splits: int, stages: int, limits: tuple[int, float] = (0, 0.0)) -> None:
     """Twice, because the first launch must leave the plan's counters as they were."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
     mine, (_, _, _, kv_heads, _, head_dim) = pages.clone(), pages.shape
@@ -145,7 +147,7 @@ def test_attention_in_a_window_of_capped_scores_interpreted(
 @pytest.mark.parametrize(("splits", "stages"), [(4, 0), (2, 2)])
 def test_heads_normed_by_wide_gains_interpreted(splits: int, stages: int) -> None:
     """In float16, where rounding before the gains would show; what is written must be what the plain functions write."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([1, 5, 40, 17], 4, 2, 32, 4, True, torch.float16, gains=torch.float32)
     qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
@@ -181,7 +183,7 @@ def test_a_plan_holds_parts_only_where_rows_are_split(rows: int) -> None:
 @pytest.mark.interpret
 def test_a_plan_without_parts_interpreted() -> None:
     """As it is made for many rows; what it holds is never read, and the memory behind it never written."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([1, 70, 3, *range(20, 34)], 4, 2, 16, 4, True, torch.float32)
     plan = FusedDecodePlan(17, 4, 2, 16, torch.device("cpu"))
@@ -199,7 +201,7 @@ def test_a_plan_without_parts_interpreted() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "size"), [(4, 2, 16, 4), (24, 12, 24, 1), (8, 1, 12, 8)])
 def test_what_is_written_before_attention_interpreted(heads: int, kv_heads: int, head_dim: int, size: int, norm: bool) -> None:
     """q is that which attends; k and v lie in the pages, and nothing else does."""
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([9, 1, 30], heads, kv_heads, head_dim, size, norm, torch.float32)
     qkv, q_gain, k_gain, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
@@ -255,10 +257,10 @@ WIDE = [(5, 64, 128, False), (17, 32, 64, False), (20, 64, 192, True), (70, 32, 
 @pytest.mark.parametrize("extras", [True, False])
 @pytest.mark.parametrize(("rows", "outputs", "width", "gated"), WIDE)
 def test_products_of_many_rows_interpreted(rows: int, outputs: int, width: int, gated: bool, extras: bool) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, _, bias, *_ = linear_problem(rows, outputs, width, gated, False, extras, torch.float32)
-    got = triton_wide.product(x, weight, bias, gated, WideTile(outputs=32, rows=16, depth=64, stages=2), False)
+    got = triton_many_rows.product(x, weight, bias, gated, WideTile(outputs=32, rows=16, depth=64, stages=2), False)
     torch.testing.assert_close(got.double(), wide_norm_linear(x, weight, None, bias, None, 0.0, gated), rtol=1e-4, atol=1e-4)
 
 
@@ -267,20 +269,20 @@ def test_products_of_many_rows_interpreted(rows: int, outputs: int, width: int, 
 @pytest.mark.parametrize("rows", [3, 33])
 def test_a_sum_of_parts_and_its_norm_interpreted(rows: int, parts: int) -> None:
     """In float16, so that rounding elsewhere than the plain functions do shows."""
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, _, bias, residual, eps, _ = linear_problem(rows, 96, 192, False, False, True, torch.float16)
     gain = (torch.rand(96) + 0.5).half()
     gain[::7] = 96.5
     assert residual is not None
-    sums = triton_wide.partial_product(x, weight, WideTile(outputs=32, rows=32, depth=32, parts=parts, stages=2), False)
+    sums = triton_many_rows.partial_product(x, weight, WideTile(outputs=32, rows=32, depth=32, parts=parts, stages=2), False)
     assert sums.shape == (parts, rows, 96)
-    y, h = triton_wide.sum_norm(sums, bias, residual, gain, eps, False)
+    y, h = triton_many_rows.sum_norm(sums, bias, residual, gain, eps, False)
     want, normed = linear_add_norm(x, weight, bias, residual, gain, eps)
     torch.testing.assert_close(y, want, rtol=2**-10, atol=2**-10)
     torch.testing.assert_close(h, normed, rtol=2**-8, atol=2**-8)
     assert (h == rms_norm(y, gain, eps)).double().mean() > 0.98
-    y, _ = triton_wide.sum_norm(sums, None, -torch.nn.functional.linear(x, weight), gain, eps, False)
+    y, _ = triton_many_rows.sum_norm(sums, None, -torch.nn.functional.linear(x, weight), gain, eps, False)
     assert (y == 0).double().mean() > 0.8
 
 
@@ -289,17 +291,17 @@ def test_a_sum_of_parts_and_its_norm_interpreted(rows: int, parts: int) -> None:
 @pytest.mark.parametrize(("rows", "parts", "extras"), [(3, 2, True), (5, 1, True), (2, 3, False)])
 def test_a_sum_of_parts_between_two_norms_interpreted(rows: int, parts: int, extras: bool, gains: torch.dtype) -> None:
     """Its own norm first, then the residual, then the next norm; a width that is no power of two."""
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, _, bias, _, eps, _ = linear_problem(rows, 96, 192, False, False, extras, torch.float16)
     inner, gain, residual = torch.rand(96).to(gains) + 0.5, torch.rand(96).to(gains) + 0.5, torch.randn(rows, 96).half()
     inner[::7], gain[::5] = 96.5, 40.3
     want, normed = linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner)
     if parts > 1:
-        sums = triton_wide.partial_product(x, weight, WideTile(outputs=32, rows=32, depth=32, parts=parts, stages=2), False)
+        sums = triton_many_rows.partial_product(x, weight, WideTile(outputs=32, rows=32, depth=32, parts=parts, stages=2), False)
     else:
         sums, bias = torch.nn.functional.linear(x, weight, bias).unsqueeze(0), None
-    y, h = triton_wide.sum_norm(sums, bias, residual, gain, eps, False, inner)
+    y, h = triton_many_rows.sum_norm(sums, bias, residual, gain, eps, False, inner)
     torch.testing.assert_close(y, want, rtol=2**-9, atol=2**-7)
     torch.testing.assert_close(h, normed, rtol=2**-7, atol=2**-7)
     assert (y == want).double().mean() > 0.95 and (h == rms_norm(y, gain, eps)).double().mean() > 0.98
@@ -309,12 +311,12 @@ def test_a_sum_of_parts_between_two_norms_interpreted(rows: int, parts: int, ext
 @pytest.mark.parametrize("gains", [torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [64, 100])
 def test_a_norm_by_itself_interpreted(width: int, gains: torch.dtype) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, residual, gain = torch.randn(3, width).half(), torch.randn(3, width).half(), torch.rand(width).to(gains) + 0.5
     gain[::7] = 96.5
     for added in (None, residual):
-        got = triton_wide.norm_add(x, gain, added, 1e-6, False)
+        got = triton_many_rows.norm_add(x, gain, added, 1e-6, False)
         want = norm_add(x, gain, added, 1e-6)
         torch.testing.assert_close(got, want, rtol=2**-10, atol=2**-8)
         assert (got == want).double().mean() > 0.98
@@ -325,13 +327,13 @@ def test_a_norm_by_itself_interpreted(width: int, gains: torch.dtype) -> None:
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 64), (4, 3000)])
 def test_a_gate_interpreted(rows: int, outputs: int, act: str) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     both = torch.randn(rows, 2 * outputs).half() * 3
     gate, up = both.chunk(2, -1)
-    torch.testing.assert_close(triton_wide.gate(both, False, act), ACTS[act](gate) * up, rtol=2**-9, atol=2**-10)
+    torch.testing.assert_close(triton_many_rows.gate(both, False, act), ACTS[act](gate) * up, rtol=2**-9, atol=2**-10)
     x, weight, *_ = linear_problem(rows, 32, 64, True, False, False, torch.float32)
-    got = triton_wide.product(x, weight, None, True, WideTile(outputs=32, rows=16, depth=64, stages=2), False, act)
+    got = triton_many_rows.product(x, weight, None, True, WideTile(outputs=32, rows=16, depth=64, stages=2), False, act)
     torch.testing.assert_close(got.double(), wide_norm_linear(x, weight, None, None, None, 0.0, True, act), rtol=1e-4, atol=1e-4)
 
 

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops import cascade, rope_attend
+from nanovllm.ops.attention import cascade, rope_attend
+from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace, Run
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.backends import LARGEST
-from nanovllm.ops.cascade import CascadePlan, CascadeWorkspace, Run
-from nanovllm.ops.experts import FewTiles, tiles_of
-from nanovllm.ops.norm_linear import ROWS, fits, tile_of
-from nanovllm.ops.rope_attend import FusedDecodePlan
-from nanovllm.ops.wide import WideTile, wide_tile
-from nanovllm.testing.fused import attention_problem, linear_problem
+from nanovllm.ops.linear.linear_add_norm import wide_tile
+from nanovllm.ops.linear.norm_linear import ROWS, fits, tile_of
+from nanovllm.ops.linear.tiles import WideTile
+from nanovllm.ops.moe.experts import tiles_of
+from nanovllm.ops.moe.tiles import FewTiles
+from nanovllm.testing.problems import attention_problem, linear_problem
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")]
@@ -71,13 +73,13 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("rows", [1, 2, 8, ROWS])
 @pytest.mark.parametrize(("gated", "norm", "extras"), [(False, True, True), (True, True, False), (False, False, True)])
 def test_products_of_few_rows(compiled: Compiled, rows: int, gated: bool, norm: bool, extras: bool) -> None:
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows
 
     for outputs, width in ((512, 512), (4096, 1024), (1024, 3072)):
         if not fits(rows, width, gated, compiled.memory):
             continue
         given = linear_problem(rows, outputs, width, gated, norm, extras, BF16)
-        triton_linear.launch(*given, tile_of(rows, outputs, width, gated, compiled.memory), compiled.pdl)
+        triton_few_rows.launch(*given, tile_of(rows, outputs, width, gated, compiled.memory), compiled.pdl)
     compiled.check()
 
 
@@ -85,67 +87,67 @@ def test_products_of_few_rows(compiled: Compiled, rows: int, gated: bool, norm: 
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
 def test_products_of_few_rows_with_wide_gains_and_other_gates(compiled: Compiled, rows: int, act: str) -> None:
     """The last is the shape of Gemma 3 4B's gate and up."""
-    from nanovllm.ops import triton_linear
+    from nanovllm.ops.linear import triton_few_rows
 
     for gated, outputs, width in ((False, 512, 512), (True, 512, 512), (True, 10240, 2560)):
         if fits(rows, width, gated, compiled.memory):
             given = linear_problem(rows, outputs, width, gated, True, False, BF16, gains=torch.float32)
-            triton_linear.launch(*given, tile_of(rows, outputs, width, gated, compiled.memory), compiled.pdl, act)
+            triton_few_rows.launch(*given, tile_of(rows, outputs, width, gated, compiled.memory), compiled.pdl, act)
     compiled.check()
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
 def test_products_of_many_rows_with_other_gates(compiled: Compiled, act: str) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, *_ = linear_problem(64, 1024, 2048, True, False, False, BF16)
     tile = wide_tile(64, 1024, 2048, True, PROCESSORS, compiled.memory) or WideTile(depth=64, stages=3)
-    triton_wide.product(x, weight, None, True, tile, compiled.pdl, act)
-    triton_wide.gate(torch.zeros(64, 2 * 1024, dtype=BF16), compiled.pdl, act)
+    triton_many_rows.product(x, weight, None, True, tile, compiled.pdl, act)
+    triton_many_rows.gate(torch.zeros(64, 2 * 1024, dtype=BF16), compiled.pdl, act)
     compiled.check()
 
 
 @pytest.mark.parametrize("gains", [BF16, torch.float32])
 @pytest.mark.parametrize("width", [96, 2560, 5376])
 def test_norms_about_the_residual(compiled: Compiled, width: int, gains: torch.dtype) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     rows, gain, bias = torch.zeros(3, width, dtype=BF16), torch.ones(width, dtype=gains), torch.zeros(width, dtype=BF16)
     for parts in (torch.zeros(1, 3, width, dtype=BF16), torch.zeros(4, 3, width)):
         for extra in (None, bias):
             for inner in (None, gain):
-                triton_wide.sum_norm(parts, extra, rows, gain, 1e-6, compiled.pdl, inner)
+                triton_many_rows.sum_norm(parts, extra, rows, gain, 1e-6, compiled.pdl, inner)
     for residual in (None, rows):
-        triton_wide.norm_add(rows, gain, residual, 1e-6, compiled.pdl)
+        triton_many_rows.norm_add(rows, gain, residual, 1e-6, compiled.pdl)
     compiled.check()
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_of_many_rows_and_what_follows(compiled: Compiled, gated: bool) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, _, bias, residual, eps, _ = linear_problem(64, 1024, 2048, gated, True, True, BF16)
     whole = wide_tile(64, 1024, 2048, gated, PROCESSORS, compiled.memory) or WideTile(depth=64, stages=3)
-    triton_wide.product(x, weight, bias, gated, whole, compiled.pdl)
+    triton_many_rows.product(x, weight, bias, gated, whole, compiled.pdl)
     if gated:
-        triton_wide.gate(torch.zeros(64, 2 * 1024, dtype=BF16), compiled.pdl)
+        triton_many_rows.gate(torch.zeros(64, 2 * 1024, dtype=BF16), compiled.pdl)
     else:
         split = wide_tile(64, 1024, 2048, False, PROCESSORS, compiled.memory, split=True) or WideTile(depth=64, stages=3, parts=4)
         assert residual is not None
-        parts = triton_wide.partial_product(x, weight, split, compiled.pdl)
-        triton_wide.sum_norm(parts, bias, residual, residual[0], eps, compiled.pdl)
+        parts = triton_many_rows.partial_product(x, weight, split, compiled.pdl)
+        triton_many_rows.sum_norm(parts, bias, residual, residual[0], eps, compiled.pdl)
     compiled.check()
 
 
 @pytest.mark.parametrize(("rows", "gated"), [(8, True), (64, True), (24, False)])
 def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compiled: Compiled, rows: int, gated: bool) -> None:
-    from nanovllm.ops import triton_wide
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight, *_ = linear_problem(rows, 12288 if gated else 4096, 1024, gated, False, False, BF16)
     tile = wide_tile(rows, 12288 if gated else 4096, 1024, gated, PROCESSORS, compiled.memory)
     assert tile is not None or compiled.memory < 200_000  # on Hopper there is one
     if tile is not None:
-        triton_wide.product(x, weight, None, gated, tile, compiled.pdl)
+        triton_many_rows.product(x, weight, None, gated, tile, compiled.pdl)
         compiled.check()
 
 
@@ -157,7 +159,7 @@ def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compil
     ],
 )  # fmt: skip
 def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> None:
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, norm, BF16)
     qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
@@ -172,7 +174,7 @@ def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_h
 
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(1, 8, 4, 256), (16, 8, 4, 256), (64, 16, 16, 256), (4, 16, 8, 128)])
 def test_attention_of_heads_normed_by_wide_gains(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    from nanovllm.ops import triton_rope_attend
+    from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, True, BF16, gains=torch.float32)
     qkv, q_norm, k_norm, cos, sin, pages, layer, tables, lens, slots, scale, eps = given
@@ -186,7 +188,7 @@ def test_attention_of_heads_normed_by_wide_gains(compiled: Compiled, rows: int, 
 
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim"), [(4, 16, 8, 128), (3, 32, 4, 64), (2, 6, 2, 80), (3, 8, 4, 256)])
 def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    from nanovllm.ops import triton_attention
+    from nanovllm.ops.attention import triton_cascade
 
     q, pages = torch.zeros(rows, heads, head_dim, dtype=BF16), torch.zeros(64, 2, kv_heads, 16, head_dim, dtype=BF16)
     tables, lens = torch.zeros(rows, 8, dtype=torch.int32), torch.full((rows,), 100, dtype=torch.int32)
@@ -194,7 +196,7 @@ def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_
     every = np.arange(rows, dtype=np.int32)
     assert plan.update([Run(rows=every, start=0, stop=4), *(Run(rows=every[row : row + 1], start=4, stop=7) for row in range(rows))])
     for limits in LIMITS:
-        triton_attention.cascade_decode(q, pages, tables, lens, head_dim**-0.5, plan, *limits)
+        triton_cascade.cascade_decode(q, pages, tables, lens, head_dim**-0.5, plan, *limits)
     compiled.check()
 
 
@@ -204,7 +206,7 @@ def test_cascade(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_
 @pytest.mark.parametrize("tokens", [1, 48, 1024, 4096])
 def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, inner: int) -> None:
     """The first three are Qwen3-30B-A3B's, Mixtral-8x7B's and ERNIE-4.5-21B-A3B's; of weights only the shapes are asked."""
-    from nanovllm.ops import triton_experts
+    from nanovllm.ops.moe import triton_experts
 
     gate_up, down = (torch.empty(num, *shape, dtype=BF16, device="meta") for shape in ((2 * inner, width), (width, inner)))
     x, weights = torch.empty(tokens, width, dtype=BF16, device="meta"), torch.empty(tokens, k, dtype=BF16, device="meta")
@@ -220,7 +222,7 @@ def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, 
 
 @pytest.mark.parametrize(("num", "k"), [(128, 8), (8, 2), (64, 6)])
 def test_route(compiled: Compiled, num: int, k: int) -> None:
-    from nanovllm.ops import triton_experts
+    from nanovllm.ops.moe import triton_experts
 
     for dtype in (BF16, torch.float32):
         for bias in (None, torch.zeros(num)):
@@ -229,7 +231,9 @@ def test_route(compiled: Compiled, num: int, k: int) -> None:
 
 
 def test_memory_rows_and_sampling(compiled: Compiled) -> None:
-    from nanovllm.ops import triton_kv, triton_rows, triton_sampling
+    from nanovllm.ops.elementwise import triton_decode_rows
+    from nanovllm.ops.kv_cache import triton_kv
+    from nanovllm.ops.sampling import triton_sampling
 
     pages, places = torch.zeros(2, 8, 2, 8, 16, 128, dtype=BF16), torch.arange(3, dtype=torch.int32)
     tokens = torch.zeros(3, 8, 128, dtype=BF16)
@@ -237,8 +241,8 @@ def test_memory_rows_and_sampling(compiled: Compiled) -> None:
     triton_kv.copy_pages(pages, places, places + 3)
     triton_kv.move_kv(pages, places, places + 16, places, torch.ones(64))
     triton_kv.last_page_lens(places.clone(), places, torch.arange(4, dtype=torch.int32), 16)
-    triton_rows.rotary_angles(places, torch.ones(64), 1.0)
-    triton_rows.capped_logits(torch.zeros(3, 1000, dtype=BF16), 30.0)
+    triton_decode_rows.rotary_angles(places, torch.ones(64), 1.0)
+    triton_decode_rows.capped_logits(torch.zeros(3, 1000, dtype=BF16), 30.0)
     logits, keys = torch.zeros(3, 151936), torch.zeros(3, 2, dtype=torch.int64)
     triton_sampling.launch_uniforms(keys, 100)
     triton_sampling.launch_highest(logits)

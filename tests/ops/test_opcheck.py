@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nanovllm  # noqa: F401, registers the ops
-from nanovllm.testing.fused import attention_problem, linear_problem
+from nanovllm.testing.problems import attention_problem, linear_problem
 
 
 def pool(dtype=torch.float32):

@@ -7,24 +7,17 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from nanovllm.testing import (
-    AheadMachine,
-    CascadeChunkMachine,
-    CascadeMachine,
-    ChunkMachine,
-    EngineMachine,
-    FrameMachine,
-    MixedWindowMachine,
-    ModelChunkMachine,
-    ModelWorld,
-    PageMachine,
-    PrefixMachine,
-    ScheduleMachine,
-    SymbolicWorld,
-    WindowChunkMachine,
-    WindowMachine,
-)
+from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
+from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
+from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.frames import FrameMachine
+from nanovllm.testing.machines.pages import PageMachine
+from nanovllm.testing.machines.prefix import PrefixMachine
+from nanovllm.testing.machines.run_ahead import AheadMachine
+from nanovllm.testing.machines.scheduler import ScheduleMachine
+from nanovllm.testing.machines.windows import MixedWindowMachine, WindowChunkMachine, WindowMachine
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.shadows.worlds import ModelWorld, SymbolicWorld
 
 # How many examples of how many rules. The `nightly` profile runs fifty times as many, drawn anew each time.
 MORE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
@@ -61,9 +54,7 @@ class SharedPages(CascadeMachine):
 
 
 WINDOWED = ModelWorld(
-    random_model(
-        tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8, windows=(3, 0))
-    )
+    random_model(tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8, windows=(3, 0)))
 )
 
 

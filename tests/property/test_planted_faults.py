@@ -3,10 +3,10 @@
 import pytest
 from hypothesis.errors import Flaky
 
-from nanovllm.testing.cascade_faults import CASCADE_FAULTS
-from nanovllm.testing.chunk_faults import CHUNK_FAULTS
-from nanovllm.testing.faults import FAULTS, Fault, find, planted
-from nanovllm.testing.window_faults import WINDOW_FAULTS
+from tests.property.faults.cascade import CASCADE_FAULTS
+from tests.property.faults.chunks import CHUNK_FAULTS
+from tests.property.faults.engine import FAULTS, Fault, find, planted
+from tests.property.faults.windows import WINDOW_FAULTS
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS], ids=lambda fault: fault.name.replace(" ", "-"))

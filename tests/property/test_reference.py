@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.testing.chunk_shadow import ChunkShadow
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.testing.worlds import ModelWorld
+from nanovllm.testing.shadows.chunks import ChunkShadow
+from nanovllm.testing.shadows.worlds import ModelWorld
 
 TOKENS = [1, 3, 2, 0, 1, 1, 3, 2]
 SMALL: dict[str, Any] = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

@@ -8,8 +8,8 @@ import pytest
 
 import nanovllm
 import nanovllm.testing
-from nanovllm import invariants
-from nanovllm.testing.shadow import ShadowMismatchError, expect
+from nanovllm.state import invariants
+from nanovllm.testing.shadows.memory import ShadowMismatchError, expect
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/explanation/invariants.md").read_text(encoding="utf-8")

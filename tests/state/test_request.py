@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.request import Queue, Request, Sequence
 from nanovllm.state.vector import IntVector
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
 from nanovllm.state.pages import init_pages, retain
 from nanovllm.state.pool import Pool, init_pool
-from nanovllm.state.prefix import init_prefix
+from nanovllm.state.prefix_cache import init_prefix
 from nanovllm.state.request import Request, Sequence
 from nanovllm.state.sequence_pages import give_up_pages, reserve, worth_taking, written_pages
 from nanovllm.state.vector import IntVector

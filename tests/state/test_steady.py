@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.compile import Drawn
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.settle import draw_token, finish_reason
+from nanovllm.engine.output import draw_token, finish_reason
+from nanovllm.executor.executor import Drawn
+from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.pool import init_pool
 from nanovllm.state.request import Queue, Request, Sequence
 from nanovllm.state.steady import Steady

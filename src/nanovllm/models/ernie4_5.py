@@ -7,11 +7,11 @@ turns or moves keys serves this architecture too.
 
 from typing import Any
 
-from ..config import ModelConfig, MoEConfig
-from ..errors import CheckpointError
-from ..hf_config import HF, read_bool, read_float, read_int, read_sizes
-from . import tables
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig, MoEConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import HF, read_bool, read_float, read_int, read_sizes
+from nanovllm.models.common.params import Layer, ParamInfo, Params
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..config import ModelConfig
-from ..errors import CheckpointError
-from ..hf_config import HF, read_bool, read_int, read_sizes
-from . import tables
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import HF, read_bool, read_int, read_sizes
+from nanovllm.models.common.params import Layer, ParamInfo, Params
 
 GAINS: Mapping[str, Any] = {"offset": 1.0, "dtype": torch.float32}  # gains are multiplied in float32, before the norm is rounded
 

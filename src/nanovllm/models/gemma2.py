@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from ..config import ModelConfig
-from ..errors import CheckpointError
-from ..hf_config import FULL, HF, SLIDING, read_float, read_int, read_windows
-from . import tables
-from .gemma import GAINS, gemma_sizes
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import FULL, HF, SLIDING, read_float, read_int, read_windows
+from nanovllm.models.common.params import Layer, ParamInfo, Params
+from nanovllm.models.gemma import GAINS, gemma_sizes
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

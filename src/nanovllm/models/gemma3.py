@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import ModelConfig
-from ..errors import CheckpointError
-from ..hf_config import FULL, HF, SLIDING, config_to_hf, read_int, read_rope, read_windows
-from . import tables
-from .gemma import GAINS, gemma_sizes
-from .gemma2 import sandwich, scores
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import FULL, HF, SLIDING, config_to_hf, read_int, read_rope, read_windows
+from nanovllm.models.common.params import Layer, ParamInfo, Params
+from nanovllm.models.gemma import GAINS, gemma_sizes
+from nanovllm.models.gemma2 import sandwich, scores
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}  # absent where they are the 4B model's
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ..batch import Batch
-from ..config import ModelConfig, RopeConfig
-from ..errors import CheckpointError
-from ..hf_config import HF, read_bool, read_int, read_sizes
-from ..ops.linear import linear
-from ..types import Tensor
-from .layers import activation, attention
-from .params import Layer, ParamInfo, Params, loaded, rope_info
+from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.hf_config import HF, read_bool, read_int, read_sizes
+from nanovllm.models.common.layers import activation, attention
+from nanovllm.models.common.params import Layer, ParamInfo, Params, loaded, rope_info
+from nanovllm.ops.linear.linear import linear
+from nanovllm.types import Tensor
 
 NAMES = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_positions": "max_position_embeddings",

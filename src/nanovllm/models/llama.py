@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ..config import ModelConfig
-from ..hf_config import HF, read_bool, read_sizes
-from . import tables
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import HF, read_bool, read_sizes
+from nanovllm.models.common.params import Layer, ParamInfo, Params
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

@@ -1,9 +1,9 @@
 """Mistral (Jiang et al., 2023): a Llama whose layers may attend to a window of the last tokens alone."""
 
-from ..config import ModelConfig
-from ..hf_config import HF, SLIDING, read_sizes, read_windows
-from . import llama
-from .params import ParamInfo, Params
+from nanovllm.config import ModelConfig
+from nanovllm.models import llama
+from nanovllm.models.common.hf_config import HF, SLIDING, read_sizes, read_windows
+from nanovllm.models.common.params import ParamInfo, Params
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

@@ -1,9 +1,9 @@
 """Mixtral (Jiang et al., 2024): Mistral's attention, and experts in the place of every MLP, two for each token."""
 
-from ..config import ModelConfig, MoEConfig
-from ..hf_config import HF, SLIDING, read_int, read_sizes, read_windows
-from . import tables
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig, MoEConfig
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import HF, SLIDING, read_int, read_sizes, read_windows
+from nanovllm.models.common.params import Layer, ParamInfo, Params
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import ModelConfig, RopeConfig
-from ..errors import CheckpointError
-from ..hf_config import HF, SLIDING, read_float, read_int, read_rope, read_sizes, read_windows
-from . import tables
-from .params import Layer, ParamInfo, Params, loaded
+from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import HF, SLIDING, read_float, read_int, read_rope, read_sizes, read_windows
+from nanovllm.models.common.params import Layer, ParamInfo, Params, loaded
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2.5 (Yang et al., 2024): a Llama whose queries, keys and values have biases; its upper layers may have a window."""
 
-from ..config import ModelConfig
-from ..hf_config import FULL, HF, SLIDING, read_bool, read_int, read_sizes, read_windows
-from . import tables
-from .params import Layer, ParamInfo, Params
+from nanovllm.config import ModelConfig
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import FULL, HF, SLIDING, read_bool, read_int, read_sizes, read_windows
+from nanovllm.models.common.params import Layer, ParamInfo, Params
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

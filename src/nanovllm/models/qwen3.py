@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from ..config import ModelConfig
-from ..hf_config import HF, read_bool, read_sizes
-from . import tables
-from .params import Layer, ParamInfo, Params
-from .qwen2 import qwen_windows
+from nanovllm.config import ModelConfig
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import HF, read_bool, read_sizes
+from nanovllm.models.common.params import Layer, ParamInfo, Params
+from nanovllm.models.qwen2 import qwen_windows
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

@@ -1,11 +1,11 @@
 """Qwen3-MoE (Yang et al., 2025): Qwen3's attention, and experts in the place of the MLP of most or all layers."""
 
-from ..config import ModelConfig, MoEConfig
-from ..errors import CheckpointError
-from ..hf_config import HF, SLIDING, read_bool, read_int, read_sizes, read_windows
-from . import tables
-from .params import Layer, ParamInfo, Params
-from .qwen3 import qwen3_attention
+from nanovllm.config import ModelConfig, MoEConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.common import tables
+from nanovllm.models.common.hf_config import HF, SLIDING, read_bool, read_int, read_sizes, read_windows
+from nanovllm.models.common.params import Layer, ParamInfo, Params
+from nanovllm.models.qwen3 import qwen3_attention
 
 
 def config_from_hf(hf: HF) -> ModelConfig:

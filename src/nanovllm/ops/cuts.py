@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TypeVar
 
-from ..errors import NanoVLLMError
+from nanovllm.errors import NanoVLLMError
 
 Cut = tuple[int, ...]
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .vector import IntVector
+from nanovllm.state.vector import IntVector
 
 Gaps = tuple[tuple[int, int], ...]  # (index of a token, its position less its index), for the first token after each gap
 

@@ -1,27 +1,21 @@
 """`EngineState`: everything of one engine that changes, and the lease that makes a donated value an error to use."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from dataclasses import replace as _replace
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from typing import Any
 
-import torch
 from immutables import Map
 
-from ..config import EngineConfig, RopeConfig
-from ..errors import DonatedStateError
-from ..types import register_value
-from .chunk import Chunk
-from .kv import KVState
-from .pages import PageState
-from .pool import Pool
-from .prefix import PrefixIndex
-from .request import Queue, Sequence
-from .steady import Steady
-
-if TYPE_CHECKING:
-    from ..compile import Runtime
+from nanovllm.config import EngineConfig
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.lease import Leased
+from nanovllm.state.pages import PageState
+from nanovllm.state.pool import Pool
+from nanovllm.state.prefix_cache import PrefixIndex
+from nanovllm.state.request import Queue, Sequence
+from nanovllm.state.steady import Steady
+from nanovllm.types import register_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,48 +33,6 @@ class Stats:
     def add(self, **more: int) -> "Stats":
         """The counters with some increased."""
         return _replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelKey:
-    """What a state and its model must agree in: the weights, how they are held, and what turns the keys."""
-
-    fingerprint: str
-    dtype: torch.dtype
-    device: torch.device
-    rope: RopeConfig
-    places: tuple[tuple[int, int], ...]  # for each layer its KV pool and its index there
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """Who may use the KV memory: the state whose epoch is the lease's. Mutable on purpose, owned by the runtime.
-
-    `lost` are pages that a failed call wrote although an older value still counts on what stood there; the next call forgets them.
-    """
-
-    model: ModelKey  # the model that the KV belongs to
-    engine: str = field(default_factory=lambda: uuid4().hex)
-    epoch: int = 0
-    lost: frozenset[int] = frozenset()
-    dirty: bool = False
-
-    def check(self, epoch: int) -> None:
-        """Raise `DonatedStateError` unless `epoch` is the newest."""
-        if epoch != self.epoch:
-            raise DonatedStateError(
-                f"this state is {self.epoch - epoch} call(s) old and its memory was donated to a later one; use the state it returned"
-            )
-
-    def advance(self) -> int:
-        """Take the memory over: every older state is donated from here on. Returns the new epoch."""
-        self.epoch += 1
-        self.lost, self.dirty = frozenset(), False
-        return self.epoch
-
-    def lose(self, pages: Iterable[int]) -> None:
-        """Note that a failed call wrote these pages, and perhaps moved the decode carry on."""
-        self.lost, self.dirty = self.lost.union(pages), True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,7 +64,7 @@ class EngineState:
     kept: Map[int, Sequence] = field(default_factory=Map)  # ended, their pages not given up yet
     loaded: Any = None
     epoch: int = 0
-    runtime: "Runtime"
+    runtime: Leased
 
     def __repr__(self) -> str:
         pages, stale = self.pool.pages, self.epoch != self.runtime.lease.epoch

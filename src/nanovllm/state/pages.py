@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BrokenInvariantError
-from .array import IntArray
-from .vector import Ints, as_array
+from nanovllm.errors import BrokenInvariantError
+from nanovllm.state.array import IntArray
+from nanovllm.state.vector import Ints, as_array
 
 FreeList = tuple[int, Any] | None  # (page, rest); an alias that names itself cannot be checked at run time
 

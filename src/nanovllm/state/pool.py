@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..errors import BrokenInvariantError, OutOfPagesError
-from . import frames as frame_ops
-from . import pages as page_ops
-from . import prefix as prefix_ops
-from .frames import Frames, num_retired
-from .pages import PageState, init_pages
-from .prefix import PrefixIndex, init_prefix
-from .vector import Ints, as_array
+from nanovllm.errors import BrokenInvariantError, OutOfPagesError
+from nanovllm.state import pages as page_ops
+from nanovllm.state import prefix_cache as prefix_ops
+from nanovllm.state import window_frames as frame_ops
+from nanovllm.state.pages import PageState, init_pages
+from nanovllm.state.prefix_cache import PrefixIndex, init_prefix
+from nanovllm.state.vector import Ints, as_array
+from nanovllm.state.window_frames import Frames, num_retired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

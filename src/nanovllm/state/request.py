@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from immutables import Map
 
-from ..sampling_params import SamplingParams
-from ..tokenizer import Detokenizer
-from .chunk import EXACT, Gaps, Provenance, offset_after
-from .vector import IntVector
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
+from nanovllm.state.vector import IntVector
+from nanovllm.tokenizer.tokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,10 +10,10 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from . import pool as pools
-from .kv import pages_for
-from .pool import Pool
-from .request import Sequence
+from nanovllm.state import pool as pools
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pool import Pool
+from nanovllm.state.request import Sequence
 
 Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
 

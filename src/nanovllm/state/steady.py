@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .pool import Pool
-from .request import Queue, Sequence
+from nanovllm.state.pool import Pool
+from nanovllm.state.request import Queue, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

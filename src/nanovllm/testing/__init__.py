@@ -4,16 +4,16 @@ The machines are Hypothesis state machines; run one with `hypothesis.stateful.ru
 puts another engine, model or scheduler in its place.
 """
 
-from .ahead_machine import AheadMachine
-from .cascade_machine import CascadeChunkMachine, CascadeMachine
-from .chunk_machine import ChunkMachine, ModelChunkMachine
-from .engine_machine import EngineMachine
-from .frames_machine import FrameMachine
-from .pages_machine import PageMachine
-from .prefix_machine import PrefixMachine
-from .schedule_machine import ScheduleMachine
-from .window_machine import MixedWindowMachine, WindowChunkMachine, WindowMachine
-from .worlds import ModelWorld, SymbolicWorld, World
+from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
+from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
+from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.frames import FrameMachine
+from nanovllm.testing.machines.pages import PageMachine
+from nanovllm.testing.machines.prefix import PrefixMachine
+from nanovllm.testing.machines.run_ahead import AheadMachine
+from nanovllm.testing.machines.scheduler import ScheduleMachine
+from nanovllm.testing.machines.windows import MixedWindowMachine, WindowChunkMachine, WindowMachine
+from nanovllm.testing.shadows.worlds import ModelWorld, SymbolicWorld, World
 
 __all__ = [
     "AheadMachine",

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..batch import Batch
-from ..model import Model
-from ..state.kv import KVState, init_kv, pages_for
-from ..types import Tensor
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.model import Model
+from nanovllm.state.kv_cache import KVState, init_kv, pages_for
+from nanovllm.types import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch.utils import _pytree as pytree
 
-from ..config import ModelConfig, MoEConfig, RopeConfig
-from ..model import Model, resolve_device
-from ..models import REGISTRY, ParamInfo
-from ..tokenizer import Tokenizer, make_tokenizer
-from ..types import Tensor, dtype_of
-from ..weights import random_fingerprint, random_params
+from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.loading.load_model import resolve_device
+from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.init_params import random_fingerprint, random_params
+from nanovllm.models.model import Model
+from nanovllm.models.registry import REGISTRY
+from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
+from nanovllm.types import Tensor, dtype_of
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 BYTE_VOCAB = 256 + len(SPECIAL)  # the smallest vocabulary that `byte_tokenizer` fits into

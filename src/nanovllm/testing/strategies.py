@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ..config import EngineConfig
+from nanovllm.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,72 @@
+"""The feed-forward of a mixture of experts, one layer: microseconds by tokens, inside CUDA graphs, beside what memory and arithmetic allow.
+
+    python benchmarks/experts.py --output benchmarks/results/h200-experts.json
+
+Calls in a graph have routing of their own, random and even, so that what one read is seldom in L2 for the next. The bound is the slower of
+reading the weights of the experts that are hit, once, and of the products, at rates that are measured first.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.entrypoints.cli.bench.environment import commit, versions
+from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
+from nanovllm.entrypoints.cli.bench.roofline import Ceiling, measure_ceiling
+from nanovllm.ops import experts
+from nanovllm.ops.backends import shared_memory
+from nanovllm.ops.moe.experts import tiles_of
+from nanovllm.ops.moe.tiles import FewTiles
+from nanovllm.testing.problems import experts_problem, routed
+
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+SIZES = {"qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336), "ernie-4.5-21b-a3b": (6, 64, 2560, 1536)}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
+CALLS = 8  # of a graph
+
+
+def layer(sizes: tuple[int, int, int, int], tokens: int, weights: tuple[torch.Tensor, torch.Tensor], ceiling: Ceiling) -> dict[str, Any]:
+    """One layer with so many tokens."""
+    k, num, width, inner = sizes
+    x = torch.randn(tokens, width, device=CUDA).to(BF16)
+    routes = [routed(tokens, k, num, BF16, "cuda") for _ in range(CALLS)]
+    us = graph_us(lambda: [experts(x, *weights, *route) for route in routes]) / CALLS
+    hit = sum(int(chosen.unique().numel()) for chosen, _ in routes) / CALLS
+    read, products = hit * 3 * width * inner * BF16.itemsize, 2 * tokens * k * 3 * width * inner
+    bound = 1e6 * max(read / ceiling.read_bytes, products / ceiling.flops)
+    return {
+        "us": round(us, 2), "bound_us": round(bound, 2), "of_bound": round(bound / us, 3), "hit": round(hit, 1),
+        "gb_s": round(read / us / 1e3), "tflop_s": round(products / us / 1e6, 1),
+        "launches": 2 if isinstance(tiles_of(tokens, *sizes, shared_memory(CUDA)), FewTiles) else 4,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(SIZES), help="of all, if not given")
+    parser.add_argument("--commit", help="recorded in place of what git says")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    ceiling, table = measure_ceiling(CUDA, BF16), {}
+    print(f"{torch.cuda.get_device_name()}: reads {ceiling.read_bytes / 1e9:.0f} GB/s, multiplies {ceiling.flops / 1e12:.0f} TFLOP/s")
+    for name in [options.model] if options.model else SIZES:
+        weights = experts_problem(1, *SIZES[name], BF16, "cuda")[1:3]
+        for tokens in TOKENS:
+            row = table[f"{name}, {tokens} tokens"] = layer(SIZES[name], tokens, weights, ceiling)
+            print(f"{name:18} {tokens:5} tokens", *(f"{key} {value:9}" for key, value in row.items()))
+        del weights
+    result = {
+        "gpu": torch.cuda.get_device_name(), "commit": options.commit or commit(), "versions": versions(),
+        "command": "python benchmarks/experts.py" + (f" --model {options.model}" if options.model else ""),
+        "read_gb_s": round(ceiling.read_bytes / 1e9), "tflop_s": round(ceiling.flops / 1e12), "table": table,
+    }  # fmt: skip
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The figures in README.md and docs/, from the JSON files of `nanovllm bench`: tables and pictures between markers.
+
+    nanovllm bench --output benchmarks/results/h200-bench.json
+    nanovllm bench --model qwen3-8b --output benchmarks/results/h200-8b.json
+    python benchmarks/write_docs.py
+
+A block begins with `<!-- bench: NAME.json -->`, a file in benchmarks/results, and ends with `<!-- /bench -->`: all tables of the run
+and its picture. A block between `<!-- brief: NAME.json -->` and `<!-- /brief -->` is a short table. A `families` block has a row for
+each model in a file of `benchmarks/families.py`. The text inside of a block is replaced. A document may have any number of blocks. Columns
+for other engines' figures from other runs come from the files NAME-peers.json there, where card, model and dtype are the same.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from nanovllm.entrypoints.cli.bench.plot import draw
+from nanovllm.entrypoints.cli.bench.report import markdown, table
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md")
+BLOCK = re.compile(r"(<!-- (bench|brief|families): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+NONE = "No figures yet.\n"
+BRIEF = {
+    "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
+    "b8_decode_tok_s": "8 sequences (256 out)",
+    "b64_decode_tok_s": "64 sequences (256 out)",
+    "offline_tok_s": "256 requests, 100-1024 tokens in and out, temperature 0.6",
+    "shared16k_x32_tok_s": "32 sequences over one 16k prefix, 256 out",
+    "ttft_16k_cold_ms": "16k prompt to the first token, cold",
+    "ttft_16k_warm_ms": "the same after its prefix was run",
+    "start_s": "from the start of a process to its first token, caches warm",
+}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A run's object; peers of other runs stand beside those of the run itself and are named as such."""
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    peers = dict(result.get("peers", {}))
+    for other in sorted(file.parent.glob("*-peers.json")):
+        found = json.loads(other.read_text(encoding="utf-8"))
+        if (found["gpu"], found["dtype"]) == (result["gpu"], result["dtype"]):
+            peers |= {f"{name} (other run)": figures for name, figures in found["models"].get(result["model"], {}).items()}
+    return result | ({"peers": peers} if peers else {})
+
+
+def filled(text: str, results: Path) -> str:
+    """The document with the tables of each block's file in `results`; a picture lies beside the document."""
+
+    def block(found: re.Match[str]) -> str:
+        begin, kind, name, end = found.groups()
+        file = results / f"{name}.json"
+        if not file.exists():
+            return begin + NONE + end
+        if kind == "families":
+            return f"{begin}{families(json.loads(file.read_text(encoding='utf-8')))}\n{end}"
+        result = read(file)
+        if kind == "brief":
+            return f"{begin}{brief(result)}\n{end}"
+        picture = f"![Workloads beside the roofline, and how a step's time grows](performance-{name}.svg)"
+        return f"{begin}{picture}\n\n{markdown(result)}\n{end}"
+
+    return BLOCK.sub(block, text)
+
+
+def brief(result: dict[str, Any]) -> str:
+    """The main figures in one table: ours, other engines', and the share of the roofline."""
+    peers, rows = result.get("peers", {}), {one["key"]: one for one in result.get("workloads", ())}
+    head = ("workload", "nanovllm", *(name.removesuffix(" (other run)") for name in peers), "of the roofline")
+    lines = []
+    for key, what in BRIEF.items():
+        if key in result:
+            told = any(key in figures for figures in peers.values())
+            theirs = [_figure(figures[key], key, of_a_peer=True) if key in figures else "-" * told for figures in peers.values()]
+            share = f"{rows[key]['roofline_percent']:.0f}%" if key in rows else ""
+            lines.append((what, _figure(result[key], key), *theirs, share))
+    return "\n".join(table(head, lines))
+
+
+def families(result: dict[str, Any]) -> str:
+    """A row for each model: tokens a second and the share of the roofline, and which kernels serve it."""
+    lines = []
+    for name, one in result["models"].items():
+        rows = [one[f"{batch}_decode_tok_s"] for batch in ("b1", "b8", "b64")]
+        told = f"{one['decode'].removesuffix(' in CUDA graphs')}{': ' * bool(one['against'])}{one['against']}"
+        lines.append((name, *(f"{row['tok_s']:,.0f} ({row['roofline_percent']:.0f}%)" for row in rows), told))
+    where, how = result["gpu"] or result["cpu"], f"commit {result['commit']} (`{result['command']}`)"
+    about = f"{where}, {result['dtype']}, {how}; tokens/s, and the share of the roofline:"
+    return "\n".join((about, "", *table(("model", "1 row", "8", "64", "steps run by"), lines)))
+
+
+def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:
+    number = f"{value:,.0f}" if value >= 20 else f"{value:.1f}"
+    if key.endswith("_tok_s"):
+        return number if of_a_peer else f"{number} tokens/s"
+    return f"{number} {'ms' if key.endswith('_ms') else 's'}"
+
+
+def pictures(text: str, results: Path) -> dict[str, str]:
+    """The pictures that the blocks of a document show, by file name."""
+    files = {name: results / f"{name}.json" for _, kind, name, _ in BLOCK.findall(text) if kind == "bench"}
+    return {f"performance-{name}.svg": draw(read(file)) for name, file in files.items() if file.exists()}
+
+
+def main() -> None:
+    """Fill the documents in and write their pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--document", type=Path, action="append", help="may be given several times (default: all of them)")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
+    options = parser.parse_args()
+    for document in options.document or DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for name, picture in pictures(text, options.results).items():
+            (document.parent / name).write_text(picture, encoding="utf-8")
+        document.write_text(filled(text, options.results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

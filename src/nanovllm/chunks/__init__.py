@@ -1,0 +1,1 @@
+"""KV as values: every public call that returns a chunk."""

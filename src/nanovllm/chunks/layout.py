@@ -1,0 +1,113 @@
+"""Where the tokens of a chunk made of chunks come from: shared pages, and slots whose KV goes to fresh ones. Host arrays alone."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from nanovllm.state.chunk import Chunk, Gaps, offset_after
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.vector import IntVector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """A run of tokens over pages of other chunks and fresh ones.
+
+    Pages are `head`, which is shared, then `num_fresh`, then `tail`, shared too. `source` [n] are the slots whose KV goes to tokens
+    `start ... start + n - 1`, which lie in fresh pages, and `shift` [n] is by how many positions their keys turn.
+    """
+
+    tokens: IntVector
+    head: np.ndarray
+    num_fresh: int
+    tail: np.ndarray
+    start: int
+    source: np.ndarray
+    shift: np.ndarray
+    num_exact: int
+    gaps: Gaps = ()
+
+
+def _slots(chunk: Chunk, page_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    return slots_of(chunk.pages.array(), page_size)[start : len(chunk) if stop is None else stop]
+
+
+def slots_of(pages: np.ndarray, page_size: int) -> np.ndarray:
+    """The slots of whole pages, in order."""
+    return (pages[:, None] * np.int32(page_size) + np.arange(page_size, dtype=np.int32)).ravel()
+
+
+def joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
+    """Chunks one after another; the first keeps its whole pages and its positions up to its first gap."""
+    first, total = chunks[0], len(tokens)
+    shared = (first.gaps[0][0] if first.gaps else len(first)) // page_size  # whole pages that stay where they are
+    start = shared * page_size
+    slots = slots_of(np.concatenate([chunk.pages.array() for chunk in chunks]), page_size)
+    ends = np.cumsum([len(chunk.pages) for chunk in chunks]).tolist()
+    firsts = [(end - len(chunk.pages)) * page_size for chunk, end in zip(chunks, ends, strict=True)]
+    source = np.concatenate([slots[first : first + len(chunk)] for chunk, first in zip(chunks, firsts, strict=True)])[start:]
+    pieces, place = [], 0  # (tokens, by how much their keys turn): the same for all between two gaps
+    for chunk in chunks:
+        for (at, offset), (stop, _) in pairwise(((0, 0), *chunk.gaps, (len(chunk), 0))):
+            pieces.append((stop - at, place - offset))
+        place += len(chunk)
+    counts, shifts = np.array(pieces, np.int32).T
+    return Layout(
+        tokens=tokens,
+        head=first.pages.array(0, shared),
+        num_fresh=pages_for(total, page_size) - shared,
+        tail=np.empty(0, np.int32),
+        start=start,
+        source=source,
+        shift=np.repeat(shifts, counts)[start:],
+        num_exact=first.num_exact,
+    )
+
+
+def shifted(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
+    """A chunk without a span; what follows moves to the places that became free."""
+    shared, gaps = start // page_size, tuple(gap for gap in chunk.gaps if gap[0] < start)
+    tokens, positions = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), chunk.positions
+    begin = shared * page_size
+    shift = np.zeros(len(tokens) - begin, np.int64)
+    shift[start - begin :] = np.arange(start, len(tokens)) + offset_after(gaps) - positions[stop:]
+    return Layout(
+        tokens=tokens,
+        head=chunk.pages.array(0, shared),
+        num_fresh=pages_for(len(tokens), page_size) - shared,
+        tail=np.empty(0, np.int32),
+        start=begin,
+        source=np.concatenate((_slots(chunk, page_size, begin, start), _slots(chunk, page_size, stop))),
+        shift=shift,
+        num_exact=min(chunk.num_exact, start),
+        gaps=gaps,
+    )
+
+
+def gapped(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
+    """A chunk without a span; what follows keeps its positions, and its pages where the span is whole pages."""
+    tokens, gone = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), stop - start
+    before = tuple(gap for gap in chunk.gaps if gap[0] < start)
+    here = max((offset for at, offset in chunk.gaps if at <= stop), default=0) + gone
+    gaps = (*before, (start, here), *((at - gone, offset + gone) for at, offset in chunk.gaps if at > stop))
+    shared, begin = start // page_size, start // page_size * page_size
+    if gone % page_size:
+        end, tail = len(tokens), chunk.pages.array(0, 0)
+    else:  # behind the page in which both ends meet, offsets in pages stay as they are
+        end = min(len(tokens), pages_for(start, page_size) * page_size)
+        tail = chunk.pages.array(pages_for(stop, page_size))
+    return Layout(
+        tokens=tokens,
+        head=chunk.pages.array(0, shared),
+        num_fresh=pages_for(end, page_size) - shared,
+        tail=tail,
+        start=begin,
+        source=np.concatenate((_slots(chunk, page_size, begin, start), _slots(chunk, page_size, stop, end + gone)))
+        if end > begin
+        else np.empty(0, np.int64),
+        shift=np.zeros(max(0, end - begin), np.int64),
+        num_exact=min(chunk.num_exact, start),
+        gaps=gaps,
+    )

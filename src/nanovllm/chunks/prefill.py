@@ -1,0 +1,147 @@
+"""Pages and KV for the functional calls: everything is reserved before the first write, then filled in chunks."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.chunks.handles import chunk_of
+from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk
+from nanovllm.engine.output import counted
+from nanovllm.engine.prompt import parts_of, resolve
+from nanovllm.engine.requests import begin_sequence, capacity
+from nanovllm.engine.step import copy_pages
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import executor_of
+from nanovllm.models.model import Model
+from nanovllm.sampling.keywords import explain_unknown_keywords
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state import pool as pools
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pages import require_writable
+from nanovllm.state.pool import Taken
+from nanovllm.state.request import Request, Sequence
+from nanovllm.state.sequence_pages import frames_of_copies, reserve, worth_taking, written_pages
+from nanovllm.state.vector import IntVector
+
+
+def plain_sequence(tokens: IntVector, base: Chunk | None) -> Sequence:
+    """A sequence that only fills its tokens, over the pages of its base chunk; not an owner of them yet."""
+    return begin_sequence(plain_request(len(tokens)), tokens, base)
+
+
+def plain_request(count: int) -> Request:
+    """A request for no more than the KV of `count` tokens."""
+    return Request(request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0)
+
+
+def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:
+    """Make each sequence an owner of its base chunk's pages, or of what the index has of its tokens where that serves better; with
+    all frames, because it is to become a chunk.
+
+    `logits`: the last token will run even where it is filled, so it does not count as reused.
+    """
+    pool, held, reused = state.pool, [], 0
+    for asked in sequences:
+        matched, _ = pools.reusable(pool, asked.tokens.array(), whole=True)
+        better = worth_taking(pool, matched, asked, state.config.page_size)
+        sequence = asked.restart(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
+        pool = pools.acquire(pool, sequence.pages)
+        there = min(sequence.num_filled, len(sequence.tokens) - logits)
+        held.append(replace(sequence, most_filled=there))
+        reused += there
+    return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), held
+
+
+def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken) -> tuple[EngineState, list[Sequence]]:
+    """Give each sequence pages of its own up to `lengths` tokens; partly filled shared pages are copied. Donates the KV.
+
+    Raises `OutOfPagesError` before anything is written.
+    """
+    pool, held, copies, pages = state.pool, list(sequences), [], []
+    for i, length in enumerate(lengths):
+        done = reserve(pool, held[i], length, state.config.page_size)
+        if done is None:
+            missing = pages_for(length, state.config.page_size) - len(held[i].pages)
+            raise pools.too_few(pool, f"{length} tokens need {missing} pages more")
+        pool, held[i], copied, fresh = done
+        pages.extend(fresh)
+        copies.extend(copied)
+    taken.note(pool, pages)  # not before all is reserved: what a refused call would have taken over still holds its KV
+    kv = copy_pages(state.kv, tuple(copies), frames_of_copies(pool, copies))
+    pool = pools.release(pool, [source for source, _ in copies])
+    return replace(state, kv=kv, pool=pool), held
+
+
+def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: int = 0) -> tuple[EngineState, list[Sequence]]:
+    """Run every unfilled token of the sequences but the last `keep_back` of each, within the token budget of a step at a time.
+
+    Full pages of what was filled enter the prefix index. Donates the KV.
+    """
+    done, kv, pool, stats = list(sequences), state.kv, state.pool, state.stats
+    while True:
+        budget, rows = state.config.max_num_batched_tokens, []
+        for i, sequence in enumerate(done):
+            count = min(budget, sequence.todo - keep_back)
+            if count > 0 and len(rows) < state.config.max_num_seqs:
+                rows.append((i, count))
+                budget -= count
+        if not rows:
+            return replace(state, kv=kv, pool=pool, stats=stats), done
+        for i, count in rows:
+            require_writable(pool.pages, written_pages(done[i], count, state.config.page_size).tolist())
+        _, kv = executor_of(state).prefill(model, kv, [(done[i], count) for i, count in rows], draw=False, frames=pool.frames)
+        for i, count in rows:
+            prompt, again = counted(done[i], count)
+            stats = stats.add(prefill_tokens=prompt, decode_tokens=count - prompt, rerun_tokens=again)
+            start = done[i].num_exact // state.config.page_size
+            done[i] = done[i].advance(count)
+            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_exact), done[i].pages.array(), start)
+
+
+def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.ndarray) -> None:
+    """Run tokens of a filled sequence again, in place: each attends to all that stands before it, run again or not. Donates the KV.
+
+    `places` are their indices in ascending order. Runs of neighbours are rows of one batch, in which every layer writes all KV before any
+    row attends, so one batch equals one after another.
+    """
+    budget, size = state.config.max_num_batched_tokens, state.config.page_size
+    runs = [run for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(run)]
+    pieces = [run[at : at + budget] for run in runs for at in range(0, len(run), budget)]
+    batch: list[tuple[Sequence, int]] = []
+    for i, piece in enumerate(pieces):
+        start, stop = int(piece[0]), int(piece[-1]) + 1
+        require_writable(state.pool.pages, sequence.pages.array(start // size, -(-stop // size)).tolist())
+        batch.append((replace(sequence, tokens=sequence.tokens.truncate(stop), num_filled=start), stop - start))
+        following = len(pieces[i + 1]) if i + 1 < len(pieces) else budget
+        if sum(count for _, count in batch) + following > budget or len(batch) == state.config.max_num_seqs:
+            executor_of(state).prefill(model, state.kv, batch, draw=False, frames=state.pool.frames)
+            batch = []
+
+
+@explain_unknown_keywords
+@torch.no_grad()
+def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
+    """Fill the KV of a text, of token ids or of a list of these, after a chunk or alone, and return the whole run as a chunk.
+
+    `after` stays valid. Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit,
+    `OutOfPagesError` for what does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
+    """
+    state = enter_with(model, state)
+    if after is not None:
+        require_chunk(after, "after")
+        text_or_ids = [after, *parts_of(text_or_ids)]
+    resolved = resolve(model, state, text_or_ids)
+    num_tokens, limit = len(resolved.tokens), capacity(state, resolved.base)
+    if num_tokens > limit:
+        raise InvalidRequestError(f"the chunk would have {num_tokens} tokens; this engine holds at most {limit}")
+    with guarded(state) as taken:
+        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base)])
+        filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
+        filled, (sequence,) = fill(model, filled, sequences)
+        filled, chunk = chunk_of(model, filled, sequence)
+        return commit_state(filled), chunk

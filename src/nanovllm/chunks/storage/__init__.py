@@ -1,0 +1,1 @@
+"""Chunks in files and in folders of files."""

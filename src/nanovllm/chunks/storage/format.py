@@ -1,0 +1,318 @@
+"""The bytes of a chunk file: a head that says what it holds, KV in blocks, and digests that cover every byte.
+
+A file is plain safetensors (github.com/huggingface/safetensors#format), little-endian, with the tensors `tokens` I32 `[T]`, `positions`
+I32 `[T]` and, last, `kv` `[L, T, 2, K, D]`: tokens in order, whatever pages they lay in; axis 2 is keys, values. A row is one token in one
+layer. KV is cut into blocks of whole rows, at most 2 MiB. `kv_sha256` in the metadata is the SHA-256 of the blocks' SHA-256s, one after
+another; `sha256` is that of everything before the KV, its own digits counted as zeros. They find accidents: who can write a file can make
+both anew.
+"""
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.errors import ChunkFileError
+from nanovllm.state.chunk import Gaps, Provenance
+from nanovllm.types import FLOATS, Tensor
+
+FORMAT, VERSION, KEY_FORM = "nanovllm-chunk", "1", "rotated"
+CODES = MappingProxyType({dtype: code for code, dtype in FLOATS.items()})
+MAX_HEADER = 1 << 20  # bytes of the JSON header: more is no chunk of ours, and is not read
+BLOCK = 2 << 20  # bytes under one digest, at most; part of the format
+WINDOW = 16  # blocks that are staged together
+STAGES = 3  # windows in host memory: one that is copied to or from the device, two that threads work on
+THREADS = min(STAGES * WINDOW, os.cpu_count() or 1)  # hashing, reading and writing hold no interpreter lock
+UNKNOWN = "0" * 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Head:
+    """All that a chunk file says but the KV. `shape` is `[L, T, 2, K, D]`; `rope` are the fields of the `RopeConfig` that turned the keys.
+
+    `page_size` is that of the engine that saved it: for the record, no reader needs it.
+    """
+
+    fingerprint: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    page_size: int
+    rope: Mapping[str, Any]
+    provenance: Provenance
+    num_exact: int
+    tokens: np.ndarray
+    positions: np.ndarray
+    kv_sha256: str = UNKNOWN
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return math.prod(self.shape[2:]) * self.dtype.itemsize
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole KV."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file."""
+        return len(encode(self)) + self.num_rows * self.row_bytes
+
+    @property
+    def gaps(self) -> Gaps:
+        """Where positions were left out, rebuilt from the positions."""
+        offsets = self.positions - np.arange(len(self.positions), dtype=np.int32)
+        starts = np.flatnonzero(np.diff(offsets, prepend=np.int32(0)))
+        return tuple((int(start), int(offsets[start])) for start in starts)
+
+
+def encode(head: Head) -> bytes:
+    """Everything before the KV."""
+    count, place, header = len(head.tokens), 0, {}
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": head.fingerprint,
+        "key_form": KEY_FORM,
+        "rope": json.dumps(dict(head.rope)),
+        "page_size": str(head.page_size),
+        "provenance": json.dumps(head.provenance.operations),
+        "num_exact": str(head.num_exact),
+        "kv_sha256": head.kv_sha256,
+        "sha256": UNKNOWN,
+    }
+    for name, code, shape, size in (
+        ("tokens", "I32", [count], 4 * count),
+        ("positions", "I32", [count], 4 * count),
+        ("kv", CODES[head.dtype], list(head.shape), head.num_rows * head.row_bytes),
+    ):
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    arrays = (np.ascontiguousarray(array, "<i4").tobytes() for array in (head.tokens, head.positions))
+    plain = len(text).to_bytes(8, "little") + text + b"".join(arrays)
+    return plain.replace(_entry(UNKNOWN), _entry(hashlib.sha256(plain).hexdigest()), 1)
+
+
+def decode(fd: int, path: Path) -> Head:
+    """The head of an open file, every byte of it checked. Raises `ChunkFileError`."""
+    try:
+        return _decode(fd)
+    except (OSError, EOFError) as error:
+        raise ChunkFileError(f"{path}: could not be read: {error}") from error
+    except _RefusedError as error:
+        raise ChunkFileError(f"{path}: {error}") from error.__cause__
+
+
+def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Generator[tuple[int, Tensor], None, None]:
+    """The KV in windows of (first row, bytes `[rows, row_bytes]` in host memory, pinned for CUDA), valid until the next is asked for.
+
+    Copies out of a window may still be on their way on the current stream. Close the generator where it is not read to its end. Raises
+    `ChunkFileError`, for a changed byte only after the last window: until then nothing that came may be relied on.
+    """
+    start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
+    windows = _windows(head)
+    with ThreadPoolExecutor(THREADS, "chunk-file") as threads:
+
+        def begin(i: int) -> list[Future[bytes]]:
+            view = stages[i % STAGES].numpy().data
+            return [
+                threads.submit(_read_block, fd, view[low - windows[i][0] : high - windows[i][0]], start + low * head.row_bytes)
+                for low, high in _blocks(head, *windows[i])
+            ]
+
+        pending = deque(begin(i) for i in range(min(STAGES - 1, len(windows))))
+        for i, (low, high) in enumerate(windows):
+            try:
+                for block in pending.popleft():
+                    digest.update(block.result())
+            except (OSError, EOFError) as error:
+                raise ChunkFileError(f"{path}: could not be read: {error}") from error
+            if i + STAGES - 1 < len(windows):
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()  # what was copied out of the oldest stage has left it
+                pending.append(begin(i + STAGES - 1))
+            yield low, stages[i % STAGES][: high - low]
+    if digest.hexdigest() != head.kv_sha256:
+        raise ChunkFileError(f"{path}: its KV was changed: SHA-256 is {digest.hexdigest()}, the file says {head.kv_sha256}")
+
+
+def write_file(fd: int, head: Head, gather: Callable[[int, Tensor], None], device: torch.device) -> Head:
+    """Write a whole file, and to the disk; returns the head with the digest. `gather(first row, out)` copies rows into host memory."""
+    start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
+    pending: deque[list[Future[bytes]]] = deque()
+
+    def finish() -> None:
+        for block in pending.popleft():
+            digest.update(block.result())
+
+    with ThreadPoolExecutor(THREADS, "chunk-file") as threads:
+        for i, (first, last) in enumerate(_windows(head)):
+            if len(pending) == STAGES:
+                finish()
+            stage = stages[i % STAGES][: last - first]
+            gather(first, stage)
+            view = stage.numpy().data
+            pending.append(
+                [
+                    threads.submit(_write_block, fd, view[low - first : high - first], start + low * head.row_bytes)
+                    for low, high in _blocks(head, first, last)
+                ]
+            )
+        while pending:
+            finish()
+    head = replace(head, kv_sha256=digest.hexdigest())
+    write_at(fd, memoryview(encode(head)), 0)
+    os.fsync(fd)
+    return head
+
+
+class _RefusedError(Exception):
+    """Why a file is refused, before its name is put in front."""
+
+
+def _decode(fd: int) -> Head:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise _RefusedError("not a file")
+    if status.st_size < 8:
+        raise _RefusedError(f"not a safetensors file: it has {status.st_size} bytes")
+    length = int.from_bytes(_read(fd, 8, 0), "little")
+    if length > MAX_HEADER:
+        raise _RefusedError(f"not a chunk file: its header claims {length} bytes, {MAX_HEADER} are allowed")
+    if 8 + length > status.st_size:
+        raise _RefusedError(f"truncated: its header claims {length} bytes, the file has {status.st_size}")
+    try:
+        header = json.loads(_read(fd, length, 8))
+    except (ValueError, RecursionError) as error:
+        raise _RefusedError(f"not a safetensors file: its header is not JSON: {error}") from error
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise _RefusedError(f"not a chunk file: its metadata does not say format={FORMAT!r}")
+    if metadata.get("version") != VERSION:
+        raise _RefusedError(f"format version {metadata.get('version')!r}; this package reads {VERSION!r}")
+    dtype, shape = _kv_layout(header.get("kv"))
+    before = 8 + length + 8 * shape[1]
+    whole = before + math.prod(shape) * dtype.itemsize
+    if whole != status.st_size:
+        raise _RefusedError(f"{'truncated' if status.st_size < whole else 'too long'}: {status.st_size} bytes, its header claims {whole}")
+    raw = _read(fd, before, 0)
+    given = metadata.get("sha256")
+    zeroed = raw.replace(_entry(given), _entry(UNKNOWN)) if isinstance(given, str) and len(given) == len(UNKNOWN) else b""
+    found = hashlib.sha256(zeroed).hexdigest()
+    if found != given:
+        raise _RefusedError(f"its head was changed: SHA-256 is {found}, the file says {given!r}")
+    arrays = np.frombuffer(raw, "<i4", offset=8 + length).astype(np.int32)
+    try:
+        head = Head(
+            fingerprint=metadata["fingerprint"],
+            dtype=dtype,
+            shape=shape,
+            page_size=int(metadata["page_size"]),
+            rope=MappingProxyType(dict(json.loads(metadata["rope"]))),
+            provenance=Provenance(operations=tuple(map(str, json.loads(metadata["provenance"])))),
+            num_exact=int(metadata["num_exact"]),
+            tokens=arrays[: shape[1]],
+            positions=arrays[shape[1] :],
+            kv_sha256=metadata["kv_sha256"],
+        )
+        _require_written_so(head, raw)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _RefusedError(f"its metadata is not a chunk's: {error!r}") from error
+    _check(head)
+    return head
+
+
+def _require_written_so(head: Head, raw: bytes) -> None:
+    """Offsets, dtypes, key form and names are what they must be."""
+    if encode(head) != raw:
+        raise _RefusedError("its header is not what this version of the format writes")
+
+
+def _kv_layout(entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+    if dtype not in FLOATS or not isinstance(dtype, str):
+        raise _RefusedError(f"its kv has dtype {dtype!r}, expected one of {', '.join(FLOATS)}")
+    if not isinstance(shape, list) or len(shape) != 5 or any(type(n) is not int or not 0 < n < 2**31 for n in shape) or shape[2] != 2:
+        raise _RefusedError(f"its kv has shape {shape!r}, expected [layers, tokens, 2, heads, head_dim]")
+    return FLOATS[dtype], tuple(shape)
+
+
+def _check(head: Head) -> None:
+    count, exact, positions = len(head.tokens), head.num_exact, head.positions
+    if not 0 <= exact <= count or head.provenance.exact != (exact == count):
+        raise _RefusedError(f"num_exact={exact} does not fit {count} tokens that are {head.provenance}")
+    if positions[0] < 0 or (np.diff(positions.astype(np.int64)) <= 0).any():
+        raise _RefusedError("its positions do not ascend from 0 or later")
+    if exact and positions[exact - 1] != exact - 1:
+        raise _RefusedError(f"num_exact={exact} does not fit its positions, which leave some out before it")
+    if head.page_size < 1:
+        raise _RefusedError(f"page_size={head.page_size} must be at least 1")
+
+
+def _entry(digest: str) -> bytes:
+    return f'"sha256":"{digest}"'.encode(errors="replace")
+
+
+def _rows_per_block(head: Head) -> int:
+    return max(1, BLOCK // head.row_bytes)
+
+
+def _windows(head: Head) -> list[tuple[int, int]]:
+    rows, step = head.num_rows, WINDOW * _rows_per_block(head)
+    return [(low, min(low + step, rows)) for low in range(0, rows, step)]
+
+
+def _blocks(head: Head, first: int, last: int) -> list[tuple[int, int]]:
+    step = _rows_per_block(head)
+    return [(low, min(low + step, last)) for low in range(first, last, step)]
+
+
+def _stages(head: Head, device: torch.device) -> list[Tensor]:
+    """Host buffers of one window each, `[rows, row_bytes]`; not more of them than there are windows."""
+    windows = _windows(head)
+    shape = (windows[0][1], head.row_bytes)
+    return [torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(STAGES, len(windows)))]
+
+
+def _read_block(fd: int, view: memoryview, offset: int) -> bytes:
+    flat, done = view.cast("B"), 0
+    while done < len(flat):
+        count = os.preadv(fd, [flat[done:]], offset + done)
+        if not count:
+            raise EOFError("it ends while it is being read")
+        done += count
+    return hashlib.sha256(flat).digest()
+
+
+def _write_block(fd: int, view: memoryview, offset: int) -> bytes:
+    flat = view.cast("B")
+    write_at(fd, flat, offset)
+    return hashlib.sha256(flat).digest()
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> None:
+    """Write bytes at an offset of an open file, all of them."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def _read(fd: int, count: int, offset: int) -> bytes:
+    data = os.pread(fd, count, offset)
+    if len(data) != count:
+        raise EOFError("it ends while it is being read")
+    return data

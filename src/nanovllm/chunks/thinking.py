@@ -1,0 +1,90 @@
+"""Think blocks by token id: where they stand, and a chunk without them."""
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import numpy as np
+
+from nanovllm.chunks.compose import MODES, dropped, run_after
+from nanovllm.chunks.handles import cut, cut_live, released
+from nanovllm.errors import InvalidRequestError
+from nanovllm.models.model import Model
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.pool import Taken
+from nanovllm.tokenizer.tokenizer import Tokenizer
+
+Retain = Literal["all", "recompute", "shift", "gap"]
+
+
+def check_retain(model: Model, retain: Any) -> None:
+    """Raise `InvalidRequestError` for what is not `"all"` or a mode of `drop`, and for a model that has no think tokens to drop."""
+    if retain == "all":
+        return
+    if retain not in MODES:
+        raise InvalidRequestError(f"retain={retain!r} is not one of all, {', '.join(MODES)}")
+    if model.tokenizer is None or model.tokenizer.think_token_ids is None:
+        raise InvalidRequestError(f'retain={retain!r} drops think blocks, and {model.name} has no think tokens: only "all" works')
+
+
+def think_spans(tokenizer: Tokenizer, token_ids: np.ndarray, start: int = 0, ends: Collection[int] = ()) -> list[tuple[int, int]]:
+    """The think blocks of what stands behind token `start`, as (begin, end), in order; one that is not closed ends with the tokens.
+
+    A block goes with the white space behind it: templates leave both out of a conversation's history. The first may begin before
+    `start`, where the prompt left it open: in the turn that the reply is in, `ends` being the tokens that end one.
+    """
+    if tokenizer.think_token_ids is None:
+        return []
+    opening, closing = tokenizer.think_token_ids
+    spans, begin = [], _left_open(tokenizer, token_ids[:start], ends)
+    for at in (np.flatnonzero((token_ids[start:] == opening) | (token_ids[start:] == closing)) + start).tolist():
+        if token_ids[at] == opening:
+            # Words of the prompt behind its opening and a block of the reply's own: that opening was a word too.
+            begin = at if begin is None or (begin < start and _behind_space(tokenizer, token_ids, begin + 1) < start) else begin
+        elif begin is not None:
+            spans.append((begin, _behind_space(tokenizer, token_ids, at + 1)))
+            begin = None
+    return spans if begin is None else [*spans, (begin, len(token_ids))]
+
+
+def without_thinking(model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain, taken: Taken) -> tuple[EngineState, Chunk]:
+    """A chunk in the place of `chunk`, without the think blocks behind token `start`; nothing is committed. Pages taken go into `taken`.
+
+    A chunk cannot be empty: where nothing else would be left, its first block stays.
+    """
+    if retain == "all" or model.tokenizer is None:
+        return state, chunk
+    spans = think_spans(model.tokenizer, chunk.token_ids, start, model.config.eos_token_ids)
+    kept = np.ones(len(chunk), bool)
+    for begin, end in spans:
+        kept[begin:end] = False
+    if not kept.any():
+        kept[: spans[0][1]] = True
+        spans = spans[1:]
+    if not spans:
+        return state, chunk
+    old = chunk
+    if retain == "recompute":  # all behind the first block in one run
+        begin = spans[0][0]
+        base = cut(chunk, begin, state.config.page_size) if begin else None
+        tokens = chunk.tokens.truncate(begin).extend(chunk.token_ids[begin:][kept[begin:]])
+        state, chunk = cut_live(state, chunk, begin) if len(tokens) == begin else run_after(model, state, base, tokens, taken)
+        return released(state, old), chunk
+    for begin, end in reversed(spans):
+        state, chunk = dropped(model, state, old, begin, end, retain, taken)
+        state, old = released(state, old), chunk
+    return state, chunk
+
+
+def _left_open(tokenizer: Tokenizer, prompt: np.ndarray, ends: Collection[int]) -> int | None:
+    """Where the last turn of a prompt opened a block that it did not close."""
+    assert tokenizer.think_token_ids is not None
+    opening, closing = tokenizer.think_token_ids
+    marks = np.flatnonzero(np.isin(prompt, [opening, closing, *ends]))
+    return int(marks[-1]) if len(marks) and prompt[marks[-1]] == opening else None
+
+
+def _behind_space(tokenizer: Tokenizer, token_ids: np.ndarray, at: int) -> int:
+    while at < len(token_ids) and not tokenizer.decode([int(token_ids[at])], skip_special_tokens=False).strip():
+        at += 1
+    return at

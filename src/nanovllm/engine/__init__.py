@@ -1,0 +1,1 @@
+"""The life of a request: queued, scheduled, run and post-processed."""

@@ -1,0 +1,139 @@
+"""`init_state`: an engine's first state, its KV pool and its runtime."""
+
+import os
+import warnings
+from dataclasses import replace
+
+import torch
+
+from nanovllm.config import EngineConfig, loaded_for_short
+from nanovllm.engine.donation import model_key, require_model
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.executor.build_executor import build_executor, checked_choice, step_bytes_needed, tuned_cuts
+from nanovllm.executor.executor import Runtime
+from nanovllm.executor.kv_budget import default_tokens, device_budget
+from nanovllm.models.model import Model
+from nanovllm.models.tuning.choose import require_tuning
+from nanovllm.sampling.keywords import explain_unknown_keywords
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import init_kv
+from nanovllm.state.lease import Lease
+from nanovllm.state.pool import init_pool
+from nanovllm.state.pool_sizes import bytes_of, pool_sizes
+from nanovllm.state.window_frames import init_frames
+
+
+@explain_unknown_keywords
+def init_state(
+    model: Model,
+    *,
+    num_pages: int | None = None,
+    num_frames: int | None = None,
+    page_size: int = 16,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int | None = None,
+    memory_fraction: float = 0.9,
+    seed: int = 0,
+    compile: bool | None = None,
+    cascade: bool | None = None,
+    check: bool | None = None,
+    tuning: bool | str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> EngineState:
+    """An empty engine for `model`: the KV memory, the prefix index and the kernels that its steps will run.
+
+    Args:
+        model: The model that `load_model` returned.
+        num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, at most 4 GiB on a
+            CPU, and on a GPU at most the rest of `memory_fraction` after the weights and the largest steps, which are measured. If every
+            layer has a sliding window, this counts the pages inside the windows. A reply ends with `finish_reason` `"length"` if its
+            request alone fills all pages.
+        num_frames: For models with some sliding-window layers: how many pages have KV in those layers. Requests give up pages outside
+            the window; a chunk needs one for each of its pages. None: enough for `max_num_seqs` windows and a chunk of full length.
+        page_size: Tokens per page.
+        max_model_len: The most tokens of a prompt and its reply together. None: the model's own limit.
+        max_num_seqs: The most requests that run at the same time.
+        max_num_batched_tokens: The most tokens of one step. Longer prompts are prefilled in pieces. None: 8,192, or 16,896 on a GPU of
+            64 GiB or more.
+        memory_fraction: The share of a GPU's memory that may be used.
+        seed: Used for requests without a seed of their own.
+        compile: True: fused kernels and CUDA graphs on a GPU, `torch.compile` for layers that the kernels do not serve. False: plain torch on
+            any device. None: True on a GPU; on a CPU decode steps run in C if there is a compiler.
+        cascade: Whether pages that requests share are read once for all of them. None: if that is faster. True: for every whole page, on
+            a CPU too.
+        check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. A layer beyond the error
+            bound runs in plain torch, with a warning. None: on a GPU. True: on a CPU too, but not together with `compile=True` there.
+        tuning: The tile configurations of the GPU's kernels. None: those of the file that `nanovllm tune` wrote for this GPU, model and
+            version, if it exists. True: the same, and it must exist. False: the defaults. A path: those of that file.
+        progress: Whether to draw progress bars. None: only on a terminal.
+
+    Returns:
+        The first state. Every call that changes the engine takes the newest state and returns the next one.
+
+    Raises:
+        InvalidRequestError: A limit is below 1, or two options exclude each other.
+        OutOfPagesError: The KV memory does not fit into the device.
+        TuningFileError: A tuning file was asked for and cannot be used.
+
+    Example:
+        >>> init_state(load_model("tiny", device="cpu"), num_pages=64)
+        EngineState(0 of 64 pages used, 0 chunks, 0 requests, epoch 0)
+    """
+    require_model(model)
+    for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):
+        if value is not None and not isinstance(value, bool):
+            raise InvalidRequestError(f"{name}={value!r} must be True, False or None")
+    if check and compile and model.device.type != "cuda":
+        why = "compiled layers run there, not the fast ones that check compares"
+        raise InvalidRequestError(f"check=True with compile=True on a CPU: {why}; give one of the two")
+    require_tuning(tuning)
+    if model.foreign:
+        if compile:
+            raise InvalidRequestError(f"compile=True: {model.config.architecture} runs through transformers, whose module is not compiled")
+        where = "on a CPU in C" if model.device.type == "cpu" else "in captured graphs of fused kernels"
+        warnings.warn(
+            f"{model.config.architecture} is not built in: it runs through transformers' module with attention in plain torch, slowly; "
+            f"built-in ones run {where}",
+            stacklevel=3,
+        )
+    config = model.config
+    max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
+    if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
+        raise InvalidRequestError(f"memory_fraction={memory_fraction!r} must be in (0, 1]")
+    if num_frames is not None and not config.widest_window:
+        raise InvalidRequestError(f"num_frames={num_frames!r} is for layers with a window, of which {model.name} has none")
+    if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
+        raise InvalidRequestError(f"num_frames={num_frames!r} must be an integer of at least 1")
+    limits = EngineConfig(
+        num_pages=1 if num_pages is None else num_pages,
+        num_frames=1 if num_frames is None and config.widest_window else num_frames or 0,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=default_tokens(model.device) if max_num_batched_tokens is None else max_num_batched_tokens,
+        seed=seed,
+    )
+    if max_model_len > config.max_position_embeddings:
+        more = "; load_model(..., max_model_len=...) loads it for longer requests" if loaded_for_short(config) else ""
+        raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
+    cuts = tuned_cuts(model, limits, compile, tuning)
+    choice, cuts = checked_choice(
+        model, limits, compile, check, cuts, tuning
+    )  # before the pool takes the memory that it needs for a moment
+    budget = None
+    if num_pages is None:
+        needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
+        budget = device_budget(model, memory_fraction) - needed
+    num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, model.dtype)
+    limits = replace(limits, num_pages=num_pages, num_frames=frames)
+    try:
+        kv = init_kv(config, num_pages=num_pages, num_frames=frames, page_size=page_size, dtype=model.dtype, device=model.device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        size = bytes_of(config, limits, model.dtype)
+        raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
+    executor, cuts = build_executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
+    runtime = Runtime(Lease(model_key(model)), executor, cuts)
+    windows = {"window": config.widest_window, "alone": config.all_windowed}
+    pool = init_pool(num_pages, page_size, init_frames(frames, num_pages, **windows) if frames else None)
+    return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)

@@ -1,0 +1,1 @@
+"""The command line, a file or a folder for each command."""

@@ -1,0 +1,51 @@
+"""What figures depend on besides the code: where, with what, by which command."""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.models.model import Model
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on besides the code."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("triton", "flashinfer", "transformers"):
+        module = sys.modules.get(name)
+        if module is not None:
+            found[name] = str(getattr(module, "__version__", "?"))
+    return found
+
+
+def commit() -> str:
+    """The commit of the source tree that runs, `+` behind it where files differ from it; `unknown` outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def record(model: Model, figures: Mapping[str, Any], command: str, at: str | None = None) -> dict[str, Any]:
+    """One run's object: where, what, with which command, at which commit (None: as git says), and the figures."""
+    cuda, threads = model.device.type == "cuda", torch.get_num_threads()
+    return {
+        "engine": "nanovllm",
+        "gpu": torch.cuda.get_device_name(model.device) if cuda else None,
+        "cpu": None if cuda else f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
+        "commit": at or commit(),
+        "versions": versions(),
+        "command": command,
+        "model": model.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **figures,
+    }

@@ -1,0 +1,126 @@
+"""Models to measure: the sizes of published ones with random weights, which run as fast as trained ones."""
+
+import torch
+
+from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.loading.load_model import resolve_device, resolve_dtype
+from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
+from nanovllm.models.model import Model
+from nanovllm.models.registry import REGISTRY, fitted
+
+SHAPES: dict[str, ModelConfig] = {
+    "qwen3-0.6b": ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=True,
+        max_position_embeddings=40960, dtype="bfloat16",
+    ),
+    "qwen3-8b": ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=False,
+        max_position_embeddings=40960, dtype="bfloat16",
+    ),
+    "tinyllama-1.1b": ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_layers=22, num_heads=32,
+        num_kv_heads=4, head_dim=64, rms_norm_eps=1e-5, rope=RopeConfig(theta=1e4), tie_word_embeddings=False,
+        max_position_embeddings=2048, dtype="bfloat16",
+    ),
+    "llama-3.1-8b": ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=131072, dtype="bfloat16",
+        rope=RopeConfig(
+            theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,
+        ),
+    ),
+    "qwen2.5-7b": ModelConfig(
+        architecture="Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28,
+        num_kv_heads=4, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=False, attention_bias=True,
+        max_position_embeddings=32768, dtype="bfloat16",
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        architecture="Qwen3MoeForCausalLM", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32,
+        num_kv_heads=4, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=False,
+        max_position_embeddings=40960, dtype="bfloat16",
+        moe=MoEConfig(num_experts=128, top_k=8, intermediate_size=768, layers=tuple(range(48))),
+    ),
+    "mistral-7b-v0.1": ModelConfig(
+        architecture="MistralForCausalLM", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope=RopeConfig(theta=1e4), tie_word_embeddings=False, windows=(4096,) * 32,
+        max_position_embeddings=32768, dtype="bfloat16",
+    ),
+    "mixtral-8x7b": ModelConfig(
+        architecture="MixtralForCausalLM", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope=RopeConfig(theta=1e6), tie_word_embeddings=False,
+        max_position_embeddings=32768, dtype="bfloat16",
+        moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=14336, layers=tuple(range(32))),
+    ),
+    "gpt2-xl": ModelConfig(
+        architecture="GPT2LMHeadModel", vocab_size=50257, hidden_size=1600, intermediate_size=6400, num_layers=48, num_heads=25,
+        num_kv_heads=25, head_dim=64, rms_norm_eps=1e-5, rope=RopeConfig(kind="learned"), tie_word_embeddings=True, attention_bias=True,
+        mlp_bias=True, hidden_act="gelu_tanh", max_position_embeddings=1024, dtype="bfloat16",
+    ),
+    "ernie-4.5-0.3b": ModelConfig(
+        architecture="Ernie4_5ForCausalLM", vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_layers=18, num_heads=16,
+        num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5, rope=RopeConfig(theta=5e5), tie_word_embeddings=True,
+        max_position_embeddings=131072, dtype="bfloat16",
+    ),
+    "ernie-4.5-21b-a3b": ModelConfig(
+        architecture="Ernie4_5_MoeForCausalLM", vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_layers=28, num_heads=20,
+        num_kv_heads=4, head_dim=128, rms_norm_eps=1e-5, rope=RopeConfig(theta=5e5), tie_word_embeddings=True,
+        max_position_embeddings=131072, dtype="bfloat16",
+        moe=MoEConfig(
+            num_experts=64, top_k=6, intermediate_size=1536, layers=tuple(range(1, 28)), least_sum=1e-12, wide_router=True, shared_size=3072
+        ),
+    ),
+    "gemma-7b": ModelConfig(
+        architecture="GemmaForCausalLM", vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_layers=28, num_heads=16,
+        num_kv_heads=16, head_dim=256, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e4), tie_word_embeddings=True, hidden_act="gelu_tanh",
+        embed_scale=3072**0.5, max_position_embeddings=8192, dtype="bfloat16",
+    ),
+    "gemma-2-9b": ModelConfig(
+        architecture="Gemma2ForCausalLM", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_layers=42, num_heads=16,
+        num_kv_heads=8, head_dim=256, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e4), tie_word_embeddings=True, hidden_act="gelu_tanh",
+        embed_scale=3584**0.5, attention_scale=256**-0.5, attention_softcap=50.0, logit_softcap=30.0, windows=(4096, 0) * 21,
+        max_position_embeddings=8192, dtype="bfloat16",
+    ),
+    "gemma-3-4b": ModelConfig(
+        architecture="Gemma3ForCausalLM", vocab_size=262208, hidden_size=2560, intermediate_size=10240, num_layers=34, num_heads=8,
+        num_kv_heads=4, head_dim=256, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6, kind="linear", factor=8.0), tie_word_embeddings=True,
+        hidden_act="gelu_tanh", embed_scale=2560**0.5, attention_scale=256**-0.5, local_rope=RopeConfig(theta=1e4),
+        windows=tuple(1024 if (i + 1) % 6 else 0 for i in range(34)), max_position_embeddings=131072, dtype="bfloat16",
+    ),
+    "phi-4-mini": ModelConfig(
+        architecture="Phi3ForCausalLM", vocab_size=200064, hidden_size=3072, intermediate_size=8192, num_layers=32, num_heads=24,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope=RopeConfig(theta=1e4, partial=0.75), tie_word_embeddings=True,
+        max_position_embeddings=4096, dtype="bfloat16",
+    ),
+    "phi-3-mini": ModelConfig(
+        architecture="Phi3ForCausalLM", vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_layers=32, num_heads=32,
+        num_kv_heads=32, head_dim=96, rms_norm_eps=1e-5, rope=RopeConfig(theta=1e4), tie_word_embeddings=False, windows=(2047,) * 32,
+        max_position_embeddings=4096, dtype="bfloat16",
+    ),
+}  # fmt: skip
+
+
+def random_weights(name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0) -> Model:
+    """A model of one of `SHAPES` with random weights and no tokenizer."""
+    return random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed)
+
+
+def random_model(
+    name: str, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0
+) -> Model:
+    """A model of any config with no tokenizer and random weights, drawn where they will lie: of values, only speed is asked."""
+    target = resolve_device(device)
+    chosen = resolve_dtype(dtype, config, target)
+    config = fitted(config, target, chosen)
+    return Model(
+        name=name,
+        config=config,
+        params=random_params(config, seed=seed, device=target, dtype=chosen, drawn_on=target),
+        tokenizer=None,
+        spec=REGISTRY[config.architecture],
+        generation_config={},
+        fingerprint=random_fingerprint(config, seed, by=drawn_by(target)),
+        device=target,
+        dtype=chosen,
+    )

@@ -1,0 +1,159 @@
+"""What a workload asks of any engine at least, in bytes and products, and what the device can give: measured, not looked up.
+
+The model is Williams et al., "Roofline" (2009): no step is faster than reading its bytes, and none faster than its arithmetic.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.config import ModelConfig
+from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.registry import REGISTRY
+from nanovllm.state.kv_cache import bytes_per_page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a workload asks, at least: all rows run in one batch, and KV that rows share is read once a step.
+
+    `steps` decode steps draw `tokens` and read the KV of `kv_tokens`, each summed over the steps. Before them `prompt_tokens` run
+    through the layers, with `pairs` of a query and a key, behind `found_tokens` whose KV is there already; `num_prompts` draw a token.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    kv_tokens: int = 0
+    prompt_tokens: int = 0
+    pairs: int = 0
+    found_tokens: int = 0
+    num_prompts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """What the device was seen to do, a second: bytes read, and floating-point operations in a matrix product of the model's dtype."""
+
+    read_bytes: float
+    flops: float
+
+
+def decode_work(prompt_lens: Sequence[int], counts: Sequence[int], shared: int = 0) -> Work:
+    """The decode steps that draw all but the first of `counts[i]` tokens behind prompts of `prompt_lens[i]`, the first `shared` common."""
+    steps = max(counts) - 1
+    own = sum((count - 1) * (length - shared) + count * (count - 1) // 2 for length, count in zip(prompt_lens, counts, strict=True))
+    return Work(steps=steps, tokens=sum(counts) - len(counts), kv_tokens=shared * steps + own)
+
+
+def prompt_work(prompt_lens: Sequence[int], found: int = 0) -> Work:
+    """The prompts up to their first token; the KV of the first `found` tokens, common to all, is there already."""
+    return Work(
+        prompt_tokens=sum(length - found for length in prompt_lens),
+        pairs=sum((length * (length + 1) - found * (found + 1)) // 2 for length in prompt_lens),
+        found_tokens=found,
+        num_prompts=len(prompt_lens),
+    )
+
+
+def prompts_and_decode(prompt_lens: Sequence[int], counts: Sequence[int], shared: int = 0) -> Work:
+    """Both, one after the other; the shared tokens are there already."""
+    before, steps = prompt_work(prompt_lens, shared), decode_work(prompt_lens, counts, shared)
+    return replace(before, steps=steps.steps, tokens=steps.tokens, kv_tokens=steps.kv_tokens)
+
+
+def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: "int | float", shared: int = 0) -> int:
+    """Bytes that one decode step must read: all layer matrices and the head, and the KV of `rows` that see `context` tokens each.
+
+    `shared` of these tokens are the same ones for all rows. Gains, the rows of the embedding and what is written are left out.
+    """
+    return weight_bytes(config, dtype, rows) + round((shared + rows * (context - shared)) * token_bytes(config, dtype))
+
+
+def decode_bytes(config: ModelConfig, dtype: torch.dtype, work: Work) -> int:
+    """Bytes that the decode steps of a workload must read together."""
+    rows = work.tokens / max(1, work.steps)
+    return work.steps * weight_bytes(config, dtype, rows) + work.kv_tokens * token_bytes(config, dtype)
+
+
+def prompt_bytes(config: ModelConfig, dtype: torch.dtype, work: Work) -> int:
+    """Bytes that the prompts of a workload must read."""
+    return weight_bytes(config, dtype, work.prompt_tokens) * (work.num_prompts > 0) + work.found_tokens * token_bytes(config, dtype)
+
+
+def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: Ceiling) -> float:
+    """The shortest time that the ceiling leaves a workload: of decode steps and of prompts, reading or arithmetic, whichever is longer."""
+    layers, head = num_weights(config, 0)
+    steps = max(decode_bytes(config, dtype, work) / ceiling.read_bytes, 2 * (layers + head) * work.tokens / ceiling.flops)
+    products = 2 * layers * work.prompt_tokens + 2 * head * work.num_prompts
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * work.pairs
+    return steps + max(prompt_bytes(config, dtype, work) / ceiling.read_bytes, (products + attention) / ceiling.flops)
+
+
+def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
+    """Elements of the layers' matrices that a step of so many tokens reads, and of the head, which may be the embedding table.
+
+    Of E experts, each token choosing k of them as if at random, a step reads `E (1 - (1 - k/E)^tokens)`; 0 tokens: those of one token, each
+    of which is multiplied with it.
+    """
+    table = REGISTRY[config.architecture].param_table(config)
+    matrices = [info for info in pytree.tree_leaves(table.layers) if isinstance(info, ParamInfo) and info.kind == "matrix"]
+    dense, routed = (sum(math.prod(info.shape) for info in matrices if (len(info.shape) == 3) == yes) for yes in (False, True))
+    share = 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
+    return round(dense + routed * (1 - (1 - share) ** max(1.0, tokens))), config.vocab_size * config.hidden_size
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf) -> int:
+    """Bytes of all layer matrices that a step of so many tokens reads, and of the head."""
+    return sum(num_weights(config, tokens)) * dtype.itemsize
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's KV over all layers."""
+    return bytes_per_page(config, page_size=1, dtype=dtype)
+
+
+def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
+    """Read a large tensor (summed, and copied, which reads and writes it) and multiply large matrices, each for a moment; the best counts.
+
+    Takes less than a second, and on a GPU up to 4 GiB for that time.
+    """
+    cuda = device.type == "cuda"
+    elements, side, repeats = (min(1 << 29, torch.cuda.mem_get_info(device)[0] // 16), 8192, 12) if cuda else (1 << 25, 768, 5)
+    source = torch.ones(elements, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    size = elements * source.element_size()
+    summed = _best(source.sum, device, repeats)
+    copied = _best(lambda: target.copy_(source), device, repeats)
+    multiplied = _best(lambda: a @ b, device, repeats)
+    del source, target, a, b
+    if cuda:
+        torch.cuda.empty_cache()  # an engine's pool takes what is free
+    return Ceiling(read_bytes=max(size / summed, 2 * size / copied), flops=2 * side**3 / multiplied)
+
+
+@torch.no_grad()
+def _best(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest call, by the device's own clock on a GPU."""
+    call()
+    if device.type != "cuda":
+        return min(_seconds(call) for _ in range(repeats))
+    with torch.cuda.device(device):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        torch.cuda.synchronize(device)
+        return min(before.elapsed_time(after) for before, after in pairwise(marks)) / 1e3
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -1,0 +1,157 @@
+"""The workloads that engines are compared by: what is asked, how it is timed, and what each must read at least.
+
+An engine is anything with `generate(prompts, max_tokens, temperature) -> tokens`: token ids in and out, the end-of-sequence token ignored.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from nanovllm.entrypoints.cli.bench.roofline import Work, decode_work, prompt_work, prompts_and_decode
+
+Generate = Callable[[list[list[int]], list[int], float], list[list[int]]]
+TIMED = ("b1", "b8", "b64", "offline", "prefix")  # any engine can run these
+WORKLOADS = (*TIMED, "host", "growth", "start")
+PROMPT, SHARED = 128, 16384  # tokens of a short prompt, and of the prefix
+# Tokens of the longest request, prompt and reply; `growth` leaves out the points that are too long.
+LONGEST = {
+    "b1": PROMPT + 512, "b8": PROMPT + 256, "b64": PROMPT + 256, "offline": 1024 + 1024, "prefix": SHARED + 32 + 256, "host": 32 + 208,
+    "start": PROMPT + 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What an engine's calls have cost so far: decode steps, and seconds inside the model's calls (see `engine.Stopwatch`)."""
+
+    steps: int = 0
+    model_seconds: float = 0.0
+
+    def less(self, other: "Spent") -> "Spent":
+        """What this is more than the other."""
+        return Spent(steps=self.steps - other.steps, model_seconds=self.model_seconds - other.model_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One call of an engine; `spent` is None where the engine does not tell."""
+
+    seconds: float
+    spent: Spent | None = None
+
+    def less(self, other: "Timing") -> "Timing":
+        """What this took beyond the other."""
+        if self.spent is None or other.spent is None:
+            return Timing(seconds=self.seconds - other.seconds)
+        return Timing(seconds=self.seconds - other.seconds, spent=self.spent.less(other.spent))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One figure of a workload: medians over its repeats. `key` is its name in JSON, and ends with its unit.
+
+    `tokens` drawn in `seconds`, by `steps` decode steps; `host` is the share of the time outside the model's calls. The last two are None
+    where the engine does not tell.
+    """
+
+    workload: str
+    what: str
+    key: str
+    work: Work
+    tokens: int
+    seconds: float
+    steps: int | None = None
+    host: float | None = None
+
+    @property
+    def figure(self) -> float:
+        """Tokens a second, or milliseconds, as the key says."""
+        return round(self.tokens / self.seconds, 1) if self.key.endswith("_tok_s") else round(1e3 * self.seconds, 2)
+
+
+def random_tokens(random: Random, count: int, vocab_size: int) -> list[int]:
+    """Token ids as the peers' benchmark draws them: 300 ... 10,000, or the whole of a smaller vocabulary."""
+    low, high = (300, 10000) if vocab_size > 10000 else (0, vocab_size - 1)
+    return [random.randint(low, high) for _ in range(count)]
+
+
+def run_workloads(generate: Generate, which: Sequence[str], vocab_size: int, repeats: int = 3) -> dict[str, float]:
+    """Tokens a second and milliseconds of the chosen workloads: medians of `repeats`, but for `offline`, which runs once."""
+    return {one.key: one.figure for one in measure(generate, which, vocab_size, repeats)}
+
+
+def measure(
+    generate: Generate, which: Sequence[str], vocab_size: int, repeats: int = 3, spent: Callable[[], Spent] | None = None
+) -> Iterator[Measured]:
+    """The figures of the chosen workloads as they come; `spent` is what the engine's calls have cost so far.
+
+    Raises `AssertionError` where an engine returns another number of tokens than it was asked for.
+    """
+    random = Random(1)
+
+    def prompt(count: int) -> list[int]:
+        return random_tokens(random, count, vocab_size)
+
+    def timed(prompts: list[list[int]], counts: list[int], temperature: float = 0.0) -> Timing:
+        before, start = spent() if spent else None, time.perf_counter()
+        replies = generate(prompts, counts, temperature)
+        seconds, after = time.perf_counter() - start, spent() if spent else None
+        if [len(r) for r in replies] != counts:
+            raise AssertionError("an engine returned another number of tokens than it was asked for")
+        if before is None or after is None:
+            return Timing(seconds=seconds)
+        return Timing(seconds=seconds, spent=after.less(before))
+
+    timed([prompt(64)], [16])
+    for size in (1, 8, 64):
+        if f"b{size}" not in which:
+            continue
+        name, count = f"b{size}", 512 if size == 1 else 256
+        timed([prompt(PROMPT) for _ in range(size)], [count] * size)
+        steps, firsts = [], []
+        for _ in range(repeats):
+            first = timed([prompt(PROMPT) for _ in range(size)], [1] * size)
+            whole = timed([prompt(PROMPT) for _ in range(size)], [count] * size)
+            steps.append(whole.less(first))
+            firsts.append(first)
+        what = f"{size} x ({PROMPT} in, {count} out)"
+        yield _measured(name, what, f"{name}_decode_tok_s", decode_work([PROMPT] * size, [count] * size), steps)
+        yield _measured(name, f"{size} x ({PROMPT} in, 1 out)", f"{name}_ttft_ms", prompt_work([PROMPT] * size), firsts)
+    if "offline" in which:
+        draw = Random(0)
+        prompts = [random_tokens(draw, draw.randint(100, 1024), vocab_size) for _ in range(256)]
+        counts = [draw.randint(100, 1024) for _ in range(256)]
+        work = prompts_and_decode([len(p) for p in prompts], counts)
+        whole = timed(prompts, counts, 0.6)
+        yield _measured("offline", "256 x (100-1024 in, 100-1024 out)", "offline_tok_s", work, [whole])
+    if "prefix" in which:
+        cold, warm, many = [], [], []
+        for again in range(repeats):
+            shared = prompt(SHARED)
+            cold.append(timed([shared + prompt(16)], [1]))
+            warm.append(timed([shared + prompt(16)], [1]))
+            if not again:
+                timed([shared + prompt(32) for _ in range(32)], [8] * 32)
+            many.append(timed([shared + prompt(32) for _ in range(32)], [256] * 32))
+        yield _measured("16k cold", "1 x (16,400 in, 1 out)", "ttft_16k_cold_ms", prompt_work([SHARED + 16]), cold)
+        yield _measured("16k warm", "1 x (16k there + 16 in, 1 out)", "ttft_16k_warm_ms", prompt_work([SHARED + 16], SHARED), warm)
+        work = prompts_and_decode([SHARED + 32] * 32, [256] * 32, SHARED)
+        yield _measured("prefix", "32 x (16k shared + 32 in, 256 out)", "shared16k_x32_tok_s", work, many)
+
+
+def _measured(workload: str, what: str, key: str, work: Work, timings: Sequence[Timing]) -> Measured:
+    told = [t.spent for t in timings if t.spent is not None]
+    outside = [1 - s.model_seconds / t.seconds for t, s in zip(timings, told, strict=False)]
+    return Measured(
+        workload=workload,
+        what=what,
+        key=key,
+        work=work,
+        tokens=work.tokens + work.num_prompts,
+        seconds=float(np.median([t.seconds for t in timings])),
+        steps=int(np.median([s.steps for s in told])) if told else None,
+        host=float(np.median(outside)) if told else None,
+    )

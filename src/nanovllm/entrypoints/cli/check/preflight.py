@@ -1,0 +1,236 @@
+"""What will happen when a model is loaded and run here, known before any weight is read: whether it runs, in how much memory, by which
+kernels."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.config import ModelConfig, for_length
+from nanovllm.entrypoints.cli.check.kernel_choice import Kernels, kernels
+from nanovllm.entrypoints.cli.models.features import features
+from nanovllm.entrypoints.cli.models.listing import file_of
+from nanovllm.entrypoints.display.tables import shortened, size
+from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.executor.kv_budget import GRAPHS, Memory, kv_memory
+from nanovllm.loading.hub import read_json, require_whole, resolve_folder
+from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype
+from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
+from nanovllm.loading.tokenizer_files import load_tokenizer
+from nanovllm.loading.transformers.spec import TransformersSpec
+from nanovllm.loading.weights import header_faults, stored_head, wanted
+from nanovllm.models.check.report import device_name
+from nanovllm.models.init_params import num_params, without_memory
+from nanovllm.models.registry import REGISTRY, fitted
+from nanovllm.models.spec import ModelSpec
+from nanovllm.tokenizer.tokenizer import Tokenizer
+from nanovllm.types import FLOATS
+
+LOADING = 32 << 20  # bytes that the host holds at most beyond the weights while they are loaded
+MESSAGE = ({"role": "user", "content": "Hello"},)  # what a chat template is tried on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """`parameters` None: not known before they are loaded. Bytes: `stored` in the checkpoint, `held` on the device, `host` the most that
+    the host holds while loading. `tensors` is how many the checkpoint has, None where there is no checkpoint."""
+
+    parameters: int | None
+    stored: int | None
+    stored_dtypes: tuple[str, ...]
+    tensors: int | None
+    held: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """The tokenizer's ids, and what its chat template says when it is tried: empty, or why it fails. None: no tokenizer."""
+
+    tokens: int | None
+    chat_template: str | None
+    end_tokens: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is known of a model before it is loaded. `problems` are why it cannot run here, `notes` what one should know besides; what the
+    problems hide is None. `file` is empty where transformers' module runs the model, and `code` whether the checkpoint brings any."""
+
+    model: str
+    architecture: str
+    file: str
+    features: tuple[str, ...]
+    code: bool
+    dtype: str
+    device: str
+    config: ModelConfig | None
+    weights: Weights | None
+    memory: Memory | None
+    kernels: Kernels | None
+    texts: Texts | None
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {"runs": not self.problems, **asdict(self)}
+
+
+def outlook(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | str | None,
+    *,
+    shapes: Mapping[str, ModelConfig],
+    memory_fraction: float = 0.9,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+    **where: Any,
+) -> Outlook:
+    """Look at a folder, a repository, or one of `shapes`, which are random weights. `where` goes to `resolve_folder`.
+
+    No weight is read, only headers, and a head that is stored beside the table that it is said to be, up to where they differ. With
+    `trust_remote_code` a checkpoint's code runs, where nothing else knows its architecture. Raises `CheckpointError` where there is no
+    such folder or repository, `InvalidRequestError` for a dtype that there is not.
+    """
+    if name in shapes:
+        spec, config = REGISTRY[shapes[name].architecture], shapes[name]
+        return _looked(f"{name} (random weights)", None, False, spec, config, device, dtype, memory_fraction, max_model_len)
+    folder, called = resolve_folder(name, with_code=trust_remote_code, **where)
+    hf: dict[str, Any] = {}
+    try:
+        require_whole(folder)
+        hf = read_json(folder / "config.json", required=True)
+        spec, config = read_config(folder, trust_remote_code=trust_remote_code)
+        config = _with_stored_head(folder, spec, config)
+    except CheckpointError as error:
+        names = hf.get("architectures")
+        told = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "unknown architecture"
+        return Outlook(
+            model=called, architecture=told, file="", features=(), code=bool(hf.get("auto_map")), dtype="", device=device_name(device),
+            config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
+        )  # fmt: skip
+    return _looked(called, folder, bool(hf.get("auto_map")), spec, config, device, dtype, memory_fraction, max_model_len)
+
+
+def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> ModelConfig:
+    try:
+        return config if isinstance(spec, TransformersSpec) else stored_head(folder, config)
+    except CheckpointError:
+        return config  # what is wrong with the headers is said where the weights are looked at
+
+
+def _looked(
+    name: str,
+    folder: Path | None,
+    code: bool,
+    spec: ModelSpec,
+    read: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype | str | None,
+    memory_fraction: float,
+    max_model_len: int | None,
+) -> Outlook:
+    config, problems, notes = for_length(read, max_model_len), list[str](), list[str]()
+    chosen, foreign = resolve_dtype(dtype, config, device), isinstance(spec, TransformersSpec)
+    config = fitted(config, device, chosen)
+    weights, how = _weights(folder, spec, config, device, chosen, problems), kernels(config, device, chosen, foreign=foreign)
+    memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
+    _judge(config, weights, memory, device, problems, notes)
+    if how.captured:
+        notes.append("an engine measures at its start what its largest steps hold, which leaves less for KV")
+    if read.long_rope is not None and config.max_position_embeddings < read.max_position_embeddings:
+        most = f"{read.max_position_embeddings:,} tokens with --max-model-len, by the long factors of its rotary embedding"
+        notes.append(f"it is loaded for {config.max_position_embeddings:,} tokens; for up to {most}, with KV of its own")
+    if max_model_len is not None and max_model_len > config.max_position_embeddings:
+        problems.append(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
+    return Outlook(
+        model=name,
+        architecture=config.architecture,
+        file="" if foreign else file_of(spec),
+        features=() if foreign else features(config),
+        code=code,
+        dtype=str(chosen).removeprefix("torch."),
+        device=device_name(device),
+        config=config,
+        weights=weights,
+        memory=memory,
+        kernels=how,
+        texts=None if folder is None else _texts(folder, config, problems, notes),
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def _weights(
+    folder: Path | None, spec: ModelSpec, config: ModelConfig, device: torch.device, dtype: torch.dtype, problems: list[str]
+) -> Weights:
+    headers: Mapping[str, TensorHeader] = {}
+    if folder is not None:
+        try:
+            headers = wanted(read_headers(folder), spec)
+        except CheckpointError as error:
+            problems.append(str(error))
+    foreign, moved = isinstance(spec, TransformersSpec), 0
+    if isinstance(spec, TransformersSpec):
+        held = sum((h.stop - h.start) * dtype.itemsize // FLOATS[h.dtype].itemsize for h in headers.values() if h.dtype in FLOATS)
+        problems += shortened(spec.tensor_faults(headers) if headers else ())
+    else:
+        table, empty = spec.param_table(config), without_memory(config, dtype)
+        pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))
+        held = sum(leaf.nbytes for _, leaf in pairs if leaf is not None)
+        moved = max((leaf.nbytes for info, leaf in pairs if info is not None and (info.transposed or info.channels)), default=0)
+        if headers:
+            problems += shortened(header_faults(headers, table, config))
+    return Weights(
+        parameters=None if foreign else num_params(config),
+        stored=None if folder is None else sum(h.stop - h.start for h in headers.values()),
+        stored_dtypes=tuple(sorted({h.dtype for h in headers.values()})),
+        tensors=None if folder is None else len(headers),
+        held=held,
+        host=LOADING + (held + moved if foreign or device.type == "cpu" else 0),  # what is kept in another order is there twice
+    )
+
+
+def _judge(config: ModelConfig, weights: Weights, memory: Memory, device: torch.device, problems: list[str], notes: list[str]) -> None:
+    """Whether weights and some KV fit."""
+    if memory.room is None or memory.left is None or memory.tokens is None:
+        notes.append("how much memory is free is not known on this system")
+    elif weights.held > memory.room.free:
+        problems.append(f"the weights take {size(weights.held)}, and {device} has {size(memory.room.free)} free")
+    elif not memory.tokens:
+        problems.append(f"the weights take {size(weights.held)}, which leaves {size(max(0, memory.left))} on {device}: no room for KV")
+    elif memory.tokens < config.max_position_embeddings and not config.all_windowed:
+        notes.append(f"a request of the whole context does not fit: one of {memory.tokens:,} tokens does")
+
+
+def _texts(folder: Path, config: ModelConfig, problems: list[str], notes: list[str]) -> Texts:
+    tokenizer, ends = None, config.eos_token_ids
+    try:
+        ends = tuple(dict.fromkeys((*ends, *read_generation_config(folder)[1])))
+    except CheckpointError as error:
+        problems.append(str(error))
+    try:
+        tokenizer = load_tokenizer(folder, config.vocab_size)
+        require_vocabulary(tokenizer, replace(config, eos_token_ids=ends), folder)
+    except CheckpointError as error:
+        problems.append(f"{error}{'' if tokenizer else '; load_model(..., tokenizer=False) needs none'}")
+    if not ends:
+        notes.append("no end token is named: a reply ends at max_tokens")
+    return Texts(
+        tokens=None if tokenizer is None else tokenizer.max_token_id + 1,
+        chat_template=None if tokenizer is None else _template_fails(tokenizer),
+        end_tokens=tuple((end, "" if tokenizer is None else tokenizer.decode([end], skip_special_tokens=False)) for end in ends),
+    )
+
+
+def _template_fails(tokenizer: Tokenizer) -> str:
+    try:
+        tokenizer.apply_chat_template(MESSAGE)
+    except InvalidRequestError as error:
+        return str(error)
+    return ""

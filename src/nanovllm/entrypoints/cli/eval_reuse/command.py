@@ -1,0 +1,95 @@
+"""`nanovllm eval-reuse`: the report on the command line."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nanovllm.entrypoints.arguments import source
+from nanovllm.entrypoints.cli.eval_reuse.experiments import evaluate
+from nanovllm.entrypoints.cli.eval_reuse.plot import draw
+from nanovllm.entrypoints.cli.eval_reuse.report import table
+from nanovllm.entrypoints.cli.eval_reuse.settings import Recompute, Settings
+from nanovllm.entrypoints.display.terminal import note
+from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.load_model import load_model
+from nanovllm.ops.backends import installed
+
+T = TypeVar("T")
+QUICK = 12  # questions of a group
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `nanovllm eval-reuse`, but for the model's."""
+    default = Settings()
+    group = parser.add_argument_group("what is measured")
+    numbers = "how many chunks are composed (default %(default)s)"
+    group.add_argument("--chunks", default=_joined(default.chunks), metavar="N,N", help=numbers)
+    group.add_argument("--facts", type=int, default=default.facts, metavar="N", help="facts in a chunk (default %(default)s)")
+    between = f"stands before every chunk and question, \\n for a line break (default {_escaped(default.separator)})"
+    group.add_argument("--separator", default=_escaped(default.separator), metavar="TEXT", help=between)
+    group.add_argument("--questions", type=int, metavar="N", help=f"questions of each kind (default {default.questions})")
+    group.add_argument("--quick", action="store_true", help=f"{QUICK} questions of each kind: a rough picture")
+    amounts = "numbers of first tokens of each chunk, fractions of all tokens by deviation, or all (default %(default)s)"
+    group.add_argument("--recompute", default=_joined(default.recompute), metavar="X,X", help=amounts)
+    thought = "tokens of a chat's reply with its thinking, at most; models that think long need more (default %(default)s)"
+    group.add_argument("--thought-len", type=int, default=default.thought_len, metavar="N", help=thought)
+    group.add_argument("--seed", type=int, default=default.seed, metavar="N", help="the same seed asks the same (default %(default)s)")
+    group.add_argument("--out", type=Path, metavar="PREFIX", help="also write PREFIX.json and, with matplotlib, the picture PREFIX.svg")
+
+
+def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
+    """Measure, print the table, write the files that were asked for. Returns 0."""
+    if options.quick and options.questions is not None:
+        raise InvalidRequestError(f"--quick stands for --questions {QUICK}: give one of them, not both")
+    settings = Settings(
+        chunks=_values("--chunks", options.chunks, int),
+        facts=options.facts,
+        separator=options.separator.replace("\\n", "\n"),
+        questions=QUICK if options.quick else Settings().questions if options.questions is None else options.questions,
+        recompute=_values("--recompute", options.recompute, _amount),
+        thought_len=options.thought_len,
+        seed=options.seed,
+    )
+    if options.out is not None:
+        _require_folder(options.out)
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    report = evaluate(model, settings, **limits)
+    print(table(report))
+    if options.out is not None:
+        options.out.with_name(options.out.name + ".json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        if installed("matplotlib"):
+            draw(report, options.out.with_name(options.out.name + ".svg"))
+        else:
+            note("no picture: matplotlib is not installed")
+    return 0
+
+
+def _require_folder(prefix: Path) -> None:
+    """Before minutes of measuring: the files can be written."""
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(f"--out {prefix}: {error.strerror}") from None
+    if not prefix.name:
+        raise InvalidRequestError(f"--out {prefix} names no file")
+
+
+def _amount(text: str) -> Recompute:
+    return text if text == "all" else int(text) if text.isdecimal() else float(text)
+
+
+def _values(name: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+    try:
+        return tuple(kind(part.strip()) for part in text.split(","))
+    except ValueError:
+        raise InvalidRequestError(f"{name} {text!r} must be values with commas between them") from None
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\n", "\\n")
+
+
+def _joined(values: tuple[Any, ...]) -> str:
+    return ",".join(map(str, values))

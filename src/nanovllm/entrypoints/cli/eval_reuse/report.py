@@ -1,0 +1,147 @@
+"""What was measured, in rows: as a table, as JSON, as a picture."""
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from nanovllm.entrypoints.cli.eval_reuse.measure import Reading
+from nanovllm.models.model import Model
+
+SCHEMA = 2
+FULL, GUESSED = "full prefill", "no context"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method on one group of questions: shares of all questions, and means over them.
+
+    `recall` [0, 1]; `kl` in nats; `diverged`: the share of replies that are not the full prefill's; `diverged_at`: the median of the first
+    token that differs, None where half of the replies or more never differ. The three are None where nothing was compared.
+    `tokens_run` of `tokens_full` went through the model; `cost` is the share of a full prefill's work.
+    """
+
+    experiment: str
+    group: str
+    method: str
+    questions: int
+    recall: float
+    kl: float | None
+    diverged: float | None
+    diverged_at: int | None
+    tokens_run: float
+    tokens_full: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All rows, what they were measured with, and the experiments that this model could not take.
+
+    `separators`: rows whose recall alone is shown, a line a group.
+    """
+
+    metadata: dict[str, Any]
+    rows: tuple[Row, ...]
+    separators: tuple[Row, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object: the metadata, the rows, and what was skipped."""
+        rows = {"rows": [asdict(row) for row in self.rows], "separators": [asdict(row) for row in self.separators]}
+        return {"schema": SCHEMA, **self.metadata, **rows, "skipped": list(self.skipped)}
+
+
+def metadata(model: Model, settings: Any) -> dict[str, Any]:
+    """What the figures depend on."""
+    cuda = model.device.type == "cuda"
+    return {
+        "model": model.name,
+        "fingerprint": model.fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if cuda else platform.machine(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "settings": asdict(settings),
+    }
+
+
+def summarise(readings: Iterable[Reading]) -> tuple[Row, ...]:
+    """A row for each experiment, group and method, in order of appearance."""
+    found: dict[tuple[str, str, str], list[Reading]] = {}
+    for reading in readings:
+        found.setdefault((reading.experiment, reading.group, reading.method), []).append(reading)
+    return tuple(_row(*key, some) for key, some in found.items())
+
+
+def _row(experiment: str, group: str, method: str, readings: Sequence[Reading]) -> Row:
+    compared = [reading for reading in readings if reading.kl is not None]
+    places = sorted(reading.diverged_at for reading in compared if reading.diverged_at is not None)
+    middle = (len(compared) - 1) // 2  # the lower median; those that never diverge stand behind all others
+    return Row(
+        experiment=experiment,
+        group=group,
+        method=method,
+        questions=len(readings),
+        recall=fmean(reading.right for reading in readings),
+        kl=fmean(reading.kl for reading in compared if reading.kl is not None) if compared else None,
+        diverged=len(places) / len(compared) if compared else None,
+        diverged_at=places[middle] if compared and middle < len(places) else None,
+        tokens_run=fmean(reading.tokens_run for reading in readings),
+        tokens_full=fmean(reading.tokens_full for reading in readings),
+        cost=sum(reading.cost for reading in readings) / sum(reading.tokens_full for reading in readings),
+    )
+
+
+def table(report: Report) -> str:
+    """The rows in aligned columns, an experiment after another."""
+    head = ("", "", "questions", "recall", "KL, nats", "diverged", "first", "tokens run", "work")
+    settings = report.metadata["settings"]
+    about = f"seed {settings['seed']}, separator {json.dumps(settings['separator'])}"
+    lines = [
+        f"{report.metadata['model']}, {report.metadata['dtype']}, {about}",
+        *_aligned(head, 2, [(row.experiment, row.group, _cells(row)) for row in report.rows]),
+        *_recalls(report.separators),
+    ]
+    lines += [f"\nskipped: {name} (no chat in which the model thought and then answered)" for name in report.skipped]
+    return "\n".join(lines)
+
+
+def _recalls(rows: Sequence[Row]) -> list[str]:
+    """A line a group, a column a method."""
+    methods = tuple(dict.fromkeys(row.method for row in rows))
+    found = {(row.group, row.method): f"{row.recall:.1%}" for row in rows}
+    groups = dict.fromkeys((row.experiment, row.group) for row in rows)
+    return _aligned(("", *methods), 1, [(name, group, tuple(found[group, method] for method in methods)) for name, group in groups])
+
+
+def _aligned(head: tuple[str, ...], num_left: int, entries: Iterable[tuple[str, str, tuple[str, ...]]]) -> list[str]:
+    """(experiment, group, cells) as lines: the head under each experiment's name, a group named once, the first columns to the left."""
+    cells: list[tuple[str, ...] | str] = []
+    told = ("", "")
+    for experiment, group, rest in entries:
+        if experiment != told[0]:
+            cells += [experiment, head]
+        cells.append((group if (experiment, group) != told else "", *rest))
+        told = (experiment, group)
+    rows = [row for row in cells if not isinstance(row, str)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in cells:
+        if isinstance(row, str):
+            lines += ["", row]
+        else:
+            left = [row[i].ljust(widths[i]) for i in range(num_left)]
+            lines.append("  ".join([*left, *(row[i].rjust(widths[i]) for i in range(num_left, len(row)))]).rstrip())
+    return lines
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    work = (f"{row.tokens_run:.0f} of {row.tokens_full:.0f}", f"{row.cost:.0%}")
+    if row.kl is None or row.diverged is None:
+        return row.method, str(row.questions), f"{row.recall:.1%}", "-", "-", "-", *work
+    first = "never" if row.diverged_at is None else str(row.diverged_at)
+    return row.method, str(row.questions), f"{row.recall:.1%}", f"{row.kl:.1e}", f"{row.diverged:.1%}", first, *work

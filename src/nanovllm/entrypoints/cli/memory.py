@@ -1,0 +1,146 @@
+"""`nanovllm memory`: texts, chunk files or a demonstration in the pages of an engine, and who holds what."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from nanovllm.chunks.compose import compose, drop
+from nanovllm.chunks.generate import generate_many
+from nanovllm.chunks.handles import fork, release, truncate
+from nanovllm.chunks.prefill import prefill
+from nanovllm.chunks.storage.file import load_chunk
+from nanovllm.engine.init_state import init_state
+from nanovllm.engine.requests import submit
+from nanovllm.engine.step import step
+from nanovllm.entrypoints.arguments import source
+from nanovllm.entrypoints.display.terminal import is_terminal, note
+from nanovllm.entrypoints.memory.report import MemoryReport, memory
+from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.load_model import load_model
+from nanovllm.models.model import Model
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
+
+Named: TypeAlias = "dict[str, Chunk | int]"
+DESCRIPTION = """\
+Fill pages with a text and with texts that go on from it, or with chunk files, and show who holds them: figures, a map with a
+character a page, and the tree of what begins alike. Without any, a demonstration: a system prompt, questions, a fork, a cut,
+a gap, a composed chunk, pages that only the prefix index holds, requests that run and wait."""
+NUM_PAGES, DEMO_PAGES = 256, 96
+SYSTEM = (
+    "You are the guide of an old harbour town by the sea. The town is Velmora, and it is the capital of Aistonia. The king of Aistonia is "
+    "Oswin. The ships come in the morning with fish, salt and apples, and they leave in the evening with cloth and honey. The market "
+    "is behind the church, the baker lives next to the mill, and the lamp on the tower burns all night. Be kind. "
+)
+QUESTIONS = ("Who is the king of Aistonia?", "What is the capital of Aistonia?", "What do the ships bring in the morning?")
+NOTES = "A note on the weather: in autumn the wind comes from the north, the sea is rough, and the small boats stay in the harbour. "
+GREETING = "A greeting for guests: be welcome in the town, have some bread, and tell us where you come from and what you have seen there."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `nanovllm memory`, those of the model aside."""
+    parser.add_argument("text", nargs="?", help="what the branches share, a system prompt for instance")
+    parser.add_argument("--branch", action="append", default=[], metavar="TEXT", help="goes on from the text; may be given several times")
+    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="give every branch a reply of up to N tokens (default 0)")
+    parser.add_argument("--load", action="append", default=[], type=Path, metavar="FILE", help="a chunk file; may be given several times")
+    parser.add_argument("--out", type=Path, metavar="FILE.svg", help="draw a picture too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`nanovllm memory`."""
+    if options.branch and options.text is None:
+        raise InvalidRequestError("--branch goes on from a text: give that too")
+    if options.max_tokens < 0:
+        raise InvalidRequestError(f"--max-tokens {options.max_tokens} must be at least 0")
+    if options.out is not None and options.out.suffix != ".svg":
+        raise InvalidRequestError(f"--out {options.out}: the picture is an SVG file; give a name that ends with .svg")
+    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    shows_demo = options.text is None and not options.load
+    num_pages = options.num_pages if options.num_pages is not None else DEMO_PAGES if shows_demo else NUM_PAGES
+    state = init_state(model, num_pages=num_pages, num_frames=options.num_frames, max_model_len=options.max_model_len, compile=False)
+    if shows_demo:
+        state, names = demonstration(model, state)
+    else:
+        state, names = loaded(model, state, options.load)
+        if options.text is not None:
+            state, more = branches(model, state, options.text, options.branch, options.max_tokens)
+            names |= more
+    report = memory(state, names=names)
+    if options.out is not None:
+        write(report, options.out)
+    print(report.text(color=is_terminal(sys.stdout)))
+    if options.out is not None:
+        note(f"the picture is in {options.out}")
+    return 0
+
+
+def write(report: MemoryReport, path: Path) -> None:
+    """Write the picture of a report. Raises `InvalidRequestError` where that is not possible."""
+    try:
+        path.write_text(report.svg(), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: {error.strerror}") from None
+
+
+def branches(model: Model, state: EngineState, text: str, more: list[str], max_tokens: int) -> tuple[EngineState, Named]:
+    """A chunk of the text, and one for every branch with its reply."""
+    state, trunk = prefill(model, state, text)
+    named: Named = {_quoted("text", text): trunk}
+    contexts = [[trunk, part] for part in more]
+    if max_tokens:
+        state, gens = generate_many(model, state, contexts, SamplingParams(temperature=0, max_tokens=max_tokens))
+        return state, named | {_quoted(f"branch {i + 1}", part): gen.chunk for i, (part, gen) in enumerate(zip(more, gens, strict=True))}
+    for i, part in enumerate(more):
+        state, named[_quoted(f"branch {i + 1}", part)] = prefill(model, state, part, after=trunk)
+    return state, named
+
+
+def loaded(model: Model, state: EngineState, files: list[Path]) -> tuple[EngineState, Named]:
+    """The chunks of chunk files; equal beginnings share their pages."""
+    named: Named = {}
+    for i, path in enumerate(files):
+        again = files[:i].count(path)
+        state, named[f"{path} ({again + 1})" if again else str(path)] = load_chunk(model, state, path)
+    return state, named
+
+
+@torch.no_grad()
+def demonstration(model: Model, state: EngineState) -> tuple[EngineState, Named]:
+    """Pages held in every way there is."""
+    size, greedy = state.config.page_size, SamplingParams(temperature=0, max_tokens=2 * state.config.page_size, ignore_eos=True)
+    state, system = prefill(model, state, SYSTEM)
+    state, notes = prefill(model, state, NOTES)
+    state, gens = generate_many(model, state, [[system, text] for text in QUESTIONS], greedy)
+    first, second, third = (gen.chunk for gen in gens)
+    state, twin = fork(state, first)
+    state, short = truncate(state, second, len(second) - size)
+    state, gap = drop(model, state, third, size, 4 * size, mode="gap")
+    state, both = compose(model, state, [system, notes])
+    state, gone = prefill(model, state, GREETING, after=system)
+    state = release(state, gone)
+    state, running = submit(model, state, [system, "Where is the market?"], greedy)
+    for _ in range(size):
+        state, _ = step(model, state)
+    state, waiting = submit(model, state, [system, "Where does the baker live?"], greedy)
+    return state, {
+        "system prompt": system,
+        "weather": notes,
+        "question 1": first,
+        "question 2": second,
+        "question 3": third,
+        "fork of question 1": twin,
+        "question 2, cut": short,
+        "question 3, with a gap": gap,
+        "system prompt + weather": both,
+        "question 4": running,
+        "question 5": waiting,
+    }
+
+
+def _quoted(name: str, text: str, most: int = 24) -> str:
+    line = " ".join(text.split())
+    return f"{name} '{line if len(line) <= most else line[: most - 3] + '...'}'"

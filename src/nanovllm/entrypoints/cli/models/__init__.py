@@ -1,0 +1,1 @@
+"""`nanovllm models`: the built-in architectures and how they run."""

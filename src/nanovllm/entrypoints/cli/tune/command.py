@@ -1,0 +1,110 @@
+"""`nanovllm tune` on the command line."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from immutables import Map
+
+from nanovllm.entrypoints.arguments import positives, require_folder
+from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
+from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
+from nanovllm.entrypoints.cli.tune.report import table, verdict
+from nanovllm.entrypoints.cli.tune.sweep import Result, chosen, plan, run, told
+from nanovllm.entrypoints.display.terminal import bar
+from nanovllm.entrypoints.process import freeze
+from nanovllm.errors import InvalidRequestError, NanoVLLMError, TuningFileError
+from nanovllm.executor.cuda_graphs import batch_sizes
+from nanovllm.files import cache_folder, is_private
+from nanovllm.loading.load_model import resolve_device
+from nanovllm.models.fast import fused
+from nanovllm.models.fast.cuts import StepCuts
+from nanovllm.models.model import Model
+from nanovllm.models.tuning.choose import machine_of
+from nanovllm.models.tuning.file import default_path, key_of, read_run, write_cuts
+from nanovllm.models.tuning.launches import Machine
+
+BATCHES = tuple(batch_sizes(256))  # those that an engine captures graphs for
+NEEDS = "a CUDA GPU of compute capability 8.0 or newer, Triton, and a model in bfloat16 or float16 without biases of gate and up"
+DESCRIPTION = """\
+Measure how the kernels of decode steps are cut fastest on this GPU for a model's shapes, and keep the result in a file, by default in the
+user's cache, where engines find it. Cuts are timed in whole layers, each beside those found for the other kernels; one replaces the
+default where its results agree with the default's and it makes the layer 1% faster. The file is written after every number of rows; what
+it says of others stays, where it was measured for the same GPU, shapes and versions. Exit code 0: all was measured; 1: not all; 2: an
+error, or nothing.
+"""
+
+
+class NothingMeasuredError(NanoVLLMError):
+    """Not even the defaults of one number of rows could be measured; the file is as it was."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `nanovllm tune`."""
+    add_model_arguments(parser)
+    rows = "numbers of rows, comma-separated; others keep the default cuts (default: those that an engine captures graphs for, 1 to 256)"
+    parser.add_argument("--batches", type=positives, default=BATCHES, metavar="N,N,...", help=rows)
+    where = "write this file in place of the one in the cache; engines take it by tuning=FILE, commands by --tuning FILE"
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help=where)
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Tune, write the file, print the table. Returns 0 or, where some kernels could not be measured, 1.
+
+    Raises `InvalidRequestError` where there is nothing to tune, and `NothingMeasuredError`.
+    """
+    device = resolve_device(options.device)
+    if device.type != "cuda":
+        raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; the device here is {device}")
+    require_folder(options.output)
+    model, _ = find_model(options)
+    if model.config.moe is not None or not fused.serves(model.params, model.config):
+        raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; {model.name} in {model.dtype} on {device} is not served")
+    key, machine = key_of(model), machine_of(model)
+    path = options.output or _place(key)  # before minutes of measuring
+    planned, results = plan(model.config, options.batches, machine), list[Result]()
+    steps, lines = _older(path, model, machine)
+    freeze()
+    with bar(len(planned), "tune", "step") as shown:
+        for result in run(
+            planned,
+            machine,
+            partial(measuring, model, Recorder(model.device)),
+            tell=lambda work: shown.set_postfix_str(f"{work.part}, {work.rows} rows"),
+        ):
+            results.append(result)
+            shown.update()
+            if any(each.found is not None for each in results):  # at once: a run takes long, and may be cut
+                write_cuts(path, key, chosen(results, steps), told(results, lines))
+    failed = [result for result in results if result.found is None]
+    if len(failed) == len(results):
+        raise NothingMeasuredError(f"nothing could be measured ({failed[0].why}); {path} is as it was")
+    if options.json:
+        print(json.dumps({"file": str(path), "key": key, "measured": told(results)}, indent=1))
+    else:
+        print("\n".join([f"{model.name}, {key['dtype']}, {key['gpu']}", "", table(results), "", f"{verdict(results)} Written to {path}"]))
+    return 1 if failed else 0
+
+
+def _older(path: Path, model: Model, machine: Machine) -> tuple[Map[int, StepCuts], list[dict[str, Any]]]:
+    """What an older run for the same key found, by rows, and its lines; nothing where there is none, or none to believe."""
+    try:
+        if path.exists() and is_private(path):
+            cuts, lines = read_run(path, model, machine)
+            return cuts.steps, lines
+    except (OSError, TuningFileError):
+        pass
+    return Map(), []
+
+
+def _place(key: Mapping[str, Any]) -> Path:
+    """The file for a key in the user's cache, whose folder is there."""
+    try:
+        cache_folder()
+        return default_path(key)
+    except OSError as error:
+        raise InvalidRequestError(f"the user's cache cannot be written ({error.strerror or error}): name a file with --output") from None

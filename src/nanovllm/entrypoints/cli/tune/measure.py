@@ -1,0 +1,152 @@
+"""Measuring on a GPU: the layers of a decode step by some cuts, or the head, in a CUDA graph."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+
+import torch
+
+from nanovllm.entrypoints.cli.tune import one_kernel
+from nanovllm.entrypoints.cli.tune.kernel_search import Times, Unfit
+from nanovllm.entrypoints.cli.tune.layer_chain import Plans, chain_length, contexts, run_layers
+from nanovllm.entrypoints.cli.tune.layer_search import StepMeasure
+from nanovllm.entrypoints.cli.tune.one_kernel import Alone
+from nanovllm.models.check.examine import kernel_errors
+from nanovllm.models.fast.cuts import StepCuts
+from nanovllm.models.model import Model
+from nanovllm.models.tuning.launches import Work
+from nanovllm.ops.cuts import Cut, CutError
+
+REPEATS = 15  # replays of a graph, of which the median counts
+
+
+class Recorder:
+    """Records launches as CUDA graphs, one at a time, on a stream and in memory that they share.
+
+    Without giving cached memory back before each, as `torch.cuda.graph` does. The last graph is held until the next is recorded, because
+    the memory goes with the last that uses it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
+        """What replays a graph of what `run` launches, which runs once before: nothing may be compiled or loaded while it is captured."""
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if self._last is None else self._last.pool()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            run()
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=pool)
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        self._last = graph
+        return graph.replay
+
+
+@contextmanager
+def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iterator[StepMeasure]:
+    """A measure of the kernels of a layer, or of the head, of this model's steps. Raises `Unfit` where the defaults cannot run.
+
+    What it measures is microseconds of a layer in a chain of them, for each context; of the head a launch's. A cut is timed after its
+    kernel by itself has computed what it does by default. The memory is given back at the end.
+    """
+    with torch.no_grad(), torch.cuda.device(model.device):
+        try:
+            made = [_head(model, recorder, *works) if works[0].part == "head" else _layers(model, recorder, works)]
+        except torch.OutOfMemoryError as error:
+            raise Unfit("no memory for it") from error
+
+        def measure(cuts: StepCuts) -> Times:
+            return made[0](cuts)
+
+        try:
+            yield measure
+        finally:
+            made.clear()  # whoever still holds what was yielded holds no KV
+            torch.cuda.empty_cache()
+
+
+def _head(model: Model, recorder: Recorder, work: Work) -> StepMeasure:
+    kernel = one_kernel.head(model, work)
+    checks = Checks({work.part: [kernel]})
+
+    def run(cut: Cut) -> None:
+        for number in range(kernel.count):
+            kernel.launch(number, cut)
+
+    def measure(cuts: StepCuts) -> Times:
+        checks.require(cuts)
+        return (_time(recorder, partial(run, cuts.head)) / kernel.count,)
+
+    return measure
+
+
+def _layers(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> StepMeasure:
+    rows, count = works[0].rows, chain_length(model)
+    plans, settings = Plans(model, rows), contexts(model, rows, count)
+    x = torch.randn(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    kernels = {work.part: [one_kernel.product(model, work)] for work in works if work.form != "attend"}
+    kernels["attend"] = [one_kernel.attention(model, setting, plans) for setting in settings]
+    checks = Checks(kernels)
+
+    def measure(cuts: StepCuts) -> Times:
+        checks.require(cuts)
+        plan = plans.at(cuts.attend)
+        return tuple(_time(recorder, partial(run_layers, model, setting, plan, cuts, x, count)) / count for setting in settings)
+
+    return measure
+
+
+class Checks:
+    """Whether kernels compute by a cut what they do by default. Each cut is looked at once; what was wrong with it is said again."""
+
+    def __init__(self, kernels: dict[str, list[Alone]]) -> None:
+        """Raises `Unfit` where a default cannot run."""
+        self._kernels = kernels
+        self._wanted = {part: [kernel.results(()) for kernel in some] for part, some in kernels.items()}
+        self._seen: dict[tuple[str, Cut], str] = {}
+
+    def require(self, cuts: StepCuts) -> None:
+        """Raise `Unfit` where one of these cuts is none to take."""
+        for part in self._kernels:
+            cut: Cut = getattr(cuts, part)
+            if cut and (part, cut) not in self._seen:
+                self._seen[part, cut] = self._look(part, cut)
+            if cut and (said := self._seen[part, cut]):
+                raise Unfit(said)
+
+    def _look(self, part: str, cut: Cut) -> str:
+        try:
+            for kernel, want in zip(self._kernels[part], self._wanted[part], strict=True):
+                one_kernel.require_same(kernel.results(cut), want)
+        except Unfit as error:
+            return str(error)
+        return ""
+
+
+def _time(recorder: Recorder, run: Callable[[], object]) -> float:
+    """Median microseconds of what `run` launches. Raises `Unfit` where it cannot be launched."""
+    try:
+        return 1e3 * _median_ms(recorder.record(run))
+    except (*kernel_errors(), CutError, RuntimeError) as error:
+        raise one_kernel.no_kernel(error) from error
+
+
+def _median_ms(replay: Callable[[], object]) -> float:
+    """Median milliseconds of a replay."""
+    times = []
+    for number in range(REPEATS + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            times.append(start.elapsed_time(end))
+    return median(times)

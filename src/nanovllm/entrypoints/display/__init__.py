@@ -1,0 +1,1 @@
+"""What text and pictures look alike by: terminals, tables, SVG."""

@@ -1,0 +1,144 @@
+"""Which executor an engine gets, with which fast layers and tile configurations."""
+
+import gc
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from nanovllm import models
+from nanovllm.config import EngineConfig
+from nanovllm.errors import InvalidRequestError, OutOfPagesError, TuningFileError
+from nanovllm.executor.attention_plans import AttentionUnavailableError
+from nanovllm.executor.cascade_policy import Cascades, cascade_policy
+from nanovllm.executor.compiled import compiled_forward
+from nanovllm.executor.eager import EagerExecutor
+from nanovllm.executor.executor import Executor
+from nanovllm.models.check.examine import by_cuts, choose
+from nanovllm.models.fast.choice import FastChoice
+from nanovllm.models.fast.cuts import Cuts
+from nanovllm.models.model import Model
+from nanovllm.models.tuning.choose import cuts_for, plain
+from nanovllm.ops.backends import attention_backend
+from nanovllm.state.kv_cache import KVState
+
+R = TypeVar("R")
+
+
+def _captures(model: Model, limits: EngineConfig, compile: bool | None) -> bool:
+    """Whether steps will be captured: on a GPU whose attention FlashInfer serves."""
+    served = not model.foreign and attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
+    return compile is not False and served
+
+
+def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
+    """The cuts of the kernels that will run; None: their defaults."""
+    if not _captures(model, limits, compile):
+        if tuning is None or tuning is False:
+            return None
+        raise InvalidRequestError(f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; there are none on {model.device} here")
+    return cuts_for(model, tuning)
+
+
+def checked_choice(
+    model: Model,
+    limits: EngineConfig,
+    compile: bool | None,
+    check: bool | None,
+    cuts: Cuts | None,
+    tuning: bool | str | os.PathLike[str] | None,
+) -> tuple[FastChoice | None, Cuts | None]:
+    """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks. Cuts by which
+    one does not are dropped for the defaults."""
+    cuda = model.device.type == "cuda"
+    runs_fast = _captures(model, limits, compile) if cuda else compile is None  # else compiled layers will run
+    if not (runs_fast and (cuda if check is None else check)):
+        return None, cuts
+    (choice, warning), cuts = _by_cuts(partial(_looked, model, limits), cuts, tuning)
+    if cuts is not None and choice is not None and not choice.whole:
+        warnings.warn(f"the cuts of {cuts.source} are not used but the defaults: by them {warning}", stacklevel=4)
+        (choice, warning), cuts = _looked(model, limits, None), None
+    if warning:
+        warnings.warn(warning, stacklevel=4)
+    return None if choice is None or choice.whole else choice, cuts
+
+
+def _by_cuts(make: Callable[[Cuts | None], R], cuts: Cuts | None, tuning: bool | str | os.PathLike[str] | None) -> tuple[R, Cuts | None]:
+    """What is made by the cuts, and the cuts; by the defaults where no kernel can be made by those of a file that nobody asked for."""
+    try:
+        with by_cuts(cuts):
+            return make(cuts), cuts
+    except TuningFileError as error:
+        if tuning is not None:
+            raise
+        warnings.warn(f"{error}; the default cuts are used", stacklevel=5)
+    gc.collect()  # what was half made holds memory
+    return make(None), None
+
+
+def _looked(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[FastChoice | None, str]:
+    """What `choose` finds, where there is memory for it."""
+    try:
+        return choose(model, limits.page_size, cuts)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None, f"{model.name}: no memory to check the fast decode path with: it is used unchecked"
+
+
+def build_executor(
+    model: Model,
+    limits: EngineConfig,
+    kv: KVState,
+    compile: bool | None,
+    cascade: bool | None,
+    choice: FastChoice | None,
+    cuts: Cuts | None,
+    tuning: bool | str | os.PathLike[str] | None,
+    progress: bool | None,
+) -> tuple[Executor, Cuts | None]:
+    """An executor, and the cuts that it uses."""
+    cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
+    # Plain torch gains nothing by reading once: it is for those who ask.
+    cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
+    if compile is False or model.foreign:
+        return EagerExecutor(*pages, model.spec.forward, cascades), None
+    if not (cuda or compile):
+        return EagerExecutor(*pages, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None
+    if not cuda:
+        return EagerExecutor(*pages, compiled_forward(model), cascades), None
+    from nanovllm.executor.graph_executor import GraphExecutor
+
+    def captured(cuts: Cuts | None) -> Executor:
+        with torch.cuda.device(model.device):
+            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, cuts=cuts, progress=progress)
+
+    try:
+        return _by_cuts(captured, cuts, tuning)
+    except AttentionUnavailableError as error:
+        warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
+        return EagerExecutor(*pages, compiled_forward(model), cascades), None
+
+
+def step_bytes_needed(
+    model: Model,
+    limits: EngineConfig,
+    compile: bool | None,
+    choice: FastChoice | None,
+    cuts: Cuts | None,
+    tuning: bool | str | os.PathLike[str] | None,
+) -> tuple[int, Cuts | None]:
+    """Bytes that steps hold beside weights and KV, where they are captured; and the cuts by which kernels could be made."""
+    if not _captures(model, limits, compile) or model.foreign:
+        return 0, cuts
+    from nanovllm.executor.kv_budget import measured
+
+    try:
+        return _by_cuts(partial(measured, model, limits, choice), cuts, tuning)
+    except AttentionUnavailableError:
+        return 0, cuts  # the executor says so
+    except torch.OutOfMemoryError as error:
+        what = f"max_num_batched_tokens={limits.max_num_batched_tokens} and max_num_seqs={limits.max_num_seqs}"
+        raise OutOfPagesError(f"a step of {what} does not fit on {model.device} beside the weights") from error

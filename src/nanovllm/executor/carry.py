@@ -1,0 +1,67 @@
+"""The carry of decode steps from sequences, and the results of a step on the host."""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from nanovllm.executor.batch import HostBatch, to_device
+from nanovllm.executor.decode import DecodeCarry, DecodeOutput
+from nanovllm.executor.executor import Drawn
+from nanovllm.models.model import Model
+from nanovllm.sampling import sampler
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.request import Sequence
+from nanovllm.types import Tensor
+
+
+def decode_carry(
+    model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch, plan: int = 0, windowed_plan: int | None = None
+) -> DecodeCarry:
+    """A carry over fresh tensors. `windowed_plan`: None where it is the plan for all layers."""
+    return DecodeCarry(
+        kv=kv,
+        batch=to_device(host, model.device, plan, plan if windowed_plan is None else windowed_plan),
+        sampling=sampling_of(rows, model),
+        active=torch.ones(len(rows), dtype=torch.int32, device=model.device),
+    )
+
+
+def sampling_rows(rows: Seq[Sequence]) -> list[sampler.Row]:
+    """What `sample.build` needs to know of each sequence: its token ids only where there are penalties."""
+
+    def row(s: Sequence) -> sampler.Row:
+        params, prompt, drawn = s.request.sampling, sampler.NO_IDS, sampler.NO_IDS
+        if sampler.penalises(params):
+            prompt, drawn = s.tokens.array(0, s.request.num_prompt), s.tokens.array(s.request.num_prompt)
+        return params, s.request.seed, prompt, drawn
+
+    return [row(s) for s in rows]
+
+
+def sampling_of(rows: Seq[Sequence], model: Model) -> sampler.Sampling:
+    """The sampling tensors of these sequences as they stand."""
+    return sampler.build(sampling_rows(rows), model.config.vocab_size, model.device)
+
+
+def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) -> Drawn | None:
+    """Draw the first token of the sequences whose last prompt token was run."""
+    whole = [s for s, count in rows if count == s.todo]
+    if not whole:
+        return None
+    positions = torch.tensor([s.tokens.length for s in whole], dtype=torch.int32, device=logits.device)
+    return to_host(sampler.sample(logits, sampling_of(whole, model), positions))
+
+
+def to_host(out: "DecodeOutput | sampler.Sampled") -> Drawn:
+    """Wait for a step's results."""
+
+    def fetch(tensor: Tensor | None) -> np.ndarray | None:
+        return None if tensor is None else tensor.cpu().numpy()
+
+    return Drawn(
+        token_ids=out.token_ids.cpu().numpy(),
+        logprobs=fetch(out.logprobs),
+        top_ids=fetch(out.top_ids),
+        top_logprobs=fetch(out.top_logprobs),
+    )

@@ -1,0 +1,342 @@
+"""Captured decode steps: static buffers, attention plans, and a CUDA graph for each batch size, set of sampling features and way to attend.
+
+The buffers of all graphs are views of one set, sized for the largest batch. A graph moves positions, lengths and slots on by itself and
+feeds the drawn tokens back.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import BrokenInvariantError
+from nanovllm.executor.attention_plans import Attention, DecodePlans
+from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
+from nanovllm.executor.cascade_policy import Cascades, own_runs
+from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
+from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.run_ahead import retire
+from nanovllm.models.common.batch import Batch, Windowed
+from nanovllm.models.common.params import Params
+from nanovllm.models.fast.cuts import Cuts
+from nanovllm.models.model import Model
+from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.sampling import sampler
+from nanovllm.state.kv_cache import KVState, pages_for
+from nanovllm.state.pool_sizes import dummies
+from nanovllm.types import Int64, Tensor
+
+GREEDY = sampler.Features()
+RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
+MOVED = ("input_ids", "positions", "slots", "seq_lens")  # what a step moves on by itself
+RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
+Way = Literal["fused", "planned", "shared"]  # how a step attends: by `rope_attend`, FlashInfer's plan, or reading shared pages once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKind:
+    """What a graph is for: rows, what its sampling does, and how it attends."""
+
+    size: int
+    features: sampler.Features
+    way: Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fetched:
+    """Results on their way to the host: pinned memory, and the event after which they are there."""
+
+    event: torch.cuda.Event
+    token_ids: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    def wait(self, rows: int) -> Drawn:
+        """The results of the first rows, in memory of their own: the pinned one is filled again by the next step."""
+        self.event.synchronize()
+
+        def copied(tensor: Tensor | None) -> np.ndarray | None:
+            return None if tensor is None else tensor[:rows].numpy().copy()
+
+        return Drawn(
+            token_ids=self.token_ids[:rows].numpy().copy(),
+            logprobs=copied(self.logprobs),
+            top_ids=copied(self.top_ids),
+            top_logprobs=copied(self.top_logprobs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CapturedStep:
+    """A graph, the carry whose memory it reads and writes, the memory of its results, and where they go on the host."""
+
+    kind: StepKind
+    graph: torch.cuda.CUDAGraph
+    carry: DecodeCarry
+    out: DecodeOutput
+    fetched: Fetched
+
+    def fetch(self) -> Fetched:
+        """Send the results of the step that was launched last; a step launched after this may overwrite them on the device."""
+        for name in RESULTS:
+            source, target = getattr(self.out, name), getattr(self.fetched, name)
+            if source is not None:
+                target.copy_(source, non_blocking=True)
+        self.fetched.event.record()
+        return self.fetched
+
+
+class StepGraphs:
+    """The captured steps over one set of static buffers; a step is filled in, then replayed."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: EngineConfig,
+        sizes: Seq[int],
+        forward: Forward,
+        usual: Seq[sampler.Features],
+        attention: Attention | None,
+        cascades: Cascades | None,
+        *,
+        fused: bool,
+        cuts: Cuts | None = None,
+        warm: Params[Tensor],
+    ):
+        """Steps attend by FlashInfer's plans of `attention`, or by `cascades` where a batch shares enough; one of the two may be None.
+        `fused`: `forward` takes a `FusedDecodePlan`, cut by `cuts`, and no row reads what another one writes. Graphs of `usual` features
+        are kept for good. `warm`: the weights that a step runs with before it is recorded, with layers enough to load every kernel."""
+        self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
+        dummy_page, dummy_frame = dummies(model.config, limits)
+        self._layout = {"page_size": limits.page_size, "dummy_page": dummy_page}
+        if dummy_frame is not None:
+            self._layout["dummy_frame"] = dummy_frame
+        self._width = pages_for(limits.max_model_len, limits.page_size)
+        self._seen = model.config.widest_window if model.config.all_windowed else limits.max_model_len  # tokens of a row, at most
+        self._device, self._attention, self._cascades = model.device, attention, cascades
+        self._moved = MOVED if dummy_frame is None else (*MOVED, "frame_slots")
+        self._ints = torch.zeros((len(self._moved) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
+        self._tables = [
+            torch.full((max(sizes), self._width), dummy, dtype=torch.int32, device=self._device)
+            for dummy in (dummy_page, dummy_frame)
+            if dummy is not None
+        ]  # of pages, and where there is a second KV pool of frames
+        self._width_used = 0  # columns of the page tables: beyond them all rows have the dummy page
+        self._decode_plans: dict[int, DecodePlans] = {}
+        self._cascade_plans: dict[int, CascadePlan] = {}
+        self._fused, self._cuts, self._warm = fused, cuts, warm
+        self._fused_plans: dict[int, FusedDecodePlan] = {}
+        self._steps: dict[StepKind, CapturedStep] = {}
+        self.usual, self._recent = tuple(usual), []
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # one for all, for what is cached of a stream's memory serves no other
+
+    def load(self, kv: KVState, host: HostBatch, drawing: Seq[sampler.Row], features: sampler.Features) -> CapturedStep:
+        """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes, which
+        nobody looks at where `features` are greedy."""
+        rows = len(host.input_ids)
+        size = self.size(rows)
+        host = padded(host, size, **self._layout)
+        kind = StepKind(size=size, features=features, way=self._follow(host))
+        if kind not in self._steps:
+            self.capture(kv, kind)
+            self._follow(host)
+        step = self._steps[kind]
+        self._note_use(features)
+        self._fill(step.carry, host, rows)
+        if features != GREEDY:
+            tensors = sampler.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
+            sampler.copy_into(step.carry.sampling, tensors)
+        return step
+
+    def refresh(self, step: CapturedStep, host: HostBatch) -> bool:
+        """Fill the rows of a loaded step in anew, which may hold other pages; False where they have to be loaded again."""
+        rows, kind = len(host.input_ids), step.kind
+        host = padded(host, kind.size, **self._layout)
+        if self._follow(host) != kind.way:
+            return False
+        self._fill(step.carry, host, rows)
+        return True
+
+    def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> None:
+        """Make some of the rows of a loaded step, which shares no pages, padding."""
+        retire(step.carry.kv, step.carry.batch, step.carry.active, places)
+
+    def size(self, rows: int) -> int:
+        """The rows of the smallest graph that holds so many."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def capture(self, kv: KVState, kind: StepKind) -> None:
+        """Warm a step up on a side stream, then record it. The rows in use are padding, so only the dummy page is written.
+
+        Overwrites the buffers and the plans of its size.
+        """
+        size, dummy, page_size = kind.size, self._layout["dummy_page"], self._layout["page_size"]
+        frame = self._layout.get("dummy_frame")
+        nothing = HostBatch(
+            input_ids=np.zeros(size, np.int32),
+            positions=np.zeros(size, np.int32),
+            slots=np.full(size, dummy * page_size, np.int32),
+            page_tables=np.full((size, 1), dummy, np.int32),
+            seq_lens=np.ones(size, np.int32),
+            page_counts=np.ones(size, np.int32),
+            frame_tables=None if frame is None else np.full((size, 1), frame, np.int32),
+            frame_slots=None if frame is None else np.full(size, frame * page_size, np.int32),
+        )
+        match kind.way:
+            case "shared":
+                self._cascade_plan(size).update(own_runs(nothing.page_counts))
+            case "planned":
+                self._decode_plan(size).update(nothing)
+            case "fused":
+                pass
+        carry = self._carry(kv, kind)
+        self._fill(carry, nothing, 0)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._run(carry, self._warm)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        try:
+            graph, out = self._record(carry)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # nothing is given back by itself while a graph is recorded
+            graph, out = self._record(carry)
+        self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=_landing(out))
+
+    def _record(self, carry: DecodeCarry) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
+        graph = torch.cuda.CUDAGraph()
+        with _recording(graph, self._pool, self._stream):
+            return graph, self._run(carry, self._model.params)
+
+    def way(self) -> Way:
+        """How rows attend that share nothing and are not long."""
+        return "fused" if self._fused else "shared" if self._attention is None else "planned"
+
+    def _follow(self, host: HostBatch) -> Way:
+        """Make the plan for a padded batch; tells how it attends."""
+        size = len(host.input_ids)
+        runs = None if self._cascades is None else self._cascades.policy.decode(host)
+        if runs is not None and self._cascade_plan(size).update(runs):
+            return "shared"
+        if self._fused and self._fused_plan(size).serves(np.minimum(host.seq_lens, self._seen)):
+            return "fused"
+        if self._attention is None:
+            if not self._cascade_plan(size).update(own_runs(host.page_counts)):
+                raise BrokenInvariantError(f"the plan of {size} rows has no room for a run of each")
+            return "shared"
+        self._decode_plan(size).update(host)
+        return "planned"
+
+    def _note_use(self, features: sampler.Features) -> None:
+        """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
+        self._recent = [f for f in self._recent if f != features] + ([] if features in self.usual else [features])
+        for old in self._recent[:-RARE_FEATURES]:
+            self._steps = {kind: step for kind, step in self._steps.items() if kind.features != old}
+        self._recent = self._recent[-RARE_FEATURES:]
+
+    def _decode_plan(self, size: int) -> DecodePlans:
+        assert self._attention is not None
+        if size not in self._decode_plans:
+            self._decode_plans[size] = self._attention.decode_plans(size)
+        return self._decode_plans[size]
+
+    def _cascade_plan(self, size: int) -> CascadePlan:
+        assert self._cascades is not None
+        if size not in self._cascade_plans:
+            self._cascade_plans[size] = self._cascades.plan(size)
+        return self._cascade_plans[size]
+
+    def _fused_plan(self, size: int) -> FusedDecodePlan:
+        if size not in self._fused_plans:
+            c, cut = self._model.config, () if self._cuts is None else self._cuts.at(size).attend
+            self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut)
+        return self._fused_plans[size]
+
+    def _lines(self, size: int) -> Tensor:
+        """The memory of the tensors with an int a row, for batches of `size`: one line each, of whole 16 bytes."""
+        return self._ints[: (len(self._moved) + 1) * aligned(size)].view(-1, aligned(size))
+
+    def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int) -> None:
+        """A padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
+        (size, width), lines = host.page_tables.shape, self._lines(len(host.input_ids))
+        given = [table for table in (host.page_tables, host.frame_tables) if table is not None]
+        fresh = torch.empty(lines.numel() + len(given) * size * width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        new_lines, new_tables = fresh[: lines.numel()].view_as(lines), fresh[lines.numel() :].view(-1, size, width)
+        *moved, active = new_lines.numpy()
+        for line, name in zip(moved, self._moved, strict=True):
+            line[:size] = getattr(host, name)
+        active[:rows], active[rows:] = 1, 0
+        for new, table in zip(new_tables.numpy(), given, strict=True):
+            new[:] = table
+        lines.copy_(new_lines, non_blocking=True)
+        held = (carry.batch, carry.batch.windowed)
+        for new, view, name in zip(new_tables, held, ("dummy_page", "dummy_frame"), strict=False):
+            assert view is not None
+            view.page_tables[:, :width].copy_(new, non_blocking=True)
+            view.page_tables[:, width : self._width_used].fill_(self._layout[name])
+        self._width_used = max(self._width_used, width)
+
+    def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
+        size = kind.size
+        plans = {"fused": self._fused_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
+        *moved, active = self._lines(size)[:, :size]
+        made, windowed = plans[kind.way](size), None
+        first, second = made.handles if isinstance(made, DecodePlans) else (made.handle, made.handle)
+        if len(self._tables) == 2:
+            windowed = Windowed(page_tables=self._tables[1][:size], slots=moved.pop(), plan=second)
+        return DecodeCarry(
+            kv=kv,
+            batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[0][:size], plan=first, windowed=windowed),
+            sampling=sampler.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
+            active=active,
+        )
+
+    def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
+        """One decode step that writes what changed back into the carry's own memory."""
+        after, out = decode_step(params, carry, self._model.config, forward=self._forward)
+        torch._foreach_copy_(_moving(carry.batch), _moving(after.batch))  # pyright: ignore[reportPrivateImportUsage]
+        return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
+
+
+def _moving(batch: Batch) -> list[Tensor]:
+    """What a step moves on by itself."""
+    return [*(getattr(batch, name) for name in MOVED), *(() if batch.windowed is None else (batch.windowed.slots,))]
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """`torch.cuda.graph` without giving cached memory back first, which for every graph of an engine takes a second or two in all."""
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+def _landing(out: DecodeOutput) -> Fetched:
+    """Pinned memory for a step's results."""
+
+    def pinned(tensor: Tensor | None) -> Any:
+        return None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    return Fetched(event=torch.cuda.Event(), **{name: pinned(getattr(out, name)) for name in RESULTS})
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes that get a graph: 1, 2, 4, 8, then every eighth to 64, every sixteenth to 256, every 32nd beyond."""
+    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def extension_sizes(most: int) -> list[int]:
+    """The numbers of prompt tokens that get a graph."""
+    sizes = [1, *(1 << power for power in range(3, EXTENSION.bit_length()))]
+    return [size for size in sizes if size < most] + [most] * (most <= EXTENSION)

@@ -1,0 +1,76 @@
+"""`EagerExecutor`: steps as plain function calls, as on a CPU."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from nanovllm import models
+from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
+from nanovllm.executor.carry import decode_carry, draw_first, to_host
+from nanovllm.executor.cascade_policy import Cascades
+from nanovllm.executor.decode import DecodeCarry, decode_step
+from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.models.model import Model
+from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.request import Sequence
+from nanovllm.state.window_frames import Frames
+
+
+class EagerExecutor:
+    """Steps as plain function calls, as on a CPU."""
+
+    def __init__(self, page_size: int, num_pages: int, forward: Forward = models.forward, cascades: Cascades | None = None):
+        """`forward` may be what `compiled_forward` returns; `cascades` read shared pages once."""
+        self._layout = {"page_size": page_size, "dummy_page": num_pages}
+        self._forward, self._cascades = forward, cascades
+        self._plan: CascadePlan | None = None  # of the last carry; a session's lives until its end
+        self._sessions: dict[int, CascadePlan | None] = {}
+
+    def prefill(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+    ) -> tuple[Drawn | None, KVState]:
+        """See `Executor`."""
+        host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
+        plan = 0 if self._cascades is None else self._cascades.prompts(host)
+        batch = to_device(host, model.device, plan, plan)
+        logits, kv = self._forward(model.params, kv, batch, model.config)
+        return draw_first(logits, rows, model) if draw else None, kv
+
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
+        """See `Executor`."""
+        host = decode_batch(rows, frames=frames, **self._layout)
+        return decode_carry(model, kv, rows, host, self._follow(host))
+
+    def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
+        """See `Executor`."""
+        host = decode_batch(rows, frames=frames, **self._layout)
+        plan = self._follow(host)
+        return replace(carry, batch=to_device(host, carry.active.device, plan, plan))
+
+    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
+        """See `Executor`."""
+        return self.load(model, carry.kv, rows, frames=frames)
+
+    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+        """See `Executor`."""
+        carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
+        return carry, to_host(out)
+
+    def thrown_away(self) -> int:
+        """See `Executor`. Nothing runs ahead here."""
+        return 0
+
+    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
+        """See `Executor`."""
+        loaded, carry = self._plan, self.load(model, kv, rows, frames=frames)
+        self._sessions[ticket], self._plan = self._plan, loaded
+        return carry
+
+    def end(self, ticket: int) -> None:
+        """See `Executor`."""
+        self._sessions.pop(ticket, None)
+
+    def _follow(self, host: HostBatch) -> int:
+        """The handle of a plan for what the rows share; 0 where they read their pages by themselves."""
+        self._plan = None if self._cascades is None else self._cascades.decode(host)
+        return 0 if self._plan is None else self._plan.handle

@@ -1,0 +1,150 @@
+"""Where a checkpoint lies: a folder, the packaged model, or a repository's snapshot in the Hugging Face cache, downloaded only when asked.
+
+The cache has `models--org--name/refs/<branch or tag>`, a file with a commit, and `models--org--name/snapshots/<commit>`, a folder of links.
+"""
+
+import json
+import os
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.loading.safetensors_headers import INDEX, PICKLED, SINGLE, weight_files
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny"
+COMMIT = re.compile(r"[0-9a-f]{4,40}")  # a commit's hash, or its beginning
+WANTED = ("*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt", "vocab.txt")  # what is downloaded of a repository
+UNWANTED = ("*/*.json", "*/*.safetensors", "*/*.model", "consolidated*.safetensors")  # the same weights in other forms, mostly
+
+
+def resolve_folder(
+    path_or_repo: str | os.PathLike[str], *, revision: str | None = None, download: bool = False, with_code: bool = False
+) -> tuple[Path, str]:
+    """The folder of a checkpoint and the model's name. Raises `CheckpointError` if neither a folder nor a cached repository has the name.
+
+    `revision`, of a repository alone, is a branch, a tag, or a commit's hash or unambiguous beginning; None is `main`, or the only snapshot
+    where the cache has no `refs/main`. `download` fetches what is missing first (see `download_snapshot`); a folder is taken as it is.
+    """
+    if not isinstance(path_or_repo, str | os.PathLike):
+        raise InvalidRequestError(f"a model must be named by a path or repository, not {path_or_repo!r}")
+    if not (revision is None or (isinstance(revision, str) and revision)):
+        raise InvalidRequestError(f"revision={revision!r} must be a branch, a tag or a commit of a repository")
+    if not isinstance(download, bool):
+        raise InvalidRequestError(f"download={download!r} must be True or False")
+    given = os.fspath(path_or_repo)
+    folder = Path(os.path.expanduser(given))  # os.path: a name that no file can have is no error there
+    is_folder = bool(given) and os.path.isdir(folder)
+    if revision is not None and (is_folder or given == "tiny"):
+        raise InvalidRequestError(f"revision={revision!r}: {given!r} is a folder, and only repositories have revisions")
+    if is_folder:
+        return folder, folder.resolve().name
+    if given == "tiny":
+        if not (TINY / "config.json").is_file():
+            raise CheckpointError(f"the packaged tiny model is missing: {TINY} has no config.json")
+        return TINY, "tiny"
+    named = bool(given) and given.count("/") <= 1 and not given.startswith((".", "/", "~"))
+    if named and download:
+        return download_snapshot(given, revision, with_code=with_code), given
+    cache = hub_cache()
+    repo = cache / f"models--{given.replace('/', '--')}"
+    if not named or not os.path.isdir(repo):
+        told = "" if download else " (download=True, or --download, looks on the Hub)"
+        raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache}{told}")
+    return find_snapshot(repo, revision), given
+
+
+def find_snapshot(repo: Path, revision: str | None) -> Path:
+    """The snapshot of a revision in a repository's folder of the cache. Raises `CheckpointError` naming what there is."""
+    snapshots = sorted(path.name for path in (repo / "snapshots").glob("*") if path.is_dir())
+    name = revision or "main"
+    reference = repo / "refs" / name
+    if not Path(name).is_absolute() and ".." not in Path(name).parts and os.path.isfile(reference):
+        commit = reference.read_text(encoding="utf-8", errors="replace").strip()
+        if commit not in snapshots:
+            raise CheckpointError(f"{repo}: refs/{name} names the snapshot {commit}, which is missing: not downloaded whole")
+        return repo / "snapshots" / commit
+    if revision is None and len(snapshots) == 1:  # a cache that was copied by hand
+        return repo / "snapshots" / snapshots[0]
+    found = [snapshot for snapshot in snapshots if COMMIT.fullmatch(name) and snapshot.startswith(name)]
+    if len(found) == 1:
+        return repo / "snapshots" / found[0]
+    if found:
+        raise CheckpointError(f"{repo}: revision {name!r} is the beginning of several commits: {', '.join(found)}")
+    refs = sorted(path.relative_to(repo / "refs").as_posix() for path in (repo / "refs").rglob("*") if path.is_file())
+    there = ", ".join([*refs, *snapshots]) or "nothing"
+    if revision is None:
+        raise CheckpointError(f"{repo}: no refs/main; name a revision of those that the cache has: {there}")
+    raise CheckpointError(f"{repo}: no revision {name!r}; the cache has {there}")
+
+
+def download_snapshot(repo: str, revision: str | None, *, with_code: bool = False) -> Path:
+    """Bring a repository's newest files at a revision into the Hugging Face cache, through huggingface_hub; returns the snapshot.
+
+    Fetched are configs, tokenizers, templates and safetensors, with `with_code` Python files too; what the cache has is not fetched again.
+    Where the Hub cannot be reached, or `HF_HUB_OFFLINE` says so, a snapshot that is whole will do. Raises `CheckpointError` with the
+    reason: no such repository or revision, a gated one, no network.
+    """
+    import huggingface_hub  # takes a while, and most never need it
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                cache_dir=hub_cache(),
+                allow_patterns=[*WANTED, *(("*.py",) if with_code else ())],
+                ignore_patterns=list(UNWANTED),
+            )
+        )
+    except Exception as error:  # of the library, of its HTTP client, of the system
+        at = repo if revision is None else f"{repo} at {revision}"
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{at} could not be downloaded: {type(error).__name__}: {reason}") from error
+
+
+def require_whole(folder: Path) -> None:
+    """Raises `CheckpointError` naming the first file that a snapshot of the cache lacks: its config, what a link leads to, weights."""
+    if folder.parent.name != "snapshots":
+        return
+    links = sorted(path.name for path in folder.iterdir() if path.is_symlink() and not path.exists())
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    missing += [name for name in links if any(fnmatch(name, kind) for kind in WANTED)]
+    if not missing:
+        has_weights = any(path.name == INDEX or path.suffix in (".safetensors", *PICKLED) for path in folder.iterdir())
+        missing = [name for name in (weight_files(folder) if has_weights else [SINGLE]) if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: lacks {missing[0]}; the repository was not downloaded whole (download=True, or --download, fetches the rest)"
+        )
+
+
+def hub_cache() -> Path:
+    """The Hugging Face cache folder, by the environment variables that huggingface_hub reads."""
+    direct = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if direct:
+        return Path(direct).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+
+
+def cached_repositories() -> list[tuple[str, Path]]:
+    """The models of the cache by name, each with its folder there. Nothing is looked at but names."""
+    folders = sorted(path for path in hub_cache().glob("models--*") if path.is_dir())
+    return [(path.name.removeprefix("models--").replace("--", "/", 1), path) for path in folders]
+
+
+def read_json(file: Path, *, required: bool = False) -> dict[str, Any]:
+    """A JSON object out of a checkpoint folder; `{}` where the file is absent and not required. Raises `CheckpointError`."""
+    if not file.is_file():
+        if required:
+            raise CheckpointError(f"{file.parent}: no {file.name}")
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: a {type(value).__name__}, expected an object")
+    return value

@@ -1,0 +1,191 @@
+"""Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
+
+Each parameter is read, cast and moved to its device before the next is touched: beyond the model itself, which on a GPU is not the host's,
+the host holds a buffer of 4 MiB and what allocators keep, 32 MiB at most in tests.
+"""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from io import RawIOBase
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import save_file
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from nanovllm.config import ModelConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
+from nanovllm.models.common.params import ParamInfo, Params, as_kept, as_stored
+from nanovllm.models.init_params import build_params, dtype_for, infos, num_stored
+from nanovllm.models.registry import REGISTRY
+from nanovllm.models.spec import ModelSpec
+from nanovllm.types import FLOATS, Tensor
+
+SHARD = 1 << 30  # bytes after which a file that is written ends
+STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
+SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
+
+
+def wanted(headers: Mapping[str, TensorHeader], spec: ModelSpec) -> Mapping[str, TensorHeader]:
+    """The tensors of a checkpoint by the names of the model's table, without those that it never asks for. Raises `CheckpointError` where
+    two tensors have the same one."""
+    named: dict[str, TensorHeader] = {}
+    for stored, header in headers.items():
+        name = spec.checkpoint_name(stored)
+        if name in named:
+            raise CheckpointError(f"{header.file}: holds {stored}, which is a second {name}")
+        if name is not None:
+            named[name] = header
+    return MappingProxyType(named)
+
+
+def check_headers(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> None:
+    """Raises `CheckpointError` for the first of `header_faults`."""
+    for fault in header_faults(headers, table, config):
+        raise CheckpointError(fault)
+
+
+def header_faults(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> Iterator[str]:
+    """A sentence for each tensor that is missing, misshapen, not of a floating-point dtype, or unknown.
+
+    Ignored: `lm_head.weight` where the head is tied, and stored rotary frequencies, which are computed.
+    """
+    wanted = {name: shape for info in infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
+    for name, shape in wanted.items():
+        if name not in headers:
+            yield f"the checkpoint lacks the tensor {name} {list(shape)}"
+        elif headers[name].shape != shape:
+            yield f"{name} has shape {list(headers[name].shape)}, the config asks for {list(shape)}"
+        elif headers[name].dtype not in FLOATS:
+            yield f"{name} has dtype {headers[name].dtype}, expected one of {', '.join(FLOATS)}"
+    for name in sorted(headers.keys() - wanted.keys()):
+        tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+        if not tied_head and not name.endswith("rotary_emb.inv_freq"):
+            yield f"the checkpoint holds the tensor {name}, which {config.architecture} does not have"
+
+
+def stored_head(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The config with a head of its own where it ties the head to the embedding table and the checkpoint holds another one all the same,
+    which then counts, as in transformers. Raises `CheckpointError`."""
+    if not config.tie_word_embeddings:
+        return config
+    spec = REGISTRY[config.architecture]
+    headers, table = wanted(read_headers(folder), spec), spec.param_table(config)
+    head, embed = headers.get("lm_head.weight"), headers.get(table.embed.sources[0])
+    if head is None or embed is None or _same(head, embed):
+        return config
+    return replace(config, tie_word_embeddings=False)
+
+
+def _same(one: TensorHeader, other: TensorHeader) -> bool:
+    """Whether two tensors are equal byte by byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as a, other.file.open("rb") as b:
+        a.seek(one.start)
+        b.seek(other.start)
+        left = one.stop - one.start
+        while left > 0:
+            size = min(STAGE, left)
+            if a.read(size) != b.read(size):
+                return False
+            left -= size
+    return True
+
+
+def load_params(
+    folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, progress: bool | None = None
+) -> tuple[Params[Tensor], str]:
+    """The weights of a checkpoint folder on `device` in `dtype`, and the checkpoint's fingerprint.
+
+    `progress` shows a bar on stderr; None: where stderr is a terminal. Raises `CheckpointError`.
+    """
+    spec = REGISTRY[config.architecture]
+    table, headers = spec.param_table(config), wanted(read_headers(folder), spec)
+    check_headers(headers, table, config)
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
+        total = sum(headers[name].stop - headers[name].start for info in infos(table) for name in info.sources)
+        hide = not (sys.stderr.isatty() if progress is None else progress)
+        look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
+        bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
+        stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+        def read(info: ParamInfo) -> Tensor:
+            flat, at = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 0
+            for name in info.sources:
+                header, size = headers[name], math.prod(headers[name].shape)
+                _read_into(flat[at : at + size], header, files[header.file], stage)
+                at += size
+                bar.update(header.stop - header.start)
+            return as_kept(info, flat)
+
+        try:
+            params = build_params(table, read, device)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: could not be read: {error}") from error
+    return params, fingerprint(config, headers)
+
+
+def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Tensor) -> None:
+    # Plain reads through one small buffer: pages of a memory map would count as this process's memory until the file is closed.
+    dtype, view, done = FLOATS[header.dtype], stage.numpy().data, 0
+    stream.seek(header.start)
+    while header.start + done < header.stop:
+        size, got = min(STAGE, header.stop - header.start - done), 0
+        while got < size:
+            count = stream.readinto(view[got:size])
+            if not count:
+                raise CheckpointError(f"{header.file}: ends while it is being read")
+            got += count
+        first = done // dtype.itemsize
+        flat[first : first + size // dtype.itemsize].copy_(stage[:size].view(dtype))
+        done += size
+
+
+def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Write weights into a folder as a checkpoint has them, in `dtype`; the host holds little more than one of the files at a time."""
+    table = REGISTRY[config.architecture].param_table(config)
+    part: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+
+    def write() -> None:
+        if part:
+            file = f"model-{len(set(places.values())) + 1:05}.safetensors"
+            save_file(part, folder / file, metadata={"format": "pt"})
+            places.update(dict.fromkeys(part, file))
+            part.clear()
+
+    for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(params), strict=True):
+        if info is not None and info.sources:
+            pieces = zip(info.sources, as_stored(info, param), strict=True)
+            part |= {name: piece.to("cpu", dtype, copy=True) for name, piece in pieces}
+        if sum(tensor.nbytes for tensor in part.values()) >= SHARD:
+            write()
+    write()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+
+
+def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
+    """SHA-256 (hex) of the config, of every tensor's name, dtype and shape, and of bytes from its start, middle and end.
+
+    It costs milliseconds and does not depend on how tensors are spread over files. It tells checkpoints apart; it is no integrity check.
+    """
+    digest = hashlib.sha256(repr(config).encode())
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(file.open("rb")) for file in {h.file for h in headers.values()}}
+        for name, header in sorted(headers.items()):
+            digest.update(f"{name} {header.dtype} {header.shape}".encode())
+            last = max(header.start, header.stop - SAMPLE)
+            for at in (header.start, (header.start + last) // 2, last):
+                files[header.file].seek(at)
+                digest.update(files[header.file].read(min(SAMPLE, header.stop - at)))
+    return digest.hexdigest()

@@ -1,0 +1,97 @@
+"""Greedy agreement: a text decoded token by token on the path chosen, beside the same text through the plain layers as one prompt."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.models.check.compare import text_batch, wide_logits
+from nanovllm.models.common import decoder
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.fast.choice import FastChoice, by_layer
+from nanovllm.models.fast.path import FastPath
+from nanovllm.models.model import Model
+from nanovllm.state.kv_cache import init_kv, pages_for
+from nanovllm.types import Float, Int64, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """A place of the text, counted from 0, where the two paths' likeliest next tokens differ.
+
+    `margin` is by how much the likeliest logit leads the second one in float64; `exact` is the likeliest token there.
+    """
+
+    place: int
+    fast: int
+    plain: int
+    exact: int
+    margin: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How often the path chosen, the plain layers in the same dtype, and float64 find the same token likeliest, of `num_tokens`."""
+
+    num_tokens: int
+    both: int  # the path chosen and the plain layers
+    fast_exact: int  # the path chosen and float64
+    plain_exact: int  # the plain layers and float64
+    apart: tuple[Disagreement, ...]
+
+
+@torch.no_grad()
+def agreement(
+    model: Model, fast: FastPath, choice: FastChoice, token_ids: Seq[int], final: Float[Tensor, "T M"], page_size: int = 16
+) -> Agreement:
+    """Compare the likeliest tokens at every place of the text. `final` is what `compare` made of the same tokens."""
+    ids = torch.tensor(token_ids, dtype=torch.int32, device=model.device)
+    mine, theirs = decoded(model, fast, choice, ids, page_size), prompted(model, ids, page_size)
+    values, tokens = two_likeliest(model, final)
+    rows = torch.stack((mine, theirs, tokens[:, 0])).T.tolist()
+    margins = (values[:, 0] - values[:, 1]).tolist()
+    return Agreement(
+        num_tokens=len(rows),
+        both=sum(a == b for a, b, _ in rows),
+        fast_exact=sum(a == c for a, _, c in rows),
+        plain_exact=sum(b == c for _, b, c in rows),
+        apart=tuple(
+            Disagreement(place=place, fast=a, plain=b, exact=c, margin=margin)
+            for place, ((a, b, c), margin) in enumerate(zip(rows, margins, strict=True))
+            if a != b
+        ),
+    )
+
+
+def decoded(model: Model, fast: FastPath, choice: FastChoice, ids: Tensor, page_size: int) -> Int64[Tensor, "T"]:
+    """The likeliest token behind each of the text's, as decode steps of one row on the path chosen."""
+    kv = init_kv(model.config, num_pages=pages_for(len(ids), page_size), page_size=page_size, dtype=model.dtype, device=model.device)
+    plan = fast.plan(1)
+    layer = by_layer(fast.layer, model.spec.layer, choice.layers, None if plan is None else plan.handle)
+    head, text, found = fast.head if choice.head else model.spec.head, text_batch(ids, page_size), []
+    for place in range(len(ids)):
+        here = ids.new_tensor([place])
+        step = Batch(input_ids=ids[place : place + 1].clone(), positions=here, slots=here, page_tables=text.page_tables, seq_lens=here + 1)
+        logits, kv = decoder.forward(model.params, kv, step, model.config, layer=layer, head=head)
+        found.append(logits[0].argmax())
+    return torch.stack(found)
+
+
+def prompted(model: Model, ids: Tensor, page_size: int) -> Int64[Tensor, "T"]:
+    """The likeliest token behind each of the text's, as one prompt through the plain layers."""
+    kv = init_kv(model.config, num_pages=pages_for(len(ids), page_size), page_size=page_size, dtype=model.dtype, device=model.device)
+    logits, _ = model.spec.forward(model.params, kv, text_batch(ids, page_size), model.config)
+    return logits.argmax(-1)
+
+
+def two_likeliest(model: Model, final: Float[Tensor, "T M"]) -> tuple[Float[Tensor, "T 2"], Int64[Tensor, "T 2"]]:
+    """The two largest logits in float64 and their tokens; a vocabulary of one word has that one twice, the second at -inf."""
+    values = final.new_full((len(final), 2), -torch.inf)
+    tokens = torch.zeros_like(values, dtype=torch.int64)
+    first = 0
+    for logits in wide_logits(model, final):
+        count = logits.shape[1]
+        best, at = logits.topk(min(2, count))
+        values, chosen = torch.cat((values, best), 1).topk(2)
+        tokens, first = torch.cat((tokens, at + first), 1).gather(1, chosen), first + count
+    return values, tokens

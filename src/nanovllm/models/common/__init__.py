@@ -1,0 +1,1 @@
+"""What the architectures share: tables of parameters, layers, the decoder."""

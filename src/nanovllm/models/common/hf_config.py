@@ -1,0 +1,263 @@
+"""Reading and writing a Hugging Face `config.json`.
+
+An absent key and a null one mean the same there, except for token ids and windows, where null means none.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.errors import CheckpointError
+
+HF = Mapping[str, Any]
+ACTS: Mapping[str, str] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` may name
+
+
+def read_sizes(
+    hf: HF,
+    architecture: str,
+    *,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    theta: float = 10000.0,
+    tied: bool = False,
+    max_positions: int = 2048,
+    bos: int | None = None,
+    eos: int | None = None,
+    act: str = "silu",
+    **fields: Any,
+) -> ModelConfig:
+    """The config of a decoder whose keys are those that most have; the rest are an architecture's defaults for absent ones (`head_dim`
+    None: what the heads share the hidden size in), and `fields` of the config that it reads by itself. Raises `CheckpointError`."""
+    num_heads, hidden_size = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or act
+    if not isinstance(name, str) or name not in ACTS:
+        raise CheckpointError(f"config.json: hidden_act={name!r} is not supported; supported are {', '.join(ACTS)}")
+    read: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": read_int(hf, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": read_int(hf, "intermediate_size"),
+        "num_layers": read_int(hf, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": read_int(hf, "num_key_value_heads", num_heads),
+        "head_dim": read_int(hf, "head_dim", hidden_size // max(1, num_heads) if head_dim is None else head_dim),
+        "rms_norm_eps": read_float(hf, "rms_norm_eps", eps),
+        "tie_word_embeddings": read_bool(hf, "tie_word_embeddings", tied),
+        "hidden_act": ACTS[name],
+        "max_position_embeddings": read_int(hf, "max_position_embeddings", max_positions),
+        "dtype": read_dtype(hf),
+        "bos_token_id": next(iter(read_ids(hf, "bos_token_id", bos)), None),
+        "eos_token_ids": read_ids(hf, "eos_token_id", eos),
+    }
+    rope = {} if "rope" in fields else {"rope": read_rope(hf, theta)}
+    return ModelConfig(**{**read, **rope, **fields})
+
+
+def read_windows(hf: HF, usual: str | Mapping[int, str], default: int | None = None) -> tuple[int, ...]:
+    """Each layer's window, from `sliding_window` (absent: `default`; null: none) and `layer_types` (absent: `usual`; not looked at where
+    that is one kind for all layers); empty where no window is shorter than the model's positions. Raises `CheckpointError`."""
+    num_layers = read_int(hf, "num_hidden_layers")
+    types = [usual] * num_layers if isinstance(usual, str) else hf.get("layer_types") or [usual[i] for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (FULL, SLIDING) for kind in types):
+        raise CheckpointError(f"config.json: layer_types={types!r} must name {FULL} or {SLIDING} for each of {num_layers} layers")
+    window = hf.get("sliding_window", default)
+    if window is None or SLIDING not in types:
+        return ()
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise CheckpointError(f"config.json: sliding_window={window!r} must be an integer of at least 1, or null")
+    if window >= read_int(hf, "max_position_embeddings", window + 1):
+        return ()
+    return tuple(window if kind == SLIDING else 0 for kind in types)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that the architecture's `config_from_hf` reads back as `config`, which no `fitted` has changed. Of LongRoPE with
+    the factors for long requests alone (`for_length`) those stand there for all lengths."""
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
+    more = ("mlp_bias", "max_position_embeddings", "dtype", "bos_token_id")
+    scaled = bool(config.attention_scale)
+    rope, long = rope_to_hf(config.rope), config.rope if config.long_rope is None else config.long_rope
+    if long.factors:
+        rope["long_factor"] = list(long.factors)
+    original = {"original_max_position_embeddings": config.rope.original_max_position_embeddings} if long.factors else {}
+    return {
+        **original,
+        **{name: getattr(config, name) for name in (*same, *more)},
+        **({} if config.moe is None else _moe_to_hf(config.moe, config.num_layers)),
+        "architectures": [config.architecture],
+        "model_type": re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", config.architecture.removesuffix("ForCausalLM")).lower(),
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "use_bias": config.attention_bias,
+        "hidden_act": {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.hidden_act, config.hidden_act),
+        "rope_parameters": rope if config.local_rope is None else {FULL: rope, SLIDING: rope_to_hf(config.local_rope)},
+        "use_sliding_window": bool(config.windows),
+        "sliding_window": max(config.windows) if config.windows else None,
+        "layer_types": [SLIDING if config.window(i) else FULL for i in range(config.num_layers)],
+        "query_pre_attn_scalar": config.scale**-2 if scaled else None,
+        "attn_logit_softcapping": config.attention_softcap or None,
+        "final_logit_softcapping": config.logit_softcap or None,
+        "eos_token_id": list(config.eos_token_ids),
+    }
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The rotary embedding as `read_rope` reads it."""
+    written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind not in ("default", "longrope"):
+        written["factor"] = rope.factor
+    if rope.partial != 1.0:
+        written["partial_rotary_factor"] = rope.partial
+    own: dict[str, tuple[str, ...]] = {
+        "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "original_max_position_embeddings"),
+        "longrope": ("attention_factor", "original_max_position_embeddings"),
+    }
+    factors = {"short_factor": list(rope.factors)} if rope.factors else {}
+    return written | {name: getattr(rope, name) for name in own.get(rope.kind, ())} | factors
+
+
+def _moe_to_hf(moe: MoEConfig, num_layers: int) -> dict[str, Any]:
+    """The experts under all names that architectures give them; the layers that have them lie evenly from one to another."""
+    first, last = min(moe.layers, default=0), max(moe.layers, default=0)
+    every = (last - first) // (len(moe.layers) - 1) if len(moe.layers) > 1 else 1
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), moe.num_experts)
+    return counts | {
+        **dict.fromkeys(("num_experts_per_tok", "moe_k"), moe.top_k),
+        "moe_intermediate_size": moe.intermediate_size,
+        "mlp_only_layers": [i for i in range(num_layers) if i not in moe.layers],
+        "norm_topk_prob": moe.normalise,
+        "moe_norm_min": moe.least_sum,
+        "moe_num_shared_experts": moe.shared_size // moe.intermediate_size,
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": last,
+        "moe_layer_interval": every,
+    }
+
+
+def read_int(hf: HF, name: str, default: int | None = None) -> int:
+    """An integer of the config; without a default the key is required. Raises `CheckpointError`."""
+    value = default if hf.get(name) is None else hf[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"config.json: {name}={value!r} must be an integer")
+    return value
+
+
+def read_float(hf: HF, name: str, default: float | None = None) -> float:
+    """A finite number of the config; without a default the key is required. Raises `CheckpointError`."""
+    value = default if hf.get(name) is None else hf[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"config.json: {name}={value!r} must be a finite number")
+    return float(value)
+
+
+def read_bool(hf: HF, name: str, default: bool) -> bool:
+    """A truth value of the config. Raises `CheckpointError`."""
+    value = default if hf.get(name) is None else hf[name]
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name}={value!r} must be true or false")
+    return value
+
+
+def read_ids(hf: HF, name: str, default: int | None = None) -> tuple[int, ...]:
+    """Token ids written as null, one integer or a list of integers. Raises `CheckpointError`."""
+    value = hf.get(name, default)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise CheckpointError(f"config.json: {name}={value!r} must be a token id or a list of token ids")
+    return ids
+
+
+def read_dtype(hf: HF) -> str:
+    """The dtype that the checkpoint was saved in, by name; `float32` where the config is silent. Raises `CheckpointError`."""
+    value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise CheckpointError(f"config.json: dtype={value!r} is not one of float32, bfloat16, float16, float64")
+    return name
+
+
+def read_rope(hf: HF, theta: float = 10000.0) -> RopeConfig:
+    """The rotary embedding from `rope_parameters`, `rope_scaling` and `rope_theta`; whichever of them there are, merged. An absent
+    `rope_theta` is `theta`.
+
+    Raises `CheckpointError` for what is not supported, and where two of them disagree.
+    YaRN's attention factor is resolved here: the value given, or the ratio of `mscale` to `mscale_all_dim`, or `0.1 ln(factor) + 1`.
+    """
+    rope: dict[str, Any] = {}
+    for source in ({"rope_theta": hf.get("rope_theta")}, hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
+        if not isinstance(source, Mapping) or any(isinstance(value, Mapping) for value in source.values()):
+            raise CheckpointError(
+                f"config.json: rope_parameters must be one flat object; those by layer type are not supported: {source!r}"
+            )
+        for key, value in source.items():
+            name = "rope_type" if key == "type" else key
+            if value is not None and rope.setdefault(name, value) != value:
+                raise CheckpointError(
+                    f"config.json: rope_scaling, rope_parameters and rope_theta disagree: {name} is {rope[name]!r} and {value!r}"
+                )
+    kind = rope.get("rope_type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise CheckpointError(f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn")
+    partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} is not supported by this architecture; only 1.0 is")
+    theta = read_float(rope, "rope_theta", theta)
+    if theta <= 1.0:
+        raise CheckpointError(f"config.json: rope_theta={theta!r} must be above 1")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    max_len = read_int(hf, "max_position_embeddings", 2048)
+    original = read_int(hf, "original_max_position_embeddings", read_int(rope, "original_max_position_embeddings", max_len))
+    factor = read_float(rope, "factor", max_len / original if kind == "yarn" else None)
+    if factor <= 0 or original < 1:
+        raise CheckpointError(f"config.json: rope factor={factor!r} and original_max_position_embeddings={original!r} must be positive")
+    match kind:
+        case "linear":
+            return RopeConfig(theta=theta, kind=kind, factor=factor)
+        case "llama3":
+            low, high = read_float(rope, "low_freq_factor"), read_float(rope, "high_freq_factor")
+            if not 0 < low < high:
+                raise CheckpointError(f"config.json: rope needs 0 < low_freq_factor < high_freq_factor, not {low!r} and {high!r}")
+            return RopeConfig(
+                theta=theta,
+                kind=kind,
+                factor=factor,
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original_max_position_embeddings=original,
+            )
+        case _:
+            return RopeConfig(
+                theta=theta,
+                kind=kind,
+                factor=factor,
+                original_max_position_embeddings=original,
+                beta_fast=_turns(rope, "beta_fast", 32.0),
+                beta_slow=_turns(rope, "beta_slow", 1.0),
+                attention_factor=_yarn_attention_factor(rope, factor),
+                truncate=read_bool(rope, "truncate", True),
+            )
+
+
+def _turns(rope: HF, name: str, default: float) -> float:
+    turns = read_float(rope, name, default) or default
+    if turns < 0:
+        raise CheckpointError(f"config.json: rope {name}={turns!r} must be positive")
+    return turns
+
+
+def _yarn_attention_factor(rope: HF, factor: float) -> float:
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return read_float(rope, "attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return magnitude(read_float(rope, "mscale")) / magnitude(read_float(rope, "mscale_all_dim"))
+    return magnitude(1.0)

@@ -1,0 +1,160 @@
+"""What the architectures share: rotary angles, the layer that most of them have and its parts, the head.
+
+Legend of shape suffixes: T tokens · R rows of logits · M hidden_size · H query heads · K key/value heads · D head_dim · X any heads ·
+F intermediate_size · E experts · k experts a token.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.params import Experts, Layer, Params
+from nanovllm.ops import experts, kv_write, paged_decode, paged_prefill, route
+from nanovllm.ops.elementwise.decode_rows import rotary_angles
+from nanovllm.ops.elementwise.norm_rope import apply_rope, rms_norm
+from nanovllm.ops.linear.linear import linear
+from nanovllm.types import Float, Float32, Tensor
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "half"]:
+    """The rotation speed of each pair of channels, `[D/2]` float32, in radians a token.
+
+    Pairs that do not turn, the last ones where only a part of a head turns, have speed 0.
+    Source: Su et al., 2021; `llama3` from the Llama 3.1 reference code; `yarn` from Peng et al., 2023, "NTK-by-parts"; `longrope` from
+    Ding et al., 2024.
+    """
+    turning = int(head_dim * rope.partial)
+    if turning < head_dim:
+        return F.pad(inverse_frequencies(replace(rope, partial=1.0), turning), (0, (head_dim - turning) // 2))
+    speed = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    match rope.kind:
+        case "default":
+            return speed
+        case "learned":
+            return torch.zeros_like(speed)
+        case "longrope":
+            return speed / torch.tensor(rope.factors, dtype=torch.float32)
+        case "linear":
+            return speed / rope.factor
+        case "llama3":
+            wavelength = 2 * math.pi / speed
+            longest = rope.original_max_position_embeddings / rope.low_freq_factor
+            shortest = rope.original_max_position_embeddings / rope.high_freq_factor
+            smooth = (rope.original_max_position_embeddings / wavelength - rope.low_freq_factor) / (
+                rope.high_freq_factor - rope.low_freq_factor
+            )
+            blended = (1 - smooth) * speed / rope.factor + smooth * speed
+            slowed = torch.where(wavelength > longest, speed / rope.factor, speed)
+            return torch.where((wavelength >= shortest) & (wavelength <= longest), blended, slowed)
+        case "yarn":
+            low, high = (_yarn_channel(rope, head_dim, turns) for turns in (rope.beta_fast, rope.beta_slow))
+            if rope.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            span = high - low if high != low else 0.001  # a step instead of a ramp, without dividing by zero
+            interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+            return speed / rope.factor * interpolated + speed * (1 - interpolated)
+        case kind:
+            raise ValueError(f"rope kind {kind!r} is not one of default, linear, llama3, yarn, longrope, learned")
+
+
+def _yarn_channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
+    """The channel pair that makes `turns` full turns over the original context."""
+    return head_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def rope_angles(
+    positions_T: Tensor, inv_freq: Float32[Tensor, "half"], rope: RopeConfig
+) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
+    """cos, and sin with the sign of `apply_rope`'s second term, of every token's angles: `[T, 1, D]` float32, times the attention factor.
+
+    Once a forward: all layers share them.
+    """
+    return rotary_angles(positions_T, inv_freq, rope.attention_factor)
+
+
+def embed(params: Params[Tensor], batch: Batch, config: ModelConfig) -> Float[Tensor, "T M"]:
+    """The tokens' rows of the embedding table, times the config's scale as the model's dtype holds it, and of learned positions."""
+    x_TM = F.embedding(batch.input_ids, params.embed)
+    if config.embed_scale != 1.0:
+        x_TM = x_TM * torch.full((), config.embed_scale, dtype=x_TM.dtype, device=x_TM.device)
+    return x_TM if params.positions is None else x_TM + F.embedding(batch.positions, params.positions)
+
+
+def given_each(params: Params[Tensor], batch: Batch, config: ModelConfig) -> list[tuple[Tensor, Tensor, Batch]]:
+    """What each layer is given of a step: cos and sin of its angles (`rope_angles`), and the batch with its window and its pool's."""
+    far = rope_angles(batch.positions, params.inv_freq, config.rope)
+    if not config.windows:
+        return [(*far, batch)] * config.num_layers
+    near = far
+    if params.local_inv_freq is not None and config.local_rope is not None:
+        near = rope_angles(batch.positions, params.local_inv_freq, config.local_rope)
+    tables, own = replace(batch, windowed=None), batch.windowed
+    of_pool = (tables, tables if own is None else replace(tables, page_tables=own.page_tables, slots=own.slots, plan=own.plan))
+    views = {window: replace(of_pool[window > 0], window=window) for window in set(config.windows)}
+    return [(*(near if window else far), views[window]) for window in config.windows]
+
+
+def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+    """The decoder layer that most architectures share, compilable on its own: norm, attention, norm, feed-forward layer, each half added to
+    what came in. `pages` is donated: k and v of layer `index` are written into it.
+
+    What a layer has no weights for is left out: norms of query and key heads, norms of what is added, biases, experts.
+    """
+    eps = config.rms_norm_eps
+    h_TM = rms_norm(x_TM, w.input_norm, eps)
+    heads_TXD = linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim))
+    q_THD, k_TKD, v_TKD = heads_TXD.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+    q_THD = apply_rope(q_THD if w.q_norm is None else rms_norm(q_THD, w.q_norm, eps), cos, sin)
+    k_TKD = apply_rope(k_TKD if w.k_norm is None else rms_norm(k_TKD, w.k_norm, eps), cos, sin)
+    a_THD = attention(q_THD, k_TKD, v_TKD, pages, index, batch, config)
+    a_TM = linear(a_THD.flatten(1), w.o, w.o_bias)
+    x_TM = x_TM + (a_TM if w.o_norm is None else rms_norm(a_TM, w.o_norm, eps))
+    f_TM = feed_forward(rms_norm(x_TM, w.post_norm, eps), w, config)
+    return x_TM + (f_TM if w.down_norm is None else rms_norm(f_TM, w.down_norm, eps))
+
+
+def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch, config: ModelConfig) -> Tensor:
+    """Write k and v of layer `index` into their slots (`pages` is donated), then attend over the page tables; `[T, H, D]`."""
+    kv_write(pages, index, k_TKD, v_TKD, batch.slots)
+    tables, lens, how = batch.page_tables, batch.seq_lens, {"window": batch.window, "softcap": config.attention_softcap}
+    if batch.cu_seqlens is None:
+        return paged_decode(q_THD, pages, index, tables, lens, config.scale, batch.plan, **how)
+    return paged_prefill(q_THD, pages, index, tables, lens, batch.cu_seqlens, config.scale, batch.plan, **how)
+
+
+def feed_forward(x_TM: Tensor, w: Layer[Tensor], config: ModelConfig) -> Tensor:
+    """A layer's gated feed-forward part, its experts, or the sum of both, `[T, M]`."""
+    routed_TM = None if w.experts is None or config.moe is None else mixture(x_TM, w.experts, config.moe, config.hidden_act)
+    if w.gate_up is None or w.down is None:
+        assert routed_TM is not None
+        return routed_TM
+    dense_TM = mlp(x_TM, w.gate_up, w.gate_up_bias, w.down, w.down_bias, config.hidden_act)
+    return dense_TM if routed_TM is None else routed_TM + dense_TM
+
+
+def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, act: str = "silu") -> Tensor:
+    """The gated feed-forward layer `down(act(gate x) * up x)` (Shazeer, 2020), `[T, M]`."""
+    gate_TF, up_TF = linear(x_TM, gate_up, gate_up_bias).chunk(2, dim=-1)
+    return linear(activation(gate_TF, act) * up_TF, down, down_bias)
+
+
+def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str) -> Tensor:
+    """The weighted sum of what each token's experts make of it (Shazeer et al., 2017), `[T, M]`."""
+    logits_TE = linear(x_TM.to(w.router.dtype), w.router)
+    chosen_Tk, weights_Tk = route(logits_TE, w.bias, moe.top_k, moe.normalise, moe.least_sum)
+    return experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk, act)
+
+
+def activation(x: Tensor, act: str) -> Tensor:
+    """`silu`, `gelu` or its approximation by tanh, `gelu_tanh`."""
+    return F.silu(x) if act == "silu" else F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The final norm and the logits, `[R, V]`."""
+    return linear(rms_norm(x_RM, gain, eps), weight)

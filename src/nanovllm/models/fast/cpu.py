@@ -1,0 +1,161 @@
+"""A decode step on a CPU: a layer, and the head, as one C call each (`ops/cpu/kernels.c`) in place of dozens of small ops.
+
+They stand where a model's `layer` and `layers.head` stand and agree with them within rounding. A row's bits depend on no other row.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.config import ModelConfig
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.params import Layer, Params
+from nanovllm.models.fast.choice import beyond
+from nanovllm.ops import cpu as native
+from nanovllm.ops.cpu.build import library
+from nanovllm.state.kv_cache import KVState
+from nanovllm.types import Float, Float32, Tensor
+
+SOURCE = Path(native.__file__).parent / "kernels.c"
+SYMBOLS = ("nanovllm_layer", "nanovllm_head", "nanovllm_layer_args_size")
+DTYPES = (torch.float32, torch.bfloat16)
+POINTERS = (
+    "x", "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
+    "cos", "sin", "tables", "seq_lens", "slots", "pages", "scratch", "out",
+)  # fmt: skip
+SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16", "window")
+
+
+class LayerArgs(ctypes.Structure):
+    """`struct layer_args` of the C file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+    )
+
+
+def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> bool:
+    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, in plain eager code, with a C compiler."""
+    embed, pages = params.embed, kv.pools[0]
+    return (
+        batch.cu_seqlens is None
+        and batch.plan == 0
+        and embed.device.type == pages.device.type == batch.input_ids.device.type == "cpu"
+        and embed.dtype in DTYPES
+        and pages.dtype == embed.dtype
+        and pages.is_contiguous()
+        and type(batch.input_ids) is type(pages) is Tensor
+        and not unknown(params, config)
+        and not _traced()
+        and not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in pytree.tree_leaves(params)))
+        and library(SOURCE, SYMBOLS) is not None
+    )
+
+
+def unknown(params: Params[Any], config: ModelConfig) -> str:
+    """What a model has that these functions do not know; empty where there is nothing. Windows and soft caps they do."""
+    if known := beyond(params, config):
+        return known
+    layer = params.layers[0]
+    if layer.input_norm.dtype != params.embed.dtype:
+        return "norms that are rounded behind their gain"
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act}"
+    if layer.o_norm is not None or layer.down_norm is not None:
+        return "norms of what attention and MLP add"
+    return "experts" if config.moe is not None else ""
+
+
+def _traced() -> bool:
+    """Whether something looks on that must see tensors and ops: a tracer, a transform, a dispatch mode, autocast."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def decode_layer(
+    w: Layer[Tensor],
+    x: Float[Tensor, "B M"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    index: int,
+    cos: Float32[Tensor, "B 1 D"],
+    sin: Float32[Tensor, "B 1 D"],
+    batch: Batch,
+    config: ModelConfig,
+) -> Float[Tensor, "B M"]:
+    """One decoder layer with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` are written.
+
+    Raises `TypeError` for a weight of another dtype, and `IndexError`, with nothing written, for a slot or a page table that points
+    outside the pool.
+    """
+    (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
+    assert w.down is not None
+    heads_dim, intermediate = config.num_heads * head_dim, w.down.shape[1]
+    width, threads = batch.page_tables.shape[1], torch.get_num_threads()
+    group = config.num_heads // num_kv_heads
+    a_row = 2 * hidden_size + w.qkv.shape[0] + heads_dim + 3 * intermediate
+    a_thread = group * width * page_size + (group + 1) * head_dim
+    scratch = torch.empty(num_rows * a_row + threads * a_thread, dtype=torch.float32, device="cpu")
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    weights = (
+        x, w.input_norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.o, w.o_bias, w.post_norm, w.gate_up, w.gate_up_bias, w.down, w.down_bias
+    )  # fmt: skip
+    held = [
+        *(_memory(tensor, x.dtype) for tensor in weights),
+        *(tensor.to(torch.float32).contiguous() for tensor in (cos, sin)),
+        *(tensor.to(torch.int32).contiguous() for tensor in (batch.page_tables, batch.seq_lens, batch.slots)),
+    ]
+    if not len(batch.page_tables) == len(batch.seq_lens) == len(batch.slots) == len(cos) == num_rows:
+        raise IndexError(f"{num_rows} rows, but seq_lens {tuple(batch.seq_lens.shape)} and slots {tuple(batch.slots.shape)}")
+    args = LayerArgs(
+        *(None if tensor is None else tensor.data_ptr() for tensor in held),
+        pages[index].data_ptr(), scratch.data_ptr(), out.data_ptr(),
+        num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
+        x.dtype == torch.bfloat16, batch.window, config.rms_norm_eps, config.scale, config.attention_softcap,
+    )  # fmt: skip
+    if _functions().nanovllm_layer(ctypes.byref(args)):
+        raise IndexError(
+            f"slots {batch.slots.tolist()}, seq_lens {batch.seq_lens.tolist()} or page tables {batch.page_tables.tolist()} point outside "
+            f"{num_pages} pages of {page_size}"
+        )
+    return out
+
+
+def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float) -> Float[Tensor, "R V"]:
+    """The final norm and the logits: `layers.head`."""
+    (num_rows, hidden_size), vocab_size = x.shape, weight.shape[0]
+    scratch, out = torch.empty(num_rows * hidden_size, dtype=torch.float32, device="cpu"), x.new_empty(num_rows, vocab_size)
+    held = [*(_memory(tensor, x.dtype) for tensor in (x, gain, weight)), out, scratch]
+    _functions().nanovllm_head(
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in held if tensor is not None),
+        *map(ctypes.c_int64, (num_rows, hidden_size, vocab_size)), ctypes.c_float(eps), ctypes.c_int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(torch.get_num_threads()),
+    )  # fmt: skip
+    return out
+
+
+def _memory(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The tensor such that C can read it."""
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype:
+        raise TypeError(f"a weight is {tensor.dtype} and the activations are {dtype}")
+    return tensor.contiguous()
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    found = library(SOURCE, SYMBOLS)
+    assert found is not None, "serves() was not asked"
+    assert found.nanovllm_layer_args_size() == ctypes.sizeof(LayerArgs)
+    return found

@@ -1,0 +1,214 @@
+"""Steps on a GPU as few kernels that follow each other closely: five a layer for few tokens, seven where what is
+added has norms; for many seven, or nine.
+
+It agrees with a model's own `forward` within rounding, for every architecture whose layers are those of `params.Layer`.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from nanovllm.config import ModelConfig
+from nanovllm.models.common import decoder, layers
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.params import Layer, Params
+from nanovllm.models.fast.choice import FastChoice, LayerFunction, beyond, by_layer
+from nanovllm.models.fast.cuts import DEFAULT, Cuts, StepCuts, with_cuts
+from nanovllm.ops.attention.paged_prefill import paged_prefill
+from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
+from nanovllm.ops.backends import own_kernels
+from nanovllm.ops.cuts import Cut
+from nanovllm.ops.elementwise.decode_rows import capped_logits
+from nanovllm.ops.linear import norm_linear as few
+from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add
+from nanovllm.ops.linear.norm_linear import norm_linear
+from nanovllm.state.kv_cache import KVState
+from nanovllm.types import Float, Float32, Int32, Tensor
+
+
+def serves(params: Params[Tensor], config: ModelConfig) -> bool:
+    """Whether the kernels can run this model."""
+    return not unknown(params, config) and own_kernels(params.embed.device, params.embed.dtype)
+
+
+def unknown(params: Params[Any], config: ModelConfig) -> str:
+    """What a model has that the kernels do not know; empty where there is nothing."""
+    if known := beyond(params, config):
+        return known
+    if any(w.gate_up_bias is not None for w in params.layers):
+        return "biases of gates"
+    return "norms of what experts add" if any(w.experts is not None and w.down_norm is not None for w in params.layers) else ""
+
+
+def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
+    """Whether so few tokens are run by `decode_layer`."""
+    return _few(params.layers[0], params.embed, num_tokens)
+
+
+def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
+    if num_tokens > few.FEW and (w.o_norm is not None or w.down_norm is not None):
+        return False  # of a product with neither norm nor residual a kernel of many rows is made
+    shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
+    there = [(matrix.shape[1], gated) for matrix, gated in shapes if matrix is not None]
+    return all(few.serves(like.device, like.dtype, num_tokens, width, gated) for width, gated in there)
+
+
+def forward(
+    params: Params[Tensor],
+    kv: KVState,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    plain: LayerFunction | None = None,
+    choice: FastChoice | None = None,
+    cuts: Cuts | None = None,
+) -> tuple[Float[Tensor, "R V"], KVState]:
+    """A model's `forward`; donates `kv`. `batch.plan` is what `rope_attend` takes, or for prompts `paged_prefill`.
+
+    `plain` runs the layers that `choice` leaves out (None: there are none), and `layers.head` the head; then `batch.plan` is what
+    `paged_decode` takes. `cuts`: how the kernels cut their work; None: by their defaults.
+    """
+    # The kernels read the angles before they wait; the lookup behind them, an ordinary launch, sees to it that they are there.
+    given = layers.given_each(params, batch, config)
+    x = layers.embed(params, batch, config)
+    eps = config.rms_norm_eps
+    fast = (True,) * config.num_layers if choice is None or plain is None else choice.layers
+    last = layers.head if choice is not None and not choice.head else None
+    here = DEFAULT if cuts is None else cuts.at(x.shape[0])
+    if follows_closely(params, x.shape[0]):
+        closely = with_cuts(decode_layer, here)
+        layer = closely if plain is None else by_layer(closely, plain, fast)
+        for w, (pool, index), (cos, sin, view) in zip(params.layers, config.places, given, strict=False):
+            x = layer(w, x, kv.pools[pool], index, cos, sin, view, config)
+        return decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config, cap=capped_logits), kv
+    h = norm_add(x, params.layers[0].input_norm, None, eps)
+    widely = with_cuts(wide_layer, here)
+    gains = (*(w.input_norm for w in params.layers), params.final_norm)
+    each = zip(params.layers, pairwise(gains), config.places, given, strict=False)
+    for at, (w, (_, gain), (pool, index), (cos, sin, view)) in enumerate(each):
+        ends, pages = at == len(params.layers) - 1, kv.pools[pool]
+        if fast[at] or plain is None:
+            x, h = widely(w, x, h, gain, pages, index, cos, sin, view, config, wanted=batch.logit_indices if ends else None)
+        else:
+            x = plain(w, x, pages, index, cos, sin, view, config)
+            x = _wanted(x, batch) if ends else x
+            h = norm_add(x, gain, None, eps)
+    if last is not None:
+        return decoder.logits(last, x, params, config, cap=capped_logits), kv
+    return capped_logits(linear(h, params.embed if params.head is None else params.head), config.logit_softcap), kv
+
+
+def layer(
+    w: Layer[Tensor],
+    x: Tensor,
+    pages: Tensor,
+    index: int,
+    cos: Tensor,
+    sin: Tensor,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    cuts: Cuts | None = None,
+) -> Float[Tensor, "T M"]:
+    """`decode_layer` or `wide_layer`, as the tokens ask for, with the signature of a model's `layer`."""
+    here = DEFAULT if cuts is None else cuts.at(x.shape[0])
+    if _few(w, x, x.shape[0]):
+        return with_cuts(decode_layer, here)(w, x, pages, index, cos, sin, batch, config)
+    h = norm_add(x, w.input_norm, None, config.rms_norm_eps)
+    return with_cuts(wide_layer, here)(w, x, h, w.input_norm, pages, index, cos, sin, batch, config)[0]
+
+
+def decode_layer(
+    w: Layer[Tensor],
+    x: Float[Tensor, "T M"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    index: int,
+    cos: Float32[Tensor, "T 1 D"],
+    sin: Float32[Tensor, "T 1 D"],
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    cuts: StepCuts = DEFAULT,
+) -> Float[Tensor, "T M"]:
+    """One decoder layer of few tokens, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
+    eps = config.rms_norm_eps
+    a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
+    x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o)
+    y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
+    if w.gate_up is None or w.down is None:
+        return x + y
+    h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, act=config.hidden_act, cut=cuts.gate_up)
+    x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down)
+    return x if w.experts is None else x + y
+
+
+def wide_layer(
+    w: Layer[Tensor],
+    x: Float[Tensor, "T M"],
+    h: Float[Tensor, "T M"],
+    gain: Float[Tensor, "M"],
+    pages: Float[Tensor, "L N 2 K S D"],
+    index: int,
+    cos: Float32[Tensor, "T 1 D"],
+    sin: Float32[Tensor, "T 1 D"],
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    wanted: Int32[Tensor, "R"] | None = None,
+    cuts: StepCuts = DEFAULT,
+) -> tuple[Float[Tensor, "R M"], Float[Tensor, "R M"]]:
+    """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's. `wanted`: the tokens for which
+    what stands behind attention is run; None: all."""
+    eps = config.rms_norm_eps
+    a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
+    if wanted is not None:
+        a, x, cuts = a[wanted], x[wanted], DEFAULT  # those given are for as many rows as there are tokens
+        if not len(wanted):
+            return x, x
+    x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, inner=w.o_norm, cut=cuts.o)
+    if w.experts is not None:
+        x = x + _routed(w, h, config)
+    if w.gate_up is None or w.down is None:
+        return x, norm_add(x, gain, None, eps)
+    h = norm_linear(h, w.gate_up, gated=True, act=config.hidden_act, cut=cuts.gate_up)
+    return linear_add_norm(h, w.down, w.down_bias, x, gain, eps, inner=w.down_norm, cut=cuts.down)
+
+
+def head(
+    x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float, *, cuts: Cuts | None = None
+) -> Float[Tensor, "R V"]:
+    """The final norm and the logits: `layers.head`."""
+    if x.shape[0] <= few.FEW:
+        return norm_linear(x, weight, gain=gain, eps=eps, cut=() if cuts is None else cuts.at(x.shape[0]).head)
+    return linear(norm_add(x, gain, None, eps), weight)
+
+
+def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
+    """The tokens whose logits are asked for."""
+    return x if batch.logit_indices is None else x[batch.logit_indices]
+
+
+def _added(
+    x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None, gain: Tensor | None, residual: Tensor, eps: float, cut: Cut
+) -> Float[Tensor, "T M"]:
+    """A product and the residual; with a gain the product's norm in its place, in one launch more."""
+    if gain is None:
+        return norm_linear(x, weight, bias=bias, residual=residual, cut=cut)
+    return norm_add(norm_linear(x, weight, bias=bias, cut=cut), gain, residual, eps)
+
+
+def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> Float[Tensor, "T M"]:
+    """What a layer's experts make of what stands behind its second norm."""
+    assert w.experts is not None and config.moe is not None
+    return layers.mixture(h, w.experts, config.moe, config.hidden_act)
+
+
+def _attend(
+    w: Layer[Tensor], qkv: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
+) -> Float[Tensor, "T heads"]:
+    scale, eps = config.scale, config.rms_norm_eps
+    tables, seq_lens, slots, limits = batch.page_tables, batch.seq_lens, batch.slots, (batch.window, config.attention_softcap)
+    if batch.cu_seqlens is not None:
+        q, k, v = rope_write(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, slots, eps)
+        return paged_prefill(q, pages, index, tables, seq_lens, batch.cu_seqlens, scale, batch.plan, k, v, *limits).flatten(1)
+    return rope_attend(qkv, w.q_norm, w.k_norm, cos, sin, pages, index, tables, seq_lens, slots, scale, eps, batch.plan, *limits)

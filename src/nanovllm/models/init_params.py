@@ -1,0 +1,93 @@
+"""A table of parameters filled: at random, or without memory."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.models.common.layers import inverse_frequencies
+from nanovllm.models.common.params import ParamInfo, Params, as_kept
+from nanovllm.models.registry import REGISTRY
+from nanovllm.types import Tensor
+
+DRAWN = 16 << 20  # random values drawn at once; a multiple of the 16 that a CPU's generator draws together
+HOST = torch.device("cpu")
+
+
+def without_memory(config: ModelConfig, dtype: torch.dtype) -> Params[Tensor]:
+    """The weights of a built-in architecture in `dtype` as tensors that hold no memory: what asks for shapes and dtypes needs no more."""
+    meta = torch.device("meta")
+
+    def empty(info: ParamInfo) -> Tensor:
+        return torch.empty(info.shape, dtype=dtype_for(info, dtype), device=meta)
+
+    return build_params(REGISTRY[config.architecture].param_table(config), empty, meta)
+
+
+def num_params(config: ModelConfig) -> int:
+    """Elements of all parameters that a checkpoint holds."""
+    return sum(num_stored(info) for info in infos(REGISTRY[config.architecture].param_table(config)) if info.sources)
+
+
+def random_params(
+    config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02, drawn_on: torch.device = HOST
+) -> Params[Tensor]:
+    """Random weights from the architecture's table: matrices and biases normal with deviation `std`, gains `1 + std * normal`.
+
+    The same seed gives the same values on every device: they are drawn in float32 on the CPU, then cast. On `drawn_on`, another device,
+    they are drawn by its own generator: faster, and other values, which may differ from one kind of GPU to the next (see
+    `drawn_by`). Beyond the parameters themselves 64 MiB are held.
+    """
+    generator = torch.Generator(drawn_on).manual_seed(seed)
+
+    def draw(info: ParamInfo) -> Tensor:
+        flat, mean = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
+        for part in flat.split(DRAWN):
+            drawn = torch.empty(part.shape, device=drawn_on).normal_(mean - info.offset, std, generator=generator)
+            part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # what a checkpoint in this dtype could hold
+        return as_kept(info, flat)
+
+    return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
+
+
+def drawn_by(device: torch.device) -> str:
+    """Whose generator draws on a device. How a GPU deals numbers to threads depends on the size of the GPU, so each kind has its name."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def num_stored(info: ParamInfo) -> int:
+    """Elements of a parameter in a checkpoint."""
+    return sum(math.prod(shape) for shape in info.source_shapes)
+
+
+def dtype_for(info: ParamInfo, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of one parameter of a model in `dtype`."""
+    return dtype if info.dtype is None else torch.promote_types(info.dtype, dtype)
+
+
+def build_params(table: Params[ParamInfo], make: Callable[[ParamInfo], Tensor], device: torch.device) -> Params[Tensor]:
+    """Fill the table in its own order by `make`; the rotary frequencies are computed here."""
+
+    def leaf(info: ParamInfo | None) -> Tensor | None:
+        match info:
+            case None:
+                return None
+            case ParamInfo(rope=RopeConfig() as rope):
+                return inverse_frequencies(rope, 2 * info.shape[0]).to(device)
+            case _:
+                return make(info)
+
+    return pytree.tree_map(leaf, table)
+
+
+def random_fingerprint(config: ModelConfig, seed: int, std: float = 0.02, by: str = "cpu") -> str:
+    """The fingerprint (hex) of `random_params` of this config, seed and deviation; `by` is whose generator drew them (see `drawn_by`)."""
+    where = "" if by == "cpu" else f" {by}"
+    return hashlib.sha256(f"random {config!r} {seed} {std}{where}".encode()).hexdigest()
+
+
+def infos(table: Params[ParamInfo]) -> Iterable[ParamInfo]:
+    return (leaf for leaf in pytree.tree_leaves(table) if leaf is not None)

@@ -1,0 +1,133 @@
+"""Architectures without a file here: transformers' module runs the step, and its attention goes over our pages.
+
+The module holds no weights: it is structure. Weights, and the step's pages and batch, are put into it for the length of one call
+(`torch.func.functional_call`), so that `forward` is a function of its arguments. Attention functions of transformers are given the module
+that calls them; each such module holds one `PagedStep`, whose buffers are the step.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from nanovllm.config import ModelConfig
+from nanovllm.errors import InvalidRequestError
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.params import Params
+from nanovllm.ops import kv_write, paged_decode, paged_prefill
+from nanovllm.state.kv_cache import KVState
+from nanovllm.types import Float, Int32, Tensor, register_value
+
+ATTENTION = "nanovllm_paged"  # the name by which transformers knows `attention`
+STEP = "nanovllm_step"  # the submodule that holds a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ForeignParams(Params[Tensor]):
+    """The weights of a module of transformers, by its own names; those that are tied stand under each of their names.
+
+    `layers` is empty: no fast form, and no layer here, knows them. `embed` is one of the weights. `inv_freq` is zero: how positions enter
+    is not known, so keys can be copied and not turned. `keeps`: the module makes the logits of given tokens alone, where it is asked to.
+    `module` is structure and holds no memory; it serves one call at a time, and so one thread.
+    """
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    module: nn.Module
+    keeps: bool
+
+
+register_value(ForeignParams, static=("module", "keeps"))
+
+
+class PagedStep(nn.Module):
+    """A step as buffers, which `forward` of this file puts in; called as attention: `[1, H, T, D]` to `[1, T, H, D]`.
+
+    `cu_seqlens` is empty for a decode batch. `plan` lies on the host.
+    """
+
+    pages: Float[Tensor, "L N 2 K S D"]
+    slots: Int32[Tensor, "T"]
+    page_tables: Int32[Tensor, "B P"]
+    seq_lens: Int32[Tensor, "B"]
+    cu_seqlens: Int32[Tensor, "..."]
+    plan: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("pages", "slots", "page_tables", "seq_lens", "cu_seqlens", "plan"):
+            self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)
+
+    def forward(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Write keys and values of the module's layer, attend over the page tables. Heads narrower than a slot's are padded with zeros."""
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        width, kept = self.pages.shape[-1], value.shape[-1]
+        q_THD, k_TKD, v_TKD = (_heads(each, width, self.pages.dtype) for each in (query, key, value))
+        layer, plan = module.layer_idx, int(self.plan)
+        kv_write(self.pages, layer, k_TKD, v_TKD, self.slots)
+        over = (self.pages, layer, self.page_tables, self.seq_lens)
+        how = {"window": sliding_window or 0, "softcap": softcap or 0.0}
+        if self.cu_seqlens.numel():
+            a_THD = paged_prefill(q_THD, *over, self.cu_seqlens, scale, plan, **how)
+        else:
+            a_THD = paged_decode(q_THD, *over, scale, plan, **how)
+        return a_THD[None, ..., :kept].to(query.dtype)
+
+
+def _heads(heads_1XTD: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """`[1, X, T, D]` as `[T, X, width]`."""
+    heads_TXD = heads_1XTD[0].transpose(0, 1)
+    if heads_TXD.shape[-1] < width:
+        heads_TXD = nn.functional.pad(heads_TXD, (0, width - heads_TXD.shape[-1]))
+    return heads_TXD.to(dtype).contiguous()
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function that is registered with transformers: the step that the calling module holds does it."""
+    return getattr(module, STEP)(module, query, key, value, attention_mask=attention_mask, **kwargs), None
+
+
+def attach(module: nn.Module, step: nn.Module) -> None:
+    """Give `step` to all submodules that know which layer they belong to."""
+    layered = [each for each in module.modules() if isinstance(vars(each).get("layer_idx"), int)]
+    for each in (module, *layered):
+        each.add_module(STEP, step)
+
+
+def forward(params: ForeignParams, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Float[Tensor, "R V"], KVState]:
+    """Donates `kv`. See `models.forward`."""
+    (pages,) = kv.pools
+    prompts = batch.slots.new_empty(0) if batch.cu_seqlens is None else batch.cu_seqlens
+    step = {
+        "pages": pages, "slots": batch.slots, "page_tables": batch.page_tables, "seq_lens": batch.seq_lens, "cu_seqlens": prompts,
+        "plan": torch.tensor(batch.plan, device="cpu"),
+    }  # fmt: skip
+    tensors = {**params.weights, **params.buffers, **{f"{STEP}.{name}": tensor for name, tensor in step.items()}}
+    given: dict[str, Any] = {
+        "input_ids": batch.input_ids[None].long(), "position_ids": batch.positions[None].long(), "use_cache": False
+    }  # fmt: skip
+    wanted = batch.logit_indices
+    if params.keeps and wanted is not None:
+        given["logits_to_keep"] = wanted.long()
+    logits = functional_call(params.module, tensors, kwargs=given, tie_weights=False).logits[0]
+    return logits if params.keeps or wanted is None else logits[wanted], kv
+
+
+def nothing_here(*_: Any, **__: Any) -> Any:
+    """Stands for the table of weights, the layer and the head, which an architecture without a file here has not."""
+    raise InvalidRequestError("this architecture runs through transformers: nanovllm has no table of its weights and no layer of its own")

@@ -1,0 +1,1 @@
+"""Which tile configurations an engine finds for its GPU."""

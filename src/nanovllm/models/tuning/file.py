@@ -1,0 +1,172 @@
+"""The file of a tuning run: which cuts, for which GPU, model and versions; JSON, written whole under its name or not at all.
+
+What is read is believed only as far as the kernels can run it: a cut that does not fit makes the file a damaged one.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from immutables import Map
+
+from nanovllm import ops
+from nanovllm.errors import InvalidRequestError, TuningFileError
+from nanovllm.files import cache_path, write_whole
+from nanovllm.models.fast.cuts import PARTS, Cuts, StepCuts
+from nanovllm.models.model import Model
+from nanovllm.models.tuning.candidates import valid
+from nanovllm.models.tuning.launches import Machine, works
+from nanovllm.ops.cuts import Cut
+
+FORMAT = 1
+# Other sources, other kernels.
+KERNELS = (
+    "linear/norm_linear", "linear/linear_add_norm", "linear/tiles", "linear/triton_few_rows", "linear/triton_many_rows",
+    "attention/rope_attend", "attention/fused_plan", "attention/triton_rope_attend", "triton_parts",
+)  # fmt: skip
+LARGEST = 1 << 20  # bytes of a file
+
+
+def key_of(model: Model) -> dict[str, Any]:
+    """What the cuts depend on: the GPU, the dtype, the shapes of the model's kernels, and what makes the kernels.
+
+    Raises `TuningFileError` where the kernels' sources cannot be read.
+    """
+    c = model.config
+    shapes = {
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_heads": c.num_heads,
+        "num_kv_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size,
+        "act": c.hidden_act,
+        "qk_norm": model.params.layers[0].q_norm is not None,
+        "norms_behind": model.params.layers[0].o_norm is not None,
+        "gains": str(model.params.layers[0].input_norm.dtype).removeprefix("torch."),
+        "biases": [name for name in ("qkv", "o", "down") if getattr(model.params.layers[0], f"{name}_bias") is not None],
+    }
+    return {
+        "gpu": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "shapes": shapes,
+        "versions": {name: _version(name) for name in ("nanovllm", "torch", "triton")},
+        "kernels": _sources(),
+    }
+
+
+def default_path(key: Mapping[str, Any]) -> Path:
+    """Where the file for a key lies in the user's cache, whether it is there or not."""
+    gpu = re.sub(r"[^a-z0-9]+", "-", key["gpu"].lower()).strip("-")
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_path() / f"tuning-{gpu}-{key['dtype']}-{digest}.json"
+
+
+def write_cuts(path: Path, key: Mapping[str, Any], steps: Map[int, StepCuts], measured: list[dict[str, Any]]) -> None:
+    """Write a file in place of an older one. Of processes that write at the same time the last one counts. Raises `InvalidRequestError`
+    where it cannot be written."""
+    cuts = {str(rows): {part: list(cut) for part in PARTS if (cut := getattr(step, part))} for rows, step in sorted(steps.items())}
+    document = {"format": FORMAT, "key": key, "cuts": cuts, "measured": measured}
+    try:
+        write_whole(path, json.dumps(document, indent=1).encode() + b"\n", mode=0o644)  # engines ask that no other can write it
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: could not be written: {error.strerror}") from error
+
+
+def read_cuts(path: Path, model: Model, machine: Machine) -> Cuts:
+    """The cuts in a file for this model on this machine. Raises `TuningFileError` naming the file and the reason."""
+    return _read(path, model, machine)[0]
+
+
+def read_run(path: Path, model: Model, machine: Machine) -> tuple[Cuts, list[dict[str, Any]]]:
+    """The cuts, and the lines of what was measured. Raises as `read_cuts`."""
+    cuts, document = _read(path, model, machine)
+    lines = document.get("measured")
+    if not isinstance(lines, list) or not all(isinstance(line, dict) and _is_line(line) for line in lines):
+        raise TuningFileError(f"{path}: it does not say what was measured")
+    return cuts, lines
+
+
+def _read(path: Path, model: Model, machine: Machine) -> tuple[Cuts, dict[str, Any]]:
+    document = _document(path)
+    if document.get("format") != FORMAT:
+        raise TuningFileError(f"{path}: format {document.get('format')!r}, this version reads {FORMAT}")
+    try:
+        theirs, mine = document.get("key"), key_of(model)
+    except TuningFileError as error:
+        raise TuningFileError(f"{path}: {error}") from error
+    if not isinstance(theirs, dict):
+        raise TuningFileError(f"{path}: it does not say what it was measured for")
+    for name, value in mine.items():
+        if theirs.get(name) != value:
+            raise TuningFileError(f"{path}: measured for another {name}: {_short(theirs.get(name))}, here it is {_short(value)}")
+    cuts = document.get("cuts")
+    if not isinstance(cuts, dict):
+        raise TuningFileError(f"{path}: it has no cuts")
+    steps = Map({_rows(path, rows): _step(path, model, machine, rows, step) for rows, step in cuts.items()})
+    return Cuts(steps=steps, source=str(path)), document
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+    except (OSError, ValueError) as error:  # the latter: no name of a file
+        raise TuningFileError(f"{path}: could not be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > LARGEST:
+        raise TuningFileError(f"{path}: larger than any tuning file")
+    try:
+        document = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TuningFileError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise TuningFileError(f"{path}: a {type(document).__name__}, not a tuning file")
+    return document
+
+
+def _is_line(line: dict[str, Any]) -> bool:
+    return type(line.get("part")) is str and type(line.get("rows")) is int
+
+
+def _rows(path: Path, rows: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", rows):
+        raise TuningFileError(f"{path}: {rows!r} is no number of rows")
+    return int(rows)
+
+
+def _step(path: Path, model: Model, machine: Machine, rows: str, step: Any) -> StepCuts:
+    there = {work.part: work for work in works(model.config, int(rows), machine)}
+    found: dict[str, Cut] = {}
+    for part, cut in step.items() if isinstance(step, dict) else [("cuts", step)]:
+        whole = isinstance(cut, list) and all(type(number) is int and 0 <= number <= 1 << 20 for number in cut)
+        if part not in there or not whole or not valid(there[part], tuple(cut), machine):
+            raise TuningFileError(f"{path}: {part} of {rows} rows cannot be cut by {_short(cut)} here")
+        found[part] = tuple(cut)
+    return StepCuts(**found)
+
+
+def _short(value: Any) -> str:
+    told = json.dumps(value)
+    return told if len(told) <= 200 else told[:197] + "..."
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _sources() -> str:
+    folder, digest = Path(ops.__file__).parent, hashlib.sha256()
+    for name in KERNELS:
+        try:
+            digest.update((folder / f"{name}.py").read_bytes())
+        except OSError as error:
+            raise TuningFileError(f"{folder / name}.py: the kernels' sources could not be read: {error.strerror or error}") from error
+    return digest.hexdigest()[:16]

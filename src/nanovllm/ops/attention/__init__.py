@@ -1,0 +1,1 @@
+"""Attention over pages, and the plans that it follows."""

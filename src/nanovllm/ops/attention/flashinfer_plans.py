@@ -1,0 +1,218 @@
+"""The plans of FlashInfer's attention: `DecodePlan` for decode batches, `PrefillPlan` for prompts.
+
+**Page counts ahead of lengths.** A decode schedule splits a row by its number of pages, planned; the kernel takes the row's length from
+`(pages - 1) * page_size + last_page_len`, in unsigned arithmetic, when it runs. So one schedule serves every step until a row outgrows
+its planned pages: `last_page_len` is set on the device from the lengths, negative where a row is still pages short, and a split that
+starts at or after the row's length covers nothing and weighs nothing in the merge.
+"""
+
+import numpy as np
+import torch
+
+from nanovllm.ops.attention.flashinfer import CAUSAL, NHD, NON_CAUSAL, AttentionWorkspace, FlashInferPlan, num_tiles
+from nanovllm.ops.attention.plan_table import PlanMismatchError
+from nanovllm.types import Float, Float32, Int32, Tensor
+
+FA3_TILE = 128  # queries of a head that one of Hopper's thread blocks takes, over all of a row's keys: it does not split them
+FA3_MIN_TILES = 64
+
+
+def prefill_kernel(num_tokens: int, num_rows: int, num_heads: int) -> str:
+    """`fa3` for steps that fill its tiles and the chip (measured on an H200: 1.2 to 2.4 times as fast), else `fa2` (up to 4 times)."""
+    many = num_tokens >= FA3_TILE * num_rows and num_tokens * num_heads >= FA3_TILE * FA3_MIN_TILES
+    return "fa3" if many else "fa2"
+
+
+class DecodePlan(FlashInferPlan):
+    """The schedule of decode batches of exactly `batch_size` rows; its device buffers never move, so its launches can be captured.
+
+    `max_pages` is the most pages of one row, `windows` are those of the layers (0: none), `softcap` is that of all of them.
+    `handle` is what `paged_decode` takes; it lives as long as this object.
+    """
+
+    def __init__(
+        self,
+        workspace: AttentionWorkspace,
+        batch_size: int,
+        max_pages: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        windows: tuple[int, ...] = (0,),
+        softcap: float = 0.0,
+    ) -> None:
+        schedule_bytes = 4096 + 32 * (num_tiles(batch_size, batch_size, num_heads, num_kv_heads, 16, device) + batch_size)
+        num_ints, shape = batch_size + 1 + batch_size * max_pages, (num_heads, num_kv_heads, head_dim, page_size)
+        super().__init__(workspace, num_ints, schedule_bytes, *shape, dtype, device, windows, softcap)
+        self.batch_size, self.max_pages = batch_size, max_pages
+        self.qo_indptr_host = np.arange(batch_size + 1, dtype=np.int32)
+        self.qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+        self.kv_indptr, self.indices = self.ints[: batch_size + 1], self.ints[batch_size + 1 :]
+        self.last_page_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
+
+    def update(self, page_counts: Int32[np.ndarray, "B"], page_tables: Int32[np.ndarray, "B P"]) -> None:
+        """Plan for rows that hold the first `page_counts[b]` ids of `page_tables[b]`, or any part of them, until the next update.
+
+        Both arrays are the host's. Count pages ahead of need: the plan serves every step in which `seq_lens[b]` is between 1 and
+        `page_counts[b] * page_size`; beyond that tokens are silently left out. A padding row counts one page, the dummy page.
+        Asynchronous on the current stream. Raises `PlanMismatchError` for another number of rows, or counts outside 1 ... max_pages.
+        """
+        rows, width = page_tables.shape
+        if rows != self.batch_size or page_counts.shape != (rows,):
+            raise PlanMismatchError(f"a plan for {self.batch_size} rows was given {page_counts.shape[0]} counts and {rows} page tables")
+        if page_counts.min() < 1 or page_counts.max() > min(width, self.max_pages):
+            raise PlanMismatchError(
+                f"page counts {page_counts.min()} ... {page_counts.max()} must be in 1 ... {min(width, self.max_pages)}"
+            )
+        indptr = np.zeros(rows + 1, np.int32)
+        np.cumsum(page_counts, out=indptr[1:])
+        used = rows + 1 + int(indptr[-1])
+        staging = self.next_staging()
+        host = staging.ints.numpy()
+        host[: rows + 1] = indptr
+        host[rows + 1 : used] = page_tables[np.arange(width, dtype=np.int32) < page_counts[:, None]]
+        self.commit(staging, "fa2", used, self.qo_indptr_host, indptr, page_counts * self.page_size, rows, True, False)
+
+    def run(
+        self,
+        q: Float[Tensor, "B H D"],
+        pages: Float[Tensor, "L N 2 K S D"],
+        layer: int,
+        seq_lens: Int32[Tensor, "B"],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Float[Tensor, "B H D"]:
+        """`paged_decode` of one layer. Layer 0 comes first in every step: it takes the step's lengths for all.
+
+        Raises `PlanMismatchError` for another number of rows, and for a window or a soft cap that the plan was not made for.
+        """
+        from nanovllm.ops.kv_cache.triton_kv import last_page_lens
+
+        if q.shape[0] != self.batch_size or not self.schedules:
+            raise PlanMismatchError(
+                f"{q.shape[0]} rows were given to a plan {'updated' if self.schedules else 'never updated'} for {self.batch_size}"
+            )
+        schedule = self.follow(window, softcap)
+        if layer == 0:
+            last_page_lens(self.last_page_lens, seq_lens, self.kv_indptr, self.page_size)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        arrays = (self.qo_indptr, self.kv_indptr, self.indices, self.last_page_lens)
+        # A dependent launch reads last_page_lens before it waits for the kernel in front, which at layer 0 is the one that writes them.
+        self.launch("fa2", schedule, q, pages[layer].unbind(1), arrays, out, NON_CAUSAL, scale, self.pdl and layer != 0)
+        return out
+
+
+class PrefillPlan(FlashInferPlan):
+    """The schedule of batches of any number of new tokens a row, updated for every step.
+
+    At most `max_rows` rows of `max_pages` pages. `backend` is `fa2`, `fa3` (Hopper only) or `auto`: `prefill_kernel` chooses for each
+    step on Hopper with head_dim 128, elsewhere it is fa2. With `max_tokens` (at most about 2,000) the plan is for capture: fa2, q always
+    of `max_tokens` tokens, the unused ones giving 0. Without `causal` every query sees all of its row. `windows` and `softcap` as in
+    `DecodePlan`. `handle` is what `paged_prefill` takes; it lives as long as this object.
+    """
+
+    def __init__(
+        self,
+        workspace: AttentionWorkspace,
+        max_rows: int,
+        max_pages: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str = "auto",
+        max_tokens: int | None = None,
+        causal: bool = True,
+        windows: tuple[int, ...] = (0,),
+        softcap: float = 0.0,
+    ) -> None:
+        if backend not in ("auto", "fa2", "fa3"):
+            raise PlanMismatchError(f"attention backend {backend!r} is not one of auto, fa2, fa3")
+        if any(windows) and not causal:
+            raise PlanMismatchError(f"windows {windows} end at a query's own position, which a plan that is not causal does not know")
+        num_ints, shape = 3 * max_rows + 2 + max_rows * max_pages, (num_heads, num_kv_heads, head_dim, page_size)
+        schedule_bytes = 1 << 20 if max_tokens else 1 << 23
+        super().__init__(workspace, num_ints, schedule_bytes, *shape, dtype, device, windows, softcap)
+        self.max_rows, self.max_pages, self.max_tokens, self.causal = max_rows, max_pages, max_tokens, causal
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self.backend = "fa2" if max_tokens or not hopper or (backend == "auto" and head_dim != 128) else backend
+        if self.backend != "fa2":
+            self.load("fa3")  # here, so that the first long prompt does not wait for a build
+        self.chosen, self.arrays, self.num_tokens, self.together = "fa2", (), 0, False
+
+    def update(
+        self,
+        cu_seqlens: Int32[np.ndarray, "bounds"],
+        seq_lens: Int32[np.ndarray, "B"],
+        page_tables: Int32[np.ndarray, "B P"],
+        *,
+        together: bool = False,
+    ) -> None:
+        """Plan for one step: the host's copies of what `paged_prefill` is given (more pages in a table than its row needs do no harm).
+
+        `together`: the keys and values of the new tokens will be given too. Where no row has others, fa3 reads them there, a fifth faster.
+        Asynchronous on the current stream. Raises `PlanMismatchError` for more rows, pages or tokens than the plan was made for.
+        """
+        given, width = page_tables.shape
+        num_tokens = int(cu_seqlens[-1])
+        if given > self.max_rows or cu_seqlens.shape != (given + 1,) or num_tokens > (self.max_tokens or num_tokens):
+            raise PlanMismatchError(
+                f"{given} rows, {num_tokens} tokens: the plan takes {self.max_rows} rows, {self.max_tokens or 'any'} tokens"
+            )
+        counts = -(-seq_lens // self.page_size)
+        if counts.min() < 1 or counts.max() > min(width, self.max_pages):
+            raise PlanMismatchError(f"rows of {counts.min()} ... {counts.max()} pages must be in 1 ... {min(width, self.max_pages)}")
+        rows = self.max_rows if self.max_tokens else given  # a captured launch has all rows; those not given have no tokens and no pages
+        qo, kv, lens = np.full(rows + 1, num_tokens, np.int32), np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        qo[: given + 1], lens[:given] = cu_seqlens, seq_lens
+        np.cumsum(counts, out=kv[1 : given + 1])
+        kv[given + 1 :] = kv[given]
+        used = 3 * rows + 2 + int(kv[-1])
+        staging = self.next_staging()
+        host = staging.ints.numpy()
+        host[: 3 * rows + 2] = np.concatenate((qo, kv, lens - (np.diff(kv) - 1) * self.page_size))
+        host[3 * rows + 2 : used] = page_tables[np.arange(width, dtype=np.int32) < counts[:, None]]
+        self.chosen = prefill_kernel(num_tokens, given, self.num_heads) if self.backend == "auto" else self.backend
+        bound = self.max_tokens or num_tokens
+        self.together = together and self.chosen == "fa3" and bool((lens == np.diff(qo)).all())
+        captured, (bounds, size) = self.max_tokens is not None, (qo, 1) if self.together else (kv, self.page_size)
+        longest = None if captured else int(seq_lens.max())
+        self.commit(staging, self.chosen, used, qo, bounds, lens, bound, captured, self.causal, size, longest)
+        indptrs, rest = self.ints[: 2 * rows + 2].view(2, rows + 1), self.ints[2 * rows + 2 :]
+        self.arrays, self.num_tokens = (*indptrs, rest[rows:], rest[:rows]), bound
+
+    def run(
+        self,
+        q: Float[Tensor, "T H D"],
+        pages: Float[Tensor, "L N 2 K S D"],
+        layer: int,
+        scale: float,
+        out: Float[Tensor, "T H D"] | None = None,
+        lse: Float32[Tensor, "T H"] | None = None,
+        new: tuple[Float[Tensor, "T K D"], Float[Tensor, "T K D"]] | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Float[Tensor, "T H D"]:
+        """`paged_prefill` of one layer, for the batch of the last update; into `out` and, in base 2, `lse` where they are given. `new` are
+        the keys and values that were written, which a plan `together` reads. Raises `PlanMismatchError` for another number of tokens, and
+        for a window or a soft cap that the plan was not made for."""
+        if q.shape[0] != self.num_tokens or not self.schedules:
+            raise PlanMismatchError(f"{q.shape[0]} tokens were given to a plan last updated for {self.num_tokens}")
+        schedule = self.follow(window, softcap)
+        if out is None:
+            make = torch.zeros if self.max_tokens else torch.empty  # padding must not put NaN into the dummy page
+            out = make(q.shape, dtype=q.dtype, device=q.device)
+        mask = CAUSAL if self.causal else NON_CAUSAL
+        if not self.together:
+            self.launch(self.chosen, schedule, q, pages[layer].unbind(1), self.arrays, out, mask, scale, self.pdl, lse)
+        elif new is None:
+            raise PlanMismatchError("the plan reads the new tokens' keys and values where they lie together, and was not given them")
+        else:
+            self.launch(self.chosen, schedule, q, new, self.arrays[:1] * 2, out, mask, scale, self.pdl, lse, NHD)
+        return out

@@ -1,0 +1,257 @@
+"""The Triton kernels of cascade attention: one over what several rows read, one over the end of each row, which merges.
+
+Imported only where Triton is.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# (tuples that kernels return)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.triton_parts import score_scales, soft_capped
+from nanovllm.types import Float, Float32, Int32, Tensor
+
+NARROW = 16  # the fewest queries that a tensor core takes
+PARTS = 32  # partial results, times heads, of one turn of the merge
+
+
+@triton.jit
+def _read(
+    q, kv, table, k, begin, stop, seen, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Queries `[M, DP]` over tokens begin ... stop - 1 of a table: their highest scores, sums of weights and weighted sums.
+
+    An online softmax (Milakov & Gimelshein, 2018); begin is a page's first, scores are scaled by `scale` in base 2. Where tiles are
+    whole pages, only page ids change from turn to turn: addresses are made of few instructions, which would hold up few warps. What is
+    read past L1 (".cg") is what the kernels ahead wrote, also where this one has not waited (see `_own`).
+    With WINDOWED, query m sees no token before `seen[m]`; with SOFTCAP, `scale` is that of `soft_capped`.
+    """
+    PAGE: tl.constexpr = 2 * K * S * D
+    WHOLE: tl.constexpr = N % S == 0
+    factor = 1.0 if SOFTCAP > 0 else scale
+    d, n = tl.arange(0, DP), tl.arange(0, N)
+    inside = d < D
+    highest = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mixed = tl.zeros([M, DP], tl.float32)
+    last = (stop + S - 1) // S
+    here = kv + ((k * S + n % S) * D)[:, None] + d[None, :]
+    # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
+    place = begin // S + n // S
+    page = tl.load(table + place, mask=place < last, other=0)
+    for at in tl.range(begin, stop, N, num_stages=STAGES):
+        ok = at + n < stop
+        if WHOLE:
+            base = here + (page.to(tl.int64) * PAGE)[:, None]
+            place = (at + N) // S + n // S
+        else:
+            base = kv + (page.to(tl.int64) * PAGE + (k * S + (at + n) % S) * D)[:, None] + d[None, :]
+            place = (at + N + n) // S
+        page = tl.load(table + place, mask=place < last, other=0)
+        keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if SOFTCAP > 0:
+            scores = soft_capped(scores, scale, SOFTCAP)
+        scores = tl.where(ok[None, :], scores, float("-inf"))
+        if WINDOWED:
+            scores = tl.where((at + n)[None, :] >= seen[:, None], scores, float("-inf"))
+        now = tl.maximum(highest, tl.max(scores, 1) * factor)
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        faded = tl.exp2(highest - safe)
+        weights = tl.exp2(scores * factor - safe[:, None])
+        total = total * faded + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision=PRECISION)
+        highest = now
+    return highest, total, mixed
+
+
+@triton.jit
+def _part(
+    q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride, scale, window,
+    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The partial results of at most M queries, G heads of each member, which all see the same tokens of the row's table, but for those
+    that have left a member's window. Where it sees none, its log-sum-exp is -inf."""
+    m, d = tl.arange(0, M), tl.arange(0, DP)
+    member, head = m // G, k * G + m % G
+    on = member < count
+    both = on[:, None] & (d < D)[None, :]
+    query = tl.load(members + first + member, mask=on, other=0)
+    to = tl.load(places + first + member, mask=on, other=0).to(tl.int64) * (K * G) + head
+    queries = tl.load(q + query[:, None].to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=both, other=0.0)
+    seen = member
+    if WINDOWED:
+        seen = tl.where(on, tl.load(seq_lens + query, mask=on, other=0) - window, stop)
+        begin = tl.maximum(begin, tl.min(seen, 0) // S * S)
+    highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, seen, scale, M, N, K, S, D, DP, STAGES,
+                                  PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+    some = total > 0
+    mixed = mixed / tl.where(some, total, 1.0)[:, None]
+    tl.store(part + to[:, None] * D + d[None, :], mixed, mask=both)
+    tl.store(lse + to, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=on)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _shared(
+    q, kv, tables, seq_lens, bounds, items, members, places, part, lse, q_stride, table_stride, scale, window, WIDE: tl.constexpr,
+    NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (share, key/value head): the items of its share, one after the other."""
+    share, k = tl.program_id(0) // K, tl.program_id(0) % K  # pyright: ignore[reportOperatorIssue]
+    first_item, end = tl.load(bounds + share), tl.load(bounds + share + 1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # not before the wait: what was written ahead of this kernel is then there for the next one at once
+    for index in range(first_item, end):
+        item = items + index * FIELDS
+        row, count, first = tl.load(item), tl.load(item + 4), tl.load(item + 3)
+        # What rows share they see entirely, or up to a window's beginning; a run of one row's own may reach beyond its tokens.
+        begin, stop = tl.load(item + 1) * S, tl.minimum(tl.load(item + 2) * S, tl.load(seq_lens + row))
+        if count * G <= NARROW:
+            _part(q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
+                  scale, window, NARROW, N, G, K, S, D, DP, STAGES, PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+        else:
+            _part(q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
+                  scale, window, WIDE, N, G, K, S, D, DP, STAGES, PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window"])
+def _own(
+    q, kv, tables, seq_lens, begins, starts, part, lse, out, q_stride, table_stride, scale, window, M: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, J: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (key/value head, row): the row's tokens from page `begins[row]` on, then merged with its partial results.
+
+    It starts when all programs of `_shared` have waited, so what that one waited for is there, q, keys and values among it; partial
+    results are when it has waited itself. So `_shared` stands right ahead of it, and has every program wait before it lets this one start.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    k, row = tl.program_id(0), tl.program_id(1)
+    m, d, g, j = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, J)
+    begin, stop = tl.load(begins + row) * S, tl.load(seq_lens + row)
+    first, end = tl.load(starts + row), tl.load(starts + row + 1)
+    at = q + row.to(tl.int64) * q_stride + (k * G + m)[:, None] * D + d[None, :]
+    queries = tl.load(at, mask=(m < G)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
+    seen = m
+    if WINDOWED:
+        seen = tl.zeros([M], tl.int32) + (stop - window)
+        begin = tl.maximum(begin, (stop - window) // S * S)
+    highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, seen, scale, M, N, K, S, D, DP, STAGES,
+                                  PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+    # Of M queries the first G are ones.
+    real = tl.arange(0, M // GP)[:, None] == 0
+    highest = tl.sum(tl.where(real, tl.reshape(highest, [M // GP, GP]), 0.0), 0)
+    total = tl.sum(tl.where(real, tl.reshape(total, [M // GP, GP]), 0.0), 0)
+    mixed = tl.sum(tl.where(real[:, :, None], tl.reshape(mixed, [M // GP, GP, DP]), 0.0), 0)
+    if PDL:
+        gdc_wait()
+    on = (g < G)[None, :]
+    for at in range(first, end, J):
+        ok = (at + j < end)[:, None] & on
+        place = (at + j).to(tl.int64)[:, None] * (K * G) + (k * G + g)[None, :]
+        weight = tl.load(lse + place, mask=ok, other=float("-inf"))
+        parts = tl.load(part + place[:, :, None] * D + d[None, None, :], mask=ok[:, :, None] & (d < D)[None, None, :], other=0.0)
+        now = tl.maximum(highest, tl.max(weight, 0))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        faded, weight = tl.exp2(highest - safe), tl.exp2(weight - safe[None, :])
+        total = total * faded + tl.sum(weight, 0)
+        mixed = mixed * faded[:, None] + tl.sum(parts * weight[:, :, None], 0)
+        highest = now
+    to = out + row.to(tl.int64) * (K * G * D) + (k * G + g)[:, None] * D + d[None, :]
+    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(to, result.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _merge(part, lse, starts, places, out, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr):
+    """Program (token, head): its listed parts, weighted by their log-sum-exp in base 2."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j, d = tl.arange(0, J), tl.arange(0, DP)
+    highest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([DP], tl.float32)
+    stop = tl.load(starts + token + 1)
+    for at in range(tl.load(starts + token), stop, J):
+        ok = at + j < stop
+        place = tl.load(places + at + j, mask=ok, other=0).to(tl.int64) * H + head
+        weight = tl.load(lse + place, mask=ok, other=float("-inf"))
+        parts = tl.load(part + place[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        now = tl.maximum(highest, tl.max(weight, 0))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        faded, weight = tl.exp2(highest - safe), tl.exp2(weight - safe)
+        total = total * faded + tl.sum(weight, 0)
+        mixed = mixed * faded + tl.sum(parts * weight[:, None], 0)
+        highest = now
+    tl.store(out + (token * H + head) * D + d, (mixed / total).to(out.dtype.element_ty), mask=d < D)
+
+
+def cascade_decode(
+    q: Float[Tensor, "B H D"],
+    kv: Float[Tensor, "N 2 K S D"],
+    page_tables: Int32[Tensor, "B P"],
+    seq_lens: Int32[Tensor, "B"],
+    scale: float,
+    plan: CascadePlan,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Float[Tensor, "B H D"]:
+    """One layer's decode attention along a plan: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
+    from nanovllm.ops.attention.cascade_plan import FIELDS, WIDE
+
+    bounds, items, begins, starts, members, places = plan.views()
+    (num_rows, num_heads, head_dim), (_, _, num_kv_heads, page_size, _) = q.shape, kv.shape
+    if q.stride()[1:] != (head_dim, 1):
+        q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    padded = max(16, triton.next_power_of_2(head_dim))
+    group = num_heads // num_kv_heads
+    heads = triton.next_power_of_2(group)
+    shared, own = plan.tiles(kv.dtype)
+    part, lse = plan.workspace.out, plan.workspace.lse
+    factor, cap = score_scales(scale, softcap)
+    strides = q.stride(0), page_tables.stride(0), factor, window
+    precision, pdl = "ieee" if q.dtype == torch.float32 else "tf32", q.device.type == "cuda" and dependent_launch(q.device)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    first: Any = _shared
+    last: Any = _own
+    with torch.cuda.device_of(q):
+        first[(plan.shares * num_kv_heads,)](
+            q, kv, page_tables, seq_lens, bounds, items, members, places, part, lse, *strides, max(NARROW, WIDE, heads), NARROW,
+            shared.tokens, group, num_kv_heads, page_size, head_dim, padded, shared.stages, precision, window > 0, cap, FIELDS,
+            pdl, num_warps=shared.warps, num_stages=1, **options,
+        )  # fmt: skip
+        last[(num_kv_heads, num_rows)](
+            q, kv, page_tables, seq_lens, begins, starts, part, lse, out, *strides, max(NARROW, heads), own.tokens, group, heads,
+            max(1, PARTS // heads), num_kv_heads, page_size, head_dim, padded, own.stages, precision, window > 0, cap, pdl,
+            num_warps=own.warps, num_stages=1, **options,
+        )  # fmt: skip
+    return out
+
+
+def merge_into(
+    parts: Float[Tensor, "parts H D"],
+    lses: Float32[Tensor, "parts H"],
+    starts: Int32[Tensor, "T+1"],
+    places: Int32[Tensor, "listed"],
+    out: Float[Tensor, "T H D"],
+) -> None:
+    """Write each token's merged result, of the parts `places[starts[t]] ... places[starts[t + 1] - 1]`, into `out`."""
+    num_tokens, num_heads, head_dim = out.shape
+    launch: Any = _merge
+    padded = max(16, triton.next_power_of_2(head_dim))
+    with torch.cuda.device_of(parts):
+        launch[(num_tokens, num_heads)](parts, lses, starts, places, out, num_heads, head_dim, padded, PARTS, num_warps=1)

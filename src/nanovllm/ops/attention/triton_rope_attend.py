@@ -1,0 +1,312 @@
+"""The Triton kernels of `rope_attend`. Imported only where Triton is.
+
+What does not depend on this step's q, k and v is asked for before the wait for the kernel that makes them (programmatic dependent
+launch): old keys and values of the first tile, page ids, lengths, angles, gains. All of it was written before the chain of kernels began.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# (what a compile-time branch makes, and pairs that kernels return)
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.triton_parts import gained, score_scales, soft_capped
+from nanovllm.types import Float, Float32, Int32, Tensor
+
+HEADS = 8  # of one program that only writes
+MERGED = tl.constexpr(8192)  # numbers of parts that a merge holds at once: more would cost registers that no program has to spare
+
+
+@triton.jit
+def _turned(own, far, gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotation of rows of heads `[M, DP]`, rounded where the plain functions round; `far` holds each channel's partner."""
+    if NORM:
+        wide = own.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        own = gained(wide * scale, gain[0], own.dtype)
+        far = gained(far.to(tl.float32) * scale, gain[1], far.dtype)
+    return (own.to(tl.float32) * cos[None, :] + far.to(tl.float32) * sin[None, :]).to(own.dtype)
+
+
+@triton.jit
+def _visible(t, seen, old, WINDOWED: tl.constexpr):
+    """Which of tokens t are not before `seen`, with WINDOWED, and before `old`."""
+    ok = t < old
+    if WINDOWED:
+        ok = ok & (t >= seen)
+    return ok
+
+
+@triton.jit
+def _tile(
+    kv, tables, t, seen, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Keys and values `[T, DP]` of tokens t, of those from `seen` on and before `old`."""
+    ok = _visible(t, seen, old, WINDOWED)
+    pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
+    at = kv + pages[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
+    both = ok[:, None] & inside[None, :]
+    return tl.load(at, mask=both, other=0.0, cache_modifier=".cg"), tl.load(at + K * S * D, mask=both, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _finish(
+    highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store a program's result, or its part of it: then the last program of a head and row to arrive merges."""
+    G: tl.constexpr = H // K
+    head, inside, used = k * G + m, h < D, m < G
+    there = used[:, None] & inside[None, :]
+    if active == 1:
+        to = out + (b * H + head)[:, None] * D + h[None, :]
+        tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=there)
+    else:
+        first = b * H * SPLITS + head
+        tl.store(part + (first + split * H)[:, None] * D + h[None, :], mixed, mask=there)
+        tl.store(stat + (first + split * H) * 2, highest, mask=used)
+        tl.store(stat + (first + split * H) * 2 + 1, total, mask=used)
+        tl.debug_barrier()
+        if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
+            j = tl.arange(0, SPLITS)
+            on = j < active
+            NEAR: tl.constexpr = min(G, max(1, MERGED // (SPLITS * h.shape[0])))  # heads at once  # pyright: ignore[reportAssignmentType]
+            for lead in tl.static_range(0, G, NEAR):
+                tops = ()  # all are asked for before the first is used: a store between them would keep them back
+                sums = ()
+                parts = ()
+                for one in tl.static_range(lead, lead + NEAR):
+                    place = b * H * SPLITS + k * G + one + j * H
+                    valid = on & (one < G)
+                    tops += (tl.load(stat + place * 2, mask=valid, other=float("-inf")),)
+                    sums += (tl.load(stat + place * 2 + 1, mask=valid, other=0.0),)
+                    parts += (tl.load(part + place[:, None] * D + h[None, :], mask=valid[:, None] & inside[None, :], other=0.0),)
+                for near in tl.static_range(NEAR):
+                    shares = tl.exp2(tops[near] - tl.max(tops[near], 0))
+                    result = tl.sum(parts[near] * shares[:, None], 0) / tl.sum(sums[near] * shares, 0)
+                    to = out + (b * H + k * G + lead + near) * D + h
+                    tl.store(to, result.to(out.dtype.element_ty), mask=inside & (lead + near < G))
+            tl.store(count + b * K + k, 0)
+
+
+@triton.jit
+def _scaled(scores, scale, SOFTCAP: tl.constexpr):
+    """Scores in base 2, capped where there is a cap."""
+    return soft_capped(scores, scale, SOFTCAP) if SOFTCAP > 0 else scores * scale
+
+
+@triton.jit
+def _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP: tl.constexpr):
+    """One tile of the online softmax (Milakov & Gimelshein, 2018), in base 2."""
+    scores = _scaled(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, SOFTCAP)
+    scores = tl.where(ok[None, :], scores, float("-inf"))
+    now = tl.maximum(highest, tl.max(scores, 1))
+    safe = tl.where(now == float("-inf"), 0.0, now)
+    faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision="ieee")
+    return now, total * faded + tl.sum(weights, 1), mixed
+
+
+@triton.jit(do_not_specialize=["window"])
+def _rope_attend(
+    qkv, q_gain, k_gain, cos, sin, kv, tables, seq_lens, slots, part, stat, count, out, table_stride, page_stride, scale, eps, window,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
+    M: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (key head, split, row): tiles of T tokens split, split + SPLITS, ... for the query heads of that key head, padded to M.
+
+    With WINDOWED the tiles are those from the one on in which the last `window` tokens begin; with SOFTCAP scores are `soft_capped`.
+    With STAGES the tiles pass through shared memory, so many in flight; without, the first is asked for before the wait, and held in
+    registers.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    k, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // K
+    last = tl.load(seq_lens + b, cache_modifier=".cg") - 1
+    seen, skipped = last, 0
+    if WINDOWED:
+        seen = tl.maximum(last + 1 - window, 0)
+        skipped = seen // T
+    tiles = last // T + 1 - skipped
+    active = tl.minimum(tiles, SPLITS)
+    if split < tiles:
+        tables += b * table_stride
+        h, m, n = tl.arange(0, DP), tl.arange(0, M), tl.arange(0, T)
+        inside, used = h < D, m < G
+        turned = tl.where(h < D // 2, h + D // 2, h - D // 2)
+        slot = tl.load(slots + b, cache_modifier=".cg")
+        page = tl.load(tables + last // S, cache_modifier=".cg")
+        here = page * S + last % S == slot  # a row that only reads, or has outgrown its table, writes elsewhere and reads what is there
+        old = tl.where(here, last, last + 1)
+        mine = (last // T - skipped) % SPLITS == split
+        t = (skipped + split) * T + n
+        if STAGES:
+            pages = tl.load(tables + t // S, mask=t < old, other=0, cache_modifier=".cg")
+        else:
+            keys, values = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
+        c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
+        gains_q = (c, c)
+        gains_k = (c, c)
+        if NORM:
+            gains_q = (tl.load(q_gain + h, mask=inside, other=0.0), tl.load(q_gain + turned, mask=inside, other=0.0))
+            gains_k = (tl.load(k_gain + h, mask=inside, other=0.0), tl.load(k_gain + turned, mask=inside, other=0.0))
+        if PDL:
+            gdc_wait()
+        row = qkv + b * (H + 2 * K) * D
+        there = used[:, None] & inside[None, :]
+        queries = row + (k * G + m)[:, None] * D
+        own, far = tl.load(queries + h[None, :], mask=there, other=0.0), tl.load(queries + turned[None, :], mask=there, other=0.0)
+        new, writes = row + (H + k) * D, inside & mine  # asked for before the first is used
+        new_key, new_far = tl.load(new + h, mask=writes, other=0.0), tl.load(new + turned, mask=writes, other=0.0)
+        new_value = tl.load(new + K * D + h, mask=writes, other=0.0)
+        q = _turned(own, far, gains_q, c, s, eps, D, NORM)
+        highest = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        mixed = tl.zeros([M, DP], tl.float32)
+        if mine:
+            new_row = _turned(new_key[None, :], new_far[None, :], gains_k, c, s, eps, D, NORM)
+            written = kv + (slot // S).to(tl.int64) * page_stride + (k * S + slot % S) * D + h
+            tl.store(written, tl.reshape(new_row, [DP]), mask=inside)
+            tl.store(written + K * S * D, new_value, mask=inside)
+            if here:
+                highest = _scaled(tl.sum(q.to(tl.float32) * new_row.to(tl.float32), 1), scale, SOFTCAP)
+                total += 1.0
+                mixed += new_value.to(tl.float32)[None, :]
+        if STAGES:
+            # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
+            for at in tl.range((skipped + split) * T, old, SPLITS * T, num_stages=STAGES):
+                t = at + n
+                where = kv + pages.to(tl.int64)[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
+                ok = _visible(t, seen, old, WINDOWED)
+                both = ok[:, None] & inside[None, :]
+                pages = tl.load(tables + (t + SPLITS * T) // S, mask=t + SPLITS * T < old, other=0)
+                keys, values = tl.load(where, mask=both, other=0.0), tl.load(where + K * S * D, mask=both, other=0.0)
+                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP)
+        else:
+            for _ in range(split, tiles, SPLITS):
+                ok = _visible(t, seen, old, WINDOWED)
+                t += SPLITS * T
+                # Asked for before this one is computed with.
+                next_keys, next_values = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
+                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP)
+                keys, values = next_keys, next_values
+        _finish(highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H, K, D, SPLITS)
+
+
+@triton.jit
+def _rope_write(
+    qkv, q_gain, k_gain, cos, sin, kv, slots, out, out_stride, page_stride, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, S: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, group): X heads, first the groups of q, which go to `out`, then those of k and of v, which go to the row's slot.
+
+    KEEP: `out` is `qkv`, and k goes there too.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    b, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    QUERIES: tl.constexpr = (H + X - 1) // X
+    KEYS: tl.constexpr = (K + X - 1) // X
+    h = tl.arange(0, DP)
+    inside = h < D
+    turned = tl.where(h < D // 2, h + D // 2, h - D // 2)
+    c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
+    slot = tl.load(slots + b)
+    gains = (c, c)
+    if NORM:
+        gain = tl.where(group < QUERIES, q_gain, k_gain)
+        gains = (tl.load(gain + h, mask=inside, other=0.0), tl.load(gain + turned, mask=inside, other=0.0))
+    if PDL:
+        gdc_wait()
+    row = qkv + b * ((H + 2 * K) * D)
+    if group < QUERIES:
+        x = group * X + tl.arange(0, X)
+        there = (x < H)[:, None] & inside[None, :]
+        own = tl.load(row + x[:, None] * D + h[None, :], mask=there, other=0.0)
+        far = tl.load(row + x[:, None] * D + turned[None, :], mask=there, other=0.0)
+        if KEEP:
+            tl.debug_barrier()  # no warp may overwrite what another has yet to read
+        tl.store(out + b * out_stride + x[:, None] * D + h[None, :], _turned(own, far, gains, c, s, eps, D, NORM), mask=there)
+    else:
+        values = group - QUERIES >= KEYS
+        x = (group - QUERIES) % KEYS * X + tl.arange(0, X)
+        there = (x < K)[:, None] & inside[None, :]
+        source = row + (H + tl.where(values, K, 0) + x)[:, None] * D
+        own = tl.load(source + h[None, :], mask=there, other=0.0)
+        if not values:
+            far = tl.load(source + turned[None, :], mask=there, other=0.0)
+            if KEEP:
+                tl.debug_barrier()
+            own = _turned(own, far, gains, c, s, eps, D, NORM)
+            if KEEP:
+                tl.store(source + h[None, :], own, mask=there)
+        to = kv + (slot // S).to(tl.int64) * page_stride + ((tl.where(values, K, 0) + x) * S + slot % S)[:, None] * D + h[None, :]
+        tl.store(to, own, mask=there)
+
+
+def launch(
+    qkv: Float[Tensor, "B width"],
+    q_norm: Float[Tensor, "D"] | None,
+    k_norm: Float[Tensor, "D"] | None,
+    cos: Float32[Tensor, "B 1 D"],
+    sin: Float32[Tensor, "B 1 D"],
+    kv: Float[Tensor, "N 2 K S D"],
+    page_tables: Int32[Tensor, "B P"],
+    seq_lens: Int32[Tensor, "B"],
+    slots: Int32[Tensor, "B"],
+    scale: float,
+    eps: float,
+    plan: FusedDecodePlan,
+    pdl: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Float[Tensor, "B heads"]:
+    """See `ops.rope_attend.rope_attend`; `kv` is one layer of a contiguous pool."""
+    (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    out = torch.empty((rows, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    factor, cap = score_scales(scale, softcap)
+    options = {"num_warps": plan.warps} | ({"launch_pdl": True} if pdl else {})
+    kernel: Any = _rope_attend
+    with torch.cuda.device_of(qkv):
+        kernel[(num_kv_heads, plan.splits, rows)](
+            qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, page_tables, seq_lens, slots,
+            plan.parts, plan.stats, plan.counts, out, page_tables.stride(0), kv.stride(0), factor, eps, window, num_heads,
+            num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, plan.tile, plan.splits,
+            max(16, triton.next_power_of_2(num_heads // num_kv_heads)), plan.stages, q_norm is not None, window > 0, cap, pdl,
+            **options,
+        )  # fmt: skip
+    return out
+
+
+def write(
+    qkv: Float[Tensor, "B width"],
+    q_norm: Float[Tensor, "D"] | None,
+    k_norm: Float[Tensor, "D"] | None,
+    cos: Float32[Tensor, "B 1 D"],
+    sin: Float32[Tensor, "B 1 D"],
+    kv: Float[Tensor, "N 2 K S D"],
+    slots: Int32[Tensor, "B"],
+    eps: float,
+    keep: bool,
+    pdl: bool,
+) -> Float[Tensor, "B H D"]:
+    """The first half of `rope_attend`: k and v are written, and q is returned; with `keep`, q and k change in place in `qkv`."""
+    (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    heads = qkv.view(rows, -1, head_dim)
+    out = heads[:, :num_heads] if keep else torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    options = {"num_warps": 2} | ({"launch_pdl": True} if pdl else {})
+    kernel: Any = _rope_write
+    with torch.cuda.device_of(qkv):
+        kernel[(rows, triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS))](
+            qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, slots, out, out.stride(0),
+            kv.stride(0), eps, num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, HEADS,
+            q_norm is not None, keep, pdl, **options,
+        )  # fmt: skip
+    return out

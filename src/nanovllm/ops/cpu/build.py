@@ -1,0 +1,147 @@
+"""Builds and loads the package's C code, once a machine: what was built lies in the user's cache, where later processes find it."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nanovllm.files import cache_folder, is_private
+
+BASE = ("-O3", "-fPIC", "-std=gnu11")
+TIMEOUT = 120.0  # seconds a compiler may take
+
+
+class BuildError(Exception):
+    """The C code could not be built or loaded; the message has the compiler's words."""
+
+
+@functools.cache
+def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
+    """The library made of one C file and the headers beside it, with these functions; None, with a warning, where there is none.
+
+    The compiler is `CC`, cc, gcc or clang. The library lies in `$XDG_CACHE_HOME/nanovllm` (default `~/.cache/nanovllm`) under a hash of
+    the source, the compiler and this processor; a file there that does not load is built anew. Where that folder cannot be written,
+    or somebody else can write it, one in the temporary directory serves this process.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        wanted = f"CC={os.environ['CC']!r} is no program" if os.environ.get("CC") else "there is no C compiler (cc, gcc or clang)"
+        warnings.warn(f"{wanted}: decoding on the CPU is several times slower than it could be", stacklevel=2)
+        return None
+    name = f"{source.stem}-{_key(source, compiler)}.so"
+    try:
+        target = cache_folder() / name
+        if target.exists() and is_private(target):
+            try:
+                return _load(target, symbols)
+            except BuildError:
+                target.unlink()
+        return build(compiler, source, target, symbols)
+    except OSError:
+        with tempfile.TemporaryDirectory() as folder:  # once loaded, the file may go
+            return _built(compiler, source, Path(folder) / name, symbols)
+    except BuildError as error:
+        return _warned(error)
+
+
+def find_compiler() -> str | None:
+    """The path of the C compiler; `CC` alone counts where it is set."""
+    names = (os.environ["CC"],) if os.environ.get("CC") else ("cc", "gcc", "clang")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def build(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile `source` to `target`, which appears whole or not at all and only if it loads. Raises `BuildError`, `OSError`."""
+    said = ""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made, objects = Path(folder) / target.name, str(Path(folder) / "kernels.o")
+        for flags, openmp in _attempts():
+            commands = ([*BASE, *flags, "-c", str(source), "-o", objects], ["-shared", objects, *openmp, "-lm", "-o", str(made)])
+            said = next(filter(None, (_errors([compiler, *command]) for command in commands)), "")
+            if said:
+                continue
+            try:
+                found = _load(made, symbols)
+            except BuildError as error:
+                said = str(error)
+                continue
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(made, target)
+            if not openmp:
+                warnings.warn(f"{compiler} has no OpenMP: decoding on the CPU runs in one thread", stacklevel=3)
+            return found
+    raise BuildError(f"{source.name} could not be built by {compiler}: {said.strip()[-500:] or 'it gave no reason'}")
+
+
+def _built(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
+    try:
+        return build(compiler, source, target, symbols)
+    except (BuildError, OSError) as error:
+        return _warned(error)
+
+
+def _warned(error: Exception) -> None:
+    warnings.warn(f"{error}; decoding on the CPU is several times slower than it could be", stacklevel=3)
+
+
+def _attempts() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Flags for compiling and for linking, the best first.
+
+    PyTorch's own OpenMP library is linked where it brings one: two would keep a pool of waiting threads each.
+    """
+    native, bundled = ("-march=native",), tuple(map(str, sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]))
+    parallel: list[tuple[str, ...]] = [bundled] if bundled else []
+    own: tuple[str, ...] = ("-fopenmp",)
+    return [*(((*native, *own), link) for link in (*parallel, own)), (own, own), (native, ()), ((), ())]
+
+
+def _errors(command: Sequence[str]) -> str:
+    """What a command that fails says; nothing where it succeeds. Raises `BuildError` where it is killed: that is not the flags' fault."""
+    try:
+        # In a session of its own, so that a Ctrl-C meant for us does not look like a compiler that fails.
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT, check=False,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} timed out after {TIMEOUT:g} s") from error
+    if done.returncode < 0:
+        raise BuildError(f"{command[0]} was killed by signal {-done.returncode}")
+    return "" if done.returncode == 0 else done.stderr or f"exit status {done.returncode}"
+
+
+def _load(file: Path, symbols: tuple[str, ...]) -> ctypes.CDLL:
+    if file.stat().st_size < 1024:  # a truncated file could kill the process when it is mapped
+        raise BuildError(f"{file} is truncated")
+    try:
+        found = ctypes.CDLL(str(file))
+        for symbol in symbols:
+            getattr(found, symbol)
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"{file} does not load: {error}") from error
+    return found
+
+
+def _key(source: Path, compiler: str) -> str:
+    processor = platform.processor()
+    if Path("/proc/cpuinfo").exists():  # home directories are shared between machines: their instruction sets differ
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        processor = next((line for line in lines if line.lower().startswith(("flags", "features"))), processor)
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    program = Path(compiler).resolve()
+    made = program.stat()
+    parts = (
+        *(file.read_text(encoding="utf-8") for file in files), str(program), f"{made.st_mtime_ns} {made.st_size}", torch.__version__,
+        torch.__file__, platform.machine(), processor, repr(_attempts()),
+    )  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,207 @@
+// The decode step on a CPU: a whole decoder layer for a batch of single tokens, and the head. Plain C with GCC's vector extension.
+//
+// A row's bits depend on no other row, on no number of rows and of threads: every dot product runs down its K in 16 lanes with one
+// accumulator each and adds the lanes in a fixed tree; every row and every key/value head of a row is one thread's work.
+// Weights and pages are float32 or bfloat16 (`bf16` != 0); all arithmetic is float32.
+#include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#define THREAD omp_get_thread_num()
+#else
+#define THREAD 0
+#endif
+#include "matmul.h"
+
+// ---- rows -------------------------------------------------------------------------------------------------------------------------
+
+INLINE void rms_norm(const void *x, int64_t at, const void *gain, float *out, int64_t n, float eps, int x16, int bf16) {
+    vec squares = {0};
+    for (int64_t k = 0; k < n; k += LANES) {
+        vec v = load_some(x, at + k, n - k < LANES ? n - k : LANES, x16);
+        squares += v * v;
+    }
+    float scale = 1.0f / sqrtf(lanes_sum(squares) / (float)n + eps);
+    for (int64_t k = 0; k < n; k++) out[k] = load1(x, at + k, x16) * scale * load1(gain, k, bf16);
+}
+
+// exp(x) for x <= 0 after Cephes' expf: 2^n times a polynomial, within 2 units in the last place; below -87 it is 0.
+INLINE float exp_negative(float x) {
+    float n = rintf(x * 1.44269504088896341f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t wide = (uint32_t)((int32_t)(n > -126.0f ? n : -126.0f) + 127) << 23;  // NaN takes the constant
+    float power;
+    memcpy(&power, &wide, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+// tanh(x) after Cephes' tanhf: a polynomial near 0, where the quotient would lose its digits.
+INLINE float soft(float x) {
+    float z = x * x, e = exp_negative(-2.0f * fabsf(x));
+    float p = -5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return fabsf(x) < 0.625f ? p * z * x + x : copysignf((1.0f - e) / (1.0f + e), x);
+}
+
+INLINE float silu(float x) {
+    float e = exp_negative(-fabsf(x));
+    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+// In place: an optional norm, then channel d turned with channel d + D/2. `sin` has the sign of the second term.
+INLINE void norm_and_turn(float *x, const void *gain, const float *cos, const float *sin, int64_t D, float eps, int bf16, float *scratch) {
+    if (gain) {
+        rms_norm(x, 0, gain, scratch, D, eps, 0, bf16);
+    } else {
+        memcpy(scratch, x, D * sizeof *x);
+    }
+    for (int64_t d = 0; d < D / 2; d++) x[d] = scratch[d] * cos[d] + scratch[d + D / 2] * sin[d];
+    for (int64_t d = D / 2; d < D; d++) x[d] = scratch[d] * cos[d] + scratch[d - D / 2] * sin[d];
+}
+
+// ---- attention --------------------------------------------------------------------------------------------------------------------
+
+struct pages {
+    char *base;  // of one layer, [N, 2, K, S, D]
+    const int32_t *tables, *seq_lens;
+    int64_t width, page_size, num_kv_heads, head_dim;
+};
+
+INLINE int64_t place(struct pages p, int64_t page, int64_t kind, int64_t head) {
+    return ((page * 2 + kind) * p.num_kv_heads + head) * p.page_size * p.head_dim;
+}
+
+// How a query attends: scores are scaled, capped where `softcap` is not 0; it sees the last `window` keys, or all where that is 0.
+struct limits {
+    float scale, softcap;
+    int64_t window;
+};
+
+// G query heads `q` over one key/value head of row b; the result replaces `q`. `scores` holds G * seq_len floats.
+INLINE void attend(float *q, int64_t G, struct pages p, int64_t b, int64_t head, struct limits limits, float *scores, float *mixed, int bf16) {
+    int64_t length = p.seq_lens[b], D = p.head_dim, S = p.page_size;
+    int64_t first = limits.window && limits.window < length ? length - limits.window : 0;
+    const int32_t *table = p.tables + b * p.width;
+    for (int64_t start = first / S * S; start < length; start += S) {
+        int64_t at = place(p, table[start / S], 0, head), count = length - start < S ? length - start : S;
+        for (int64_t s = first > start ? first - start : 0; s < count; s++)
+            for (int64_t g = 0; g < G; g++) scores[g * length + start + s] = dot(q + g * D, p.base, at + s * D, D, bf16) * limits.scale;
+    }
+    for (int64_t g = 0; g < G; g++) {
+        float *row = scores + g * length, total = 0;
+        if (limits.softcap != 0)
+            for (int64_t i = first; i < length; i++) row[i] = limits.softcap * soft(row[i] / limits.softcap);
+        float top = row[first];
+        for (int64_t i = first + 1; i < length; i++) top = row[i] > top ? row[i] : top;
+        for (int64_t i = first; i < length; i++) row[i] = exp_negative(row[i] - top);
+        for (int64_t i = first; i < length; i++) total += row[i];
+        for (int64_t i = first; i < length; i++) row[i] /= total;
+    }
+    memset(mixed, 0, G * D * sizeof *mixed);
+    for (int64_t start = first / S * S; start < length; start += S) {
+        int64_t at = place(p, table[start / S], 1, head), count = length - start < S ? length - start : S;
+        for (int64_t g = 0; g < G; g++)
+            for (int64_t s = first > start ? first - start : 0; s < count; s++) {
+                float weight = scores[g * length + start + s];
+                for (int64_t d = 0; d < D; d++) mixed[g * D + d] += weight * load1(p.base, at + s * D + d, bf16);
+            }
+    }
+    memcpy(q, mixed, G * D * sizeof *q);
+}
+
+// ---- entry points -----------------------------------------------------------------------------------------------------------------
+
+// The fields of `LayerArgs` in cpu.py, in its order. x, out [B, M]; cos, sin [B, D] float32; matrices [out, in]; absent ones are null.
+// scratch: B * (2 M + X + H D + 3 F) + threads * (G * width * page_size + (G + 1) * D) floats; X = (H + 2K) D, G = H / K.
+struct layer_args {
+    const void *x, *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    const float *cos, *sin;
+    const int32_t *tables, *seq_lens, *slots;
+    char *pages;
+    float *scratch;
+    void *out;
+    int64_t B, M, H, K, D, F, width, num_pages, page_size, threads, bf16, window;
+    float eps, scale, softcap;
+};
+
+INLINE void layer(const struct layer_args *a, int bf16) {
+    const int64_t B = a->B, M = a->M, D = a->D, F = a->F, G = a->H / a->K, X = (a->H + 2 * a->K) * D, HD = a->H * D;
+    const int64_t a_thread = G * a->width * a->page_size + (G + 1) * D;
+    const struct pages pages = {a->pages, a->tables, a->seq_lens, a->width, a->page_size, a->K, D};
+    const struct limits limits = {a->scale, a->softcap, a->window};
+    float *hidden = a->scratch, *heads = hidden + B * M, *mixed = heads + B * X, *wide = mixed + B * HD, *gated = wide + B * 2 * F;
+    float *middle = gated + B * F, *own = middle + B * M;
+#pragma omp parallel num_threads(a->threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; b++) rms_norm(a->x, b * M, a->input_norm, hidden + b * M, M, a->eps, bf16, bf16);
+        matmul(hidden, B, M, a->qkv, X, (struct target){a->qkv_bias, 0, heads, 0, 0}, bf16);
+#pragma omp for schedule(static)  // all keys and values are written before any row attends, as the ops do it
+        for (int64_t task = 0; task < B * a->K; task++) {
+            int64_t b = task / a->K, head = task % a->K, page = a->slots[b] / a->page_size, slot = a->slots[b] % a->page_size;
+            float *k = heads + b * X + HD + head * D, *v = k + a->K * D, *scratch = own + THREAD * a_thread;
+            norm_and_turn(k, a->k_norm, a->cos + b * D, a->sin + b * D, D, a->eps, bf16, scratch);
+            for (int64_t d = 0; d < D; d++) {
+                store1(a->pages, place(pages, page, 0, head) + slot * D + d, k[d], bf16);
+                store1(a->pages, place(pages, page, 1, head) + slot * D + d, v[d], bf16);
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < B * a->K; task++) {
+            int64_t b = task / a->K, head = task % a->K;
+            float *q = heads + b * X + head * G * D, *scratch = own + THREAD * a_thread;
+            for (int64_t g = 0; g < G; g++) norm_and_turn(q + g * D, a->q_norm, a->cos + b * D, a->sin + b * D, D, a->eps, bf16, scratch);
+            attend(q, G, pages, b, head, limits, scratch + G * D, scratch, bf16);
+            memcpy(mixed + b * HD + head * G * D, q, G * D * sizeof *q);
+        }
+        matmul(mixed, B, HD, a->o, M, (struct target){a->o_bias, a->x, middle, bf16, 0}, bf16);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; b++) rms_norm(middle, b * M, a->post_norm, hidden + b * M, M, a->eps, 0, bf16);
+        matmul(hidden, B, M, a->gate_up, 2 * F, (struct target){a->gate_up_bias, 0, wide, 0, 0}, bf16);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t f = 0; f < F; f++) gated[b * F + f] = silu(wide[b * 2 * F + f]) * wide[b * 2 * F + F + f];
+        matmul(gated, B, F, a->down, M, (struct target){a->down_bias, middle, a->out, 0, bf16}, bf16);
+    }
+}
+
+// Writes k and v of B tokens into one layer's pages and computes `out`. -1, and nothing is written, where a slot or a page table is wrong.
+int nanovllm_layer(const struct layer_args *a) {
+    for (int64_t b = 0; b < a->B; b++) {
+        int64_t count = (a->seq_lens[b] + a->page_size - 1) / a->page_size;
+        if (a->seq_lens[b] < 1 || count > a->width || a->slots[b] < 0 || a->slots[b] >= a->num_pages * a->page_size) return -1;
+        for (int64_t p = 0; p < count; p++)
+            if (a->tables[b * a->width + p] < 0 || a->tables[b * a->width + p] >= a->num_pages) return -1;
+    }
+    if (a->bf16) layer(a, 1); else layer(a, 0);
+    return 0;
+}
+
+INLINE void head(const void *x, const void *gain, const void *w, void *out, float *scratch, int64_t R, int64_t M, int64_t V, float eps, int bf16,
+                 int64_t threads) {
+    (void)threads;  // without OpenMP
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < R; r++) rms_norm(x, r * M, gain, scratch + r * M, M, eps, bf16, bf16);
+        matmul(scratch, R, M, w, V, (struct target){0, 0, out, 0, bf16}, bf16);
+    }
+}
+
+// out[R, V] = rms_norm(x)[R, M] @ w[V, M]^T; scratch: R * M floats.
+void nanovllm_head(const void *x, const void *gain, const void *w, void *out, float *scratch, int64_t R, int64_t M, int64_t V, float eps, int bf16,
+                   int64_t threads) {
+    if (bf16) head(x, gain, w, out, scratch, R, M, V, eps, 1, threads); else head(x, gain, w, out, scratch, R, M, V, eps, 0, threads);
+}
+
+// So that the caller can see that both sides mean the same by `struct layer_args`.
+int64_t nanovllm_layer_args_size(void) { return sizeof(struct layer_args); }

@@ -1,0 +1,1 @@
+"""Norms, rotations and the per-row tensors of decode steps."""

@@ -1,0 +1,1 @@
+"""Writing, copying and moving KV."""

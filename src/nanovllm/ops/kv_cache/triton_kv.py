@@ -1,0 +1,125 @@
+"""The Triton kernels around paged memory: token writes, page copies, moves, last-page lengths. Imported only where Triton is."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.types import Float, Float32, Int32, Tensor
+
+MOVED = 16  # tokens that one program moves
+
+
+@triton.jit
+def _kv_write(pages, k, v, slots, page_stride, k_stride, v_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a token: all its key and value heads."""
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + t).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    ok = i < K * D
+    at = pages + slot // S * page_stride + (i // D * S + slot % S) * D + i % D
+    tl.store(at, tl.load(k + t * k_stride + i, mask=ok), mask=ok)
+    tl.store(at + K * S * D, tl.load(v + t * v_stride + i, mask=ok), mask=ok)
+
+
+@triton.jit
+def _copy_pages(pages, src, dst, layer_stride, page_size_in_elements, BLOCK: tl.constexpr):
+    """Program (pair, layer, block of a page)."""
+    n, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < page_size_in_elements
+    base = pages + layer * layer_stride + i
+    page = tl.load(base + tl.load(src + n).to(tl.int64) * page_size_in_elements, mask=ok)
+    tl.store(base + tl.load(dst + n).to(tl.int64) * page_size_in_elements, page, mask=ok)
+
+
+@triton.jit
+def _move_kv(
+    pages, src, dst, shift, inv_freq, num_tokens, layer_stride, page_stride, S: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    HB: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Program (T tokens, layer): all key and value heads, whose angles are computed once."""
+    t, layer = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1).to(tl.int64)
+    on, i = t < num_tokens, tl.arange(0, HB)[None, :]
+    source, target = tl.load(src + t, mask=on, other=0).to(tl.int64), tl.load(dst + t, mask=on, other=0).to(tl.int64)
+    positions = tl.load(shift + t, mask=on, other=0)[:, None]
+    angle = positions.to(tl.float32) * tl.load(inv_freq + i, mask=i < HALF, other=0.0)
+    cos, sin, moved = tl.cos(angle), tl.sin(angle), positions != 0
+    ok = on[:, None] & (i < HALF)
+    base = pages + layer * layer_stride
+    read = base + (source // S * page_stride + source % S * (2 * HALF))[:, None] + i
+    write = base + (target // S * page_stride + target % S * (2 * HALF))[:, None] + i
+    values = K * S * 2 * HALF
+    for head in range(K):
+        here = head * (S * 2 * HALF)
+        low, high = tl.load(read + here, mask=ok), tl.load(read + here + HALF, mask=ok)
+        v_low, v_high = tl.load(read + values + here, mask=ok), tl.load(read + values + here + HALF, mask=ok)
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        tl.store(write + here, tl.where(moved, (a * cos - b * sin).to(low.dtype), low), mask=ok)
+        tl.store(write + here + HALF, tl.where(moved, (b * cos + a * sin).to(low.dtype), high), mask=ok)
+        tl.store(write + values + here, v_low, mask=ok)
+        tl.store(write + values + here + HALF, v_high, mask=ok)
+
+
+@triton.jit
+def _last_page_lens(out, seq_lens, kv_indptr, page_size, num_rows, BLOCK: tl.constexpr):
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = b < num_rows
+    num_pages = tl.load(kv_indptr + b + 1, mask=ok) - tl.load(kv_indptr + b, mask=ok)
+    tl.store(out + b, tl.load(seq_lens + b, mask=ok) - (num_pages - 1) * page_size, mask=ok)
+
+
+def kv_write(pages: Float[Tensor, "N 2 K S D"], k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], slots: Int32[Tensor, "T"]) -> None:
+    """Write tokens into one layer's pages, in one launch; only the stride between k's, and v's, tokens is free."""
+    _, _, num_kv_heads, page_size, head_dim = pages.shape
+    if k.shape[0] == 0:
+        return
+    if k.stride()[1:] != (head_dim, 1):
+        k = k.contiguous()
+    if v.stride()[1:] != (head_dim, 1):
+        v = v.contiguous()
+    block = triton.next_power_of_2(num_kv_heads * head_dim)
+    sizes = (num_kv_heads, page_size, head_dim, block)
+    launch: Any = _kv_write
+    with torch.cuda.device_of(pages):
+        launch[(k.shape[0],)](pages, k, v, slots, pages.stride(0), k.stride(0), v.stride(0), *sizes)
+
+
+def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst: Int32[Tensor, "n"]) -> None:
+    """Copy pages in all layers, in one launch and without a temporary."""
+    if src.shape[0] == 0:
+        return
+    elements = pages.stride(1)
+    block = min(4096, triton.next_power_of_2(elements))
+    launch: Any = _copy_pages
+    with torch.cuda.device_of(pages):
+        launch[(src.shape[0], pages.shape[0], triton.cdiv(elements, block))](pages, src, dst, pages.stride(0), elements, block)
+
+
+def move_kv(
+    pages: Float[Tensor, "L N 2 K S D"],
+    src: Int32[Tensor, "T"],
+    dst: Int32[Tensor, "T"],
+    shift: Int32[Tensor, "T"],
+    inv_freq: Float32[Tensor, "half"],
+) -> None:
+    """Copy tokens to other slots in all layers and turn their keys, in one launch and without a temporary."""
+    num_tokens, (num_layers, _, _, num_kv_heads, page_size, _) = src.shape[0], pages.shape
+    if num_tokens == 0:
+        return
+    half = inv_freq.shape[0]
+    block = triton.next_power_of_2(half)
+    launch: Any = _move_kv
+    with torch.cuda.device_of(pages):
+        launch[(triton.cdiv(num_tokens, MOVED), num_layers)](
+            pages, src, dst, shift, inv_freq, num_tokens, pages.stride(0), pages.stride(1), page_size, num_kv_heads, half, block, MOVED
+        )
+
+
+def last_page_lens(out: Int32[Tensor, "B"], seq_lens: Int32[Tensor, "B"], kv_indptr: Int32[Tensor, "B+1"], page_size: int) -> None:
+    """`out = seq_lens - (pages of the row - 1) * page_size`: not positive for a row that has yet to reach its last planned page."""
+    num_rows = out.shape[0]
+    launch: Any = _last_page_lens
+    with torch.cuda.device_of(out):
+        launch[(triton.cdiv(num_rows, 1024),)](out, seq_lens, kv_indptr, page_size, num_rows, 1024, num_warps=8)

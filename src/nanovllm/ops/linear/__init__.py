@@ -1,0 +1,1 @@
+"""Matrix products, plain and fused with norms."""

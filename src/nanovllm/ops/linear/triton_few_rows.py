@@ -1,0 +1,146 @@
+"""The Triton kernels of `norm_linear`: matrix products of few rows, bound by reading the weights. Imported only where Triton is.
+
+A program asks for its weights before it waits for the kernel that makes its input (programmatic dependent launch): while one kernel
+computes, the weights of the next are on their way. So nothing else than weights, gains and biases may be read before the wait.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# (tuples that grow in an unrolled loop, what a compile-time branch makes, and the loop itself, whose range has no `__next__`)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.ops.linear.tiles import Tile
+from nanovllm.ops.triton_parts import activated, gained, rounded
+from nanovllm.types import Float, Tensor
+
+
+@triton.jit
+def _few(
+    x, gain, w, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i makes outputs i * BN ... of every row; the whole of K lies in registers."""
+    if PDL:
+        gdc_launch_dependents()
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KP)
+    inside, there = k < K, n < N
+    at = w + n.to(tl.int64)[:, None] * K + k[None, :]
+    both = there[:, None] & inside[None, :]
+    weights = tl.load(at, mask=both, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        ups = tl.load(at + N.to(tl.int64) * K, mask=both, other=0.0, eviction_policy="evict_first")
+    if NORM:
+        gains = tl.load(gain + k, mask=inside, other=0.0)
+    biases = tl.load(bias + n, mask=there, other=0.0) if BIAS else 0.0
+    if PDL:
+        gdc_wait()
+    rows = ()  # all are asked for before the first is used: a store between them would keep them back
+    before = ()
+    for b in tl.static_range(B):
+        rows += (tl.load(x + b * K + k, mask=inside, other=0.0),)
+        before += (tl.load(residual + b * N + n, mask=there, other=0.0) if RESIDUAL else 0.0,)
+    for b in tl.static_range(B):
+        xx = rows[b]
+        if NORM:
+            wide = xx.to(tl.float32)
+            xx = gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps), gains, xx.dtype)
+        wide = xx.to(tl.float32)
+        acc = tl.sum(weights.to(tl.float32) * wide[None, :], 1)
+        if GATED:
+            up = tl.sum(ups.to(tl.float32) * wide[None, :], 1)
+            acc = activated(acc, up, y.dtype.element_ty, ACT)
+        tl.store(y + b * N + n, rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
+
+
+@triton.jit
+def _many(
+    x, gain, w, bias, residual, y, B, N, eps, BP: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KC: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same on tensor cores: KS warps take KC of K each, in K / (KS KC) steps, and their sums are added up at the end."""
+    if PDL:
+        gdc_launch_dependents()
+    STEPS: tl.constexpr = K // (KS * KC)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    slices = tl.arange(0, KS)[:, None, None] * KC
+    across, down = slices + tl.arange(0, KC)[None, None, :], slices + tl.arange(0, KC)[None, :, None]
+    at = w + n.to(tl.int64)[None, :, None] * K + across
+    there = (n < N)[None, :, None]
+    weights = ()
+    ups = ()
+    for j in tl.static_range(STEPS):
+        weights += (tl.load(at + j * KS * KC, mask=there, other=0.0, eviction_policy="evict_first"),)
+    if GATED:
+        at += N.to(tl.int64) * K
+        for j in tl.static_range(STEPS):
+            ups += (tl.load(at + j * KS * KC, mask=there, other=0.0, eviction_policy="evict_first"),)
+    gains = ()
+    if NORM:
+        for j in tl.static_range(STEPS):
+            gains += (tl.load(gain + j * KS * KC + down),)
+    b = tl.arange(0, BP)
+    on = (b < B)[None, None, :]
+    source = x + b[None, None, :] * K + down
+    acc = tl.zeros([KS, BN, BP], tl.float32)
+    other = tl.zeros([KS, BN, BP], tl.float32)
+    mask = (b < B)[None, :] & (n < N)[:, None]
+    to = b[None, :] * N + n[:, None]
+    biases = tl.load(bias + n, mask=n < N, other=0.0)[:, None] if BIAS else 0.0
+    if PDL:
+        gdc_wait()
+    rows = ()
+    if NORM:
+        for j in tl.static_range(STEPS):
+            rows += (tl.load(source + j * KS * KC, mask=on, other=0.0),)
+        squares = tl.zeros([KS, BP], tl.float32)
+        for j in tl.static_range(STEPS):
+            wide = rows[j].to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, None, :]
+    before = tl.load(residual + to, mask=mask, other=0.0) if RESIDUAL else 0.0
+    for j in tl.static_range(STEPS):
+        xx = rows[j] if NORM else tl.load(source + j * KS * KC, mask=on, other=0.0)
+        if NORM:
+            xx = gained(xx.to(tl.float32) * scale, gains[j], xx.dtype)
+        acc = tl.dot(weights[j], xx, acc)
+        if GATED:
+            other = tl.dot(ups[j], xx, other)
+    total = tl.sum(acc, 0)
+    if GATED:
+        total = activated(total, tl.sum(other, 0), y.dtype.element_ty, ACT)
+    tl.store(y + to, rounded(total, biases, before, y.dtype.element_ty, BIAS, RESIDUAL), mask=mask)
+
+
+def launch(
+    x: Float[Tensor, "B K"],
+    weight: Float[Tensor, "out K"],
+    gain: Float[Tensor, "K"] | None,
+    bias: Float[Tensor, "N"] | None,
+    residual: Float[Tensor, "B N"] | None,
+    eps: float,
+    gated: bool,
+    tile: Tile,
+    pdl: bool,
+    act: str = "silu",
+) -> Float[Tensor, "B N"]:
+    """See `ops.norm_linear.norm_linear`. All tensors are contiguous; `tile.depth` times `tile.warps` divides K."""
+    rows, width = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    flags = (gain is not None, bias is not None, residual is not None, gated, act, pdl)
+    tensors = (x, x if gain is None else gain, weight, x if bias is None else bias, x if residual is None else residual, y)
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    grid = (triton.cdiv(outputs, tile.outputs),)
+    kernel: Any = _many if tile.depth else _few
+    with torch.cuda.device_of(x):
+        if tile.depth:
+            padded = max(8, triton.next_power_of_2(rows))
+            kernel[grid](*tensors, rows, outputs, eps, padded, width, tile.warps, tile.depth, tile.outputs, *flags, **options)
+        else:
+            kernel[grid](*tensors, outputs, eps, rows, width, triton.next_power_of_2(width), tile.outputs, *flags, **options)
+    return y

@@ -1,0 +1,1 @@
+"""Routing and the products of mixtures of experts."""

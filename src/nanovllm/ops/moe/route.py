@@ -1,0 +1,59 @@
+"""`route`: which experts a router's logits choose for each token, and with which weights."""
+
+import torch
+
+from nanovllm.ops.backends import dependent_launch, installed
+from nanovllm.types import Float, Int32, Int64, Tensor
+
+MOST = 1024  # experts that one program of the kernel looks at
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define(
+    "route(Tensor logits, Tensor? bias, int top_k, bool normalise, float least_sum) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def route(
+    logits: Float[Tensor, "T E"], bias: Float[Tensor, "E"] | None, top_k: int, normalise: bool, least_sum: float = 0.0
+) -> tuple[Int32[Tensor, "T k"] | Int64[Tensor, "T k"], Float[Tensor, "T k"]]:
+    """The `top_k` experts with the largest shares, the largest first, and their shares: a softmax over all experts, in float32 or wider.
+
+    `bias` is added to the shares for the choice alone. `normalise`: the weights are divided by their sum, taken as `least_sum` at least.
+    Of equal shares any may be chosen. E >= top_k >= 1.
+    """
+    return torch.ops.nanovllm.route.default(logits, bias, top_k, normalise, least_sum)
+
+
+@torch.library.register_fake("nanovllm::route", lib=_LIBRARY)
+def _fake(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, least_sum: float) -> tuple[Tensor, Tensor]:
+    shape, wide = (logits.shape[0], top_k), torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(shape, dtype=_index(logits)), logits.new_empty(shape, dtype=wide)
+
+
+def _index(logits: Tensor) -> torch.dtype:
+    return torch.int32 if _kernel_serves(logits) else torch.int64
+
+
+def _kernel_serves(logits: Tensor) -> bool:
+    return logits.device.type == "cuda" and logits.dtype != torch.float64 and logits.shape[1] <= MOST and installed("triton")
+
+
+def _reference(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, least_sum: float) -> tuple[Tensor, Tensor]:
+    shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    chosen = (shares if bias is None else shares + bias).topk(top_k, dim=-1).indices
+    weights = shares.gather(-1, chosen)
+    return chosen, weights / weights.sum(-1, keepdim=True).clamp(min=least_sum) if normalise else weights
+
+
+def _cuda(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, least_sum: float) -> tuple[Tensor, Tensor]:
+    if not _kernel_serves(logits):
+        return _reference(logits, bias, top_k, normalise, least_sum)
+    from nanovllm.ops.moe.triton_experts import route as launch
+
+    wide = None if bias is None else bias.float().contiguous()
+    return launch(logits.contiguous(), wide, top_k, normalise, least_sum, dependent_launch(logits.device))
+
+
+_LIBRARY.impl("route", _reference, "CPU")
+_LIBRARY.impl("route", _cuda, "CUDA")

@@ -1,0 +1,295 @@
+"""The Triton kernels of `experts`. Imported only where Triton is.
+
+Few tokens: every pair of a token and an expert reads its expert's weights by itself, in two launches. Many: pairs are sorted by expert on
+the device, cut into blocks of one expert each, and a block's products run on tensor cores, in four. How many blocks there are is known to
+the device alone, so as many programs start as there could be at most, and those without a block end at once.
+
+All wait for the kernel ahead of them before they read anything (programmatic dependent launch): which weights is in what it writes.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# (tuples that grow in an unrolled loop, what a compile-time branch makes, and the loop itself, whose range has no `__next__`)
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
+from nanovllm.ops.triton_parts import activated
+from nanovllm.types import Float, Float32, Int32, Int64, Tensor
+
+GROUP = 8  # blocks that run side by side, so that those of one expert read its weights from L2
+SORTED, MOST_SORTED = 1024, 4096  # pairs that a program of the sort looks at together
+COMBINED = 1024  # outputs of a program that adds up
+
+
+@triton.jit
+def _route(
+    logits, bias, chosen, weights, least, E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr,
+    NORMALISE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program t: the TOP experts of a token and their weights."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    t, e, j = tl.program_id(0).to(tl.int64), tl.arange(0, EP), tl.arange(0, KP)
+    x = tl.load(logits + t * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    shares = tl.exp(x - tl.max(x, 0))
+    shares = shares / tl.sum(shares, 0)
+    score = shares + tl.load(bias + e, mask=e < E, other=0.0) if BIAS else shares
+    score = tl.where(e < E, score, float("-inf"))
+    ids, held = tl.zeros([KP], tl.int32), tl.zeros([KP], tl.float32)
+    for k in tl.static_range(TOP):
+        best = tl.minimum(tl.argmax(score, 0), E - 1)  # where nothing compares, it must be an expert all the same
+        ids = tl.where(j == k, best, ids)
+        held = tl.where(j == k, tl.sum(tl.where(e == best, shares, 0.0), 0), held)
+        score = tl.where(e == best, float("-inf"), score)
+    if NORMALISE:
+        held = held / tl.maximum(tl.sum(held, 0), least)
+    tl.store(chosen + t * TOP + j, ids, mask=j < TOP)
+    tl.store(weights + t * TOP + j, held, mask=j < TOP)
+
+
+@triton.jit
+def _few_gate_up(
+    x, w, chosen, y, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (pair, outputs): `[BN]` of the pair's N neurons. Pairs are next to each other: those of one expert share L2."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    pair, n, k = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    row = x + (pair // TOP).to(tl.int64) * K + k
+    there = (n < N)[:, None]
+    at = w + (tl.load(chosen + pair).to(tl.int64) * (2 * N) + n)[:, None] * K + k[None, :]
+    gates = ()  # all are asked for before the first is used
+    ups = ()
+    for step in tl.static_range(STEPS):
+        on = there & (step * BK + k < K)[None, :]
+        gates += (tl.load(at + step * BK, mask=on, other=0.0, eviction_policy="evict_first"),)
+        ups += (tl.load(at + N * K + step * BK, mask=on, other=0.0, eviction_policy="evict_first"),)
+    gate = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    for step in tl.static_range(STEPS):
+        inputs = tl.load(row + step * BK, mask=step * BK + k < K, other=0.0).to(tl.float32)[None, :]
+        gate += gates[step].to(tl.float32) * inputs
+        up += ups[step].to(tl.float32) * inputs
+    h = activated(tl.sum(gate, 1), tl.sum(up, 1), y.dtype.element_ty, ACT)
+    tl.store(y + pair.to(tl.int64) * N + n, h.to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _few_down(
+    h, w, chosen, weights, y, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, outputs): `[BN]` of the token's N outputs, summed over its TOP experts."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    token, n, k = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    there = (n < N)[:, None]
+    held = ()  # all are asked for before the first is used
+    for j in tl.static_range(TOP):
+        at = w + (tl.load(chosen + token * TOP + j).to(tl.int64) * N + n)[:, None] * K + k[None, :]
+        for step in tl.static_range(STEPS):
+            on = there & (step * BK + k < K)[None, :]
+            held += (tl.load(at + step * BK, mask=on, other=0.0, eviction_policy="evict_first"),)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for j in tl.static_range(TOP):
+        weight = tl.load(weights + token * TOP + j).to(tl.float32)
+        row = h + (token * TOP + j).to(tl.int64) * K + k
+        for step in tl.static_range(STEPS):
+            inputs = tl.load(row + step * BK, mask=step * BK + k < K, other=0.0).to(tl.float32) * weight
+            acc += held[j * STEPS + step].to(tl.float32) * inputs[None, :]
+    tl.store(y + token.to(tl.int64) * N + n, tl.sum(acc, 1).to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["P", "blocks"])  # as many as the tokens ask: one kernel for all
+def _sort(chosen, order, table, P, blocks, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program e: where the pairs of expert e stand in `order`, ascending, and its blocks in `table`: expert, first and stop in `order`.
+
+    Each program counts the pairs of all experts, which spares a launch; the last one writes the blocks that are none, from 0 to 0.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    e, at, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, EP)
+    counts = tl.zeros([EP], tl.int32)
+    for start in range(0, P, BLOCK):
+        counts += tl.histogram(tl.load(chosen + start + at, mask=start + at < P, other=E).to(tl.int32), EP)
+    counts = tl.where(bins < E, counts, 0)
+    taken = (counts + BM - 1) // BM
+    count, total = tl.sum(tl.where(bins == e, counts, 0), 0), tl.sum(taken, 0)
+    first, block = tl.sum(tl.where(bins < e, counts, 0), 0), tl.sum(tl.where(bins < e, taken, 0), 0)
+    place = first
+    for start in range(0, P, BLOCK):
+        mine = (tl.load(chosen + start + at, mask=start + at < P, other=E).to(tl.int32) == e).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, 0) - 1, start + at, mask=mine != 0)
+        place += tl.sum(mine, 0)
+    for start in range(0, blocks, BLOCK):
+        b = start + at
+        mine = (b >= block) & ((b - block) * BM < count)
+        none = (b >= total) & (b < blocks) & (e == E - 1)
+        tl.store(table + b, e, mask=mine)
+        tl.store(table + blocks + b, tl.where(mine, first + (b - block) * BM, 0), mask=mine | none)
+        tl.store(table + 2 * blocks + b, tl.where(mine, first + count, 0), mask=mine | none)
+
+
+@triton.jit(do_not_specialize=["blocks"])  # as many as the tokens ask: one kernel for all
+def _grouped(
+    x, w, order, table, y, blocks, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block, outputs), in groups of GROUP blocks: `[BM, BN]` outputs of one expert's product.
+
+    GATED: of rows of x that lie where tokens do, to rows that lie as `order` does; else from such rows to those of pairs.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    ACROSS: tl.constexpr = GROUP * ((N + BN - 1) // BN)
+    before = tl.program_id(0) // ACROSS * GROUP
+    size = tl.minimum(blocks - before, GROUP)
+    block, column = before + tl.program_id(0) % ACROSS % size, tl.program_id(0) % ACROSS // size
+    first, stop = tl.load(table + blocks + block), tl.load(table + 2 * blocks + block)
+    if first >= stop:
+        return
+    expert = tl.load(table + block).to(tl.int64)
+    place, n, k = first + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, BK)
+    on, there = (place < stop)[:, None], (n < N)[None, :]
+    pair = tl.load(order + place, mask=place < stop, other=0)
+    source, target = (pair // TOP, place) if GATED else (place, pair)
+    rows = x + source.to(tl.int64)[:, None] * K + k[None, :]
+    columns = w + (expert * (2 * N if GATED else N) + n)[None, :] * K + k[:, None]
+    acc = tl.zeros([BM, BN], tl.float32)
+    other = tl.zeros([BM, BN], tl.float32)
+    for at in tl.range(0, K, BK, num_stages=STAGES):
+        if K % BK == 0:
+            inputs = tl.load(rows + at, mask=on, other=0.0)
+            ahead = there
+        else:
+            inputs = tl.load(rows + at, mask=on & (at + k < K)[None, :], other=0.0)
+            ahead = there & (at + k < K)[:, None]
+        acc = tl.dot(inputs, _weights(columns + at, ahead, N, K, BN, BK), acc)
+        if GATED:
+            other = tl.dot(inputs, _weights(columns + N * K + at, ahead, N, K, BN, BK), other)
+    if GATED:
+        acc = activated(acc, other, y.dtype.element_ty, ACT)
+    tl.store(y + target.to(tl.int64)[:, None] * N + n[None, :], acc.to(y.dtype.element_ty), mask=on & there)
+
+
+@triton.jit
+def _weights(at, mask, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    return tl.load(at) if N % BN == 0 and K % BK == 0 else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _combine(parts, weights, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (token, outputs): the weighted sum of the token's parts, in the router's order."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP):
+        part = tl.load(parts + (token * TOP + j) * M + m, mask=m < M, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + token * TOP + j).to(tl.float32)
+    tl.store(y + token * M + m, total.to(y.dtype.element_ty), mask=m < M)
+
+
+def route(
+    logits: Float[Tensor, "T E"], bias: Float32[Tensor, "E"] | None, top_k: int, normalise: bool, least_sum: float, pdl: bool
+) -> tuple[Int32[Tensor, "T k"], Float32[Tensor, "T k"]]:
+    """See `ops.route.route`. Contiguous."""
+    tokens, num = logits.shape
+    chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    kernel: Any = _route
+    if tokens:
+        with torch.cuda.device_of(logits):
+            kernel[(tokens,)](
+                logits, logits if bias is None else bias, chosen, weights, least_sum, num, triton.next_power_of_2(num), top_k,
+                triton.next_power_of_2(top_k), bias is not None, normalise, pdl, **_options(1, pdl),
+            )  # fmt: skip
+    return chosen, weights
+
+
+def launch(
+    x: Float[Tensor, "T M"],
+    gate_up: Float[Tensor, "E F2 M"],
+    down: Float[Tensor, "E M F"],
+    chosen: Int64[Tensor, "T k"] | Int32[Tensor, "T k"],
+    weights: Float[Tensor, "T k"],
+    act: str,
+    tiles: "FewTiles | GroupedTiles",
+    pdl: bool,
+) -> Float[Tensor, "T M"]:
+    """See `ops.experts.experts`; T >= 1. All tensors are contiguous."""
+    from nanovllm.ops.moe.tiles import FewTiles
+
+    with torch.cuda.device_of(x):
+        if isinstance(tiles, FewTiles):
+            return _launch_few(x, gate_up, down, chosen, weights, act, tiles, pdl)
+        return _launch_grouped(x, gate_up, down, chosen, weights, act, tiles, pdl)
+
+
+def _launch_few(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: FewTiles, pdl: bool) -> Tensor:
+    (tokens, k), (_, width, inner) = chosen.shape, down.shape
+    h, y = x.new_empty(tokens * k, inner), torch.empty_like(x)
+    first, second = tiles.gate_up, tiles.down
+    kernel: Any = _few_gate_up
+    kernel[(tokens * k, triton.cdiv(inner, first.outputs))](
+        x, gate_up, chosen, h, inner, width, k, first.outputs, first.depth, act, pdl, **_options(first.warps, pdl)
+    )
+    kernel = _few_down
+    kernel[(tokens, triton.cdiv(width, second.outputs))](
+        h, down, chosen, weights, y, width, inner, k, second.outputs, second.depth, pdl, **_options(second.warps, pdl)
+    )
+    return y
+
+
+def _launch_grouped(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: GroupedTiles, pdl: bool
+) -> Tensor:
+    (tokens, k), (num, width, inner) = chosen.shape, down.shape
+    first, second = tiles.gate_up, tiles.down
+    h, parts, y = x.new_empty(tokens * k, inner), x.new_empty(tokens * k, width), torch.empty_like(x)
+    order, table, blocks = sort(chosen, num, first.rows, pdl)
+    kernels: tuple[Any, ...] = (_grouped, _combine)
+    grouped, combine = kernels
+    for source, weight, target, tile, gated in ((x, gate_up, h, first, True), (h, down, parts, second, False)):
+        outputs, inputs = target.shape[1], source.shape[1]
+        grouped[(blocks * triton.cdiv(outputs, tile.outputs),)](
+            source, weight, order, table, target, blocks, outputs, inputs, k, GROUP, tile.rows, tile.outputs, tile.depth, tile.stages,
+            act, gated, pdl, **_options(tile.warps, pdl),
+        )  # fmt: skip
+    combine[(tokens, triton.cdiv(width, COMBINED))](parts, weights, y, width, k, COMBINED, pdl, **_options(4, pdl))
+    return y
+
+
+def sort(
+    chosen: Int64[Tensor, "T k"] | Int32[Tensor, "T k"], num: int, rows: int, pdl: bool
+) -> tuple[Int32[Tensor, "pairs"], Int32[Tensor, "table"], int]:
+    """Pairs by expert, the table of their blocks of `rows` (see `_sort`), and how many blocks it has room for. Contiguous."""
+    pairs = chosen.numel()
+    blocks = most_blocks(pairs, num, rows)
+    order, table = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (pairs, 3 * blocks))
+    looked, warps = (SORTED, 4) if pairs <= MOST_SORTED else (MOST_SORTED, 8)
+    bins = max(32, triton.next_power_of_2(num + 1))  # one more than experts, for what is no pair
+    kernel: Any = _sort
+    kernel[(num,)](chosen, order, table, pairs, blocks, num, bins, rows, looked, pdl, **_options(warps, pdl))
+    return order, table, blocks
+
+
+def most_blocks(pairs: int, num: int, rows: int) -> int:
+    """Blocks of `rows` pairs of one of `num` experts that so many pairs fill at most, whatever was chosen."""
+    return (pairs + (rows - 1) * min(num, pairs)) // rows
+
+
+def _options(warps: int, pdl: bool) -> dict[str, Any]:
+    return {"num_warps": warps} | ({"launch_pdl": True} if pdl else {})

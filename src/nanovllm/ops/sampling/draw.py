@@ -1,0 +1,80 @@
+"""`draw`: one token a row from its logits, by the Gumbel-max trick, without normalisation and without the host."""
+
+import torch
+
+from nanovllm.ops.backends import installed
+from nanovllm.ops.sampling.uniforms import uniforms
+from nanovllm.types import Float, Float32, Int32, Int64, Tensor
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define("highest(Tensor logits) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define("draw(Tensor logits, Tensor temperature, Tensor? least, Tensor keys) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def draw(
+    logits: Float[Tensor, "B V"], temperature: Float32[Tensor, "B"], least: Float32[Tensor, "B"] | None, keys: Int64[Tensor, "B 2"]
+) -> Int32[Tensor, "B"]:
+    """argmax over v of `logits + temperature * g`, at temperature 0 of the logits; the lowest id of a tie.
+
+    At a temperature above 0, tokens whose logit is less than `least` are left out. The noise g has the standard Gumbel distribution
+    (Gumbel, 1954) and is a function of `keys[b]` = (seed, position) and v, so a row's token does not depend on the other rows.
+    The token of a row that holds NaN is some id of the vocabulary; a row that is -inf throughout yields 0.
+    """
+    return torch.ops.nanovllm.draw.default(logits, temperature, least, keys)
+
+
+def highest(logits: Float[Tensor, "B V"]) -> Int32[Tensor, "B"]:
+    """The id of each row's largest logit, the lowest of a tie; some id of the vocabulary where a row holds NaN."""
+    return torch.ops.nanovllm.highest.default(logits)
+
+
+@torch.library.register_fake("nanovllm::highest", lib=_LIBRARY)
+def _fake_highest(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+
+
+@torch.library.register_fake("nanovllm::draw", lib=_LIBRARY)
+def _fake(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+
+
+def gumbel(uniform: Tensor) -> Tensor:
+    """Standard Gumbel noise from uniform numbers: -log(-log(1 - u)), for 1 - u is as uniform as u, and u is finest near 0."""
+    # 1 - u is exact where u >= 2**-9; below, three terms of log's series are as good as float32
+    exponential = torch.where(uniform < 2.0**-9, uniform + uniform * uniform * (0.5 + uniform / 3), -torch.log(1 - uniform))
+    return -torch.log(exponential)
+
+
+def _reference(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
+    ids = logits.argmax(1)
+    random = temperature > 0
+    if random.any():  # numbers are generated for the rows that need them only
+        x = logits[random].float()
+        if least is not None:  # compared before any rounding: the largest logit is never left out
+            x = torch.where(x < least[random].unsqueeze(1), -torch.inf, x)
+        ids[random] = (x + temperature[random].unsqueeze(1) * gumbel(uniforms(keys[random], x.shape[1]))).argmax(1)
+    return ids.int()
+
+
+def _highest(logits: Tensor) -> Tensor:
+    return logits.argmax(1).int()
+
+
+def _cuda_highest(logits: Tensor) -> Tensor:
+    if logits.dtype == torch.float64 or not installed("triton"):
+        return _highest(logits)
+    from nanovllm.ops.sampling.triton_sampling import launch_highest
+
+    return launch_highest(logits)
+
+
+def _cuda(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
+    from nanovllm.ops.sampling.triton_sampling import launch_draw  # triton need not be installed without a GPU
+
+    return launch_draw(logits, temperature, least, keys)
+
+
+_LIBRARY.impl("highest", _highest, "CPU")
+_LIBRARY.impl("highest", _cuda_highest, "CUDA")
+_LIBRARY.impl("draw", _reference, "CPU")
+_LIBRARY.impl("draw", _cuda, "CUDA")

@@ -1,0 +1,144 @@
+"""The Triton kernels of `uniforms` and `draw`. Imported on a GPU only, or under Triton's interpreter (`TRITON_INTERPRET=1`)."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.ops.sampling.philox import STREAM
+
+NUM_WARPS = 4
+BLOCK = 2048  # logits that one program of `highest` looks at
+COUNTERS = 512  # a program makes four numbers of each: 2,048 tokens
+_STREAM = tl.constexpr(STREAM)
+_FINE = tl.constexpr(2.0**-9)
+_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+_THIRD = tl.constexpr(1.0 / 3.0)
+
+
+@triton.jit
+def _uniforms(seed, position, first_counter, COUNTERS: tl.constexpr):
+    """Numbers 4 * first_counter ... of a key, in order; see `ops/sampling/uniforms.py` for the counter and for how bits become floats."""
+    c0 = (first_counter + tl.arange(0, COUNTERS)).to(tl.uint32)
+    zero = c0 * 0
+    c2 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    c3 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, zero + _STREAM, c2, c3)  # pyright: ignore[reportGeneralTypeIssues]
+    w = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    # 23 bits as the fraction of a float in [1, 2): all that follows is exact, and converting integers is slow
+    fine = w < 8388608
+    u = (tl.where(fine, w, w >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - _BELOW_ONE
+    return tl.where(fine, u * _FINE, u)
+
+
+@triton.jit
+def _uniforms_kernel(keys, out, num, COUNTERS: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * COUNTERS
+    u = _uniforms(tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1), first, COUNTERS)
+    index = 4 * first + tl.arange(0, 4 * COUNTERS)
+    tl.store(out + row * num + index, u, mask=index < num)
+
+
+@triton.jit
+def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, HAS_LEAST: tl.constexpr, COUNTERS: tl.constexpr):
+    """The best token of one block of one row: grid (blocks, rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * COUNTERS
+    index = 4 * first + tl.arange(0, 4 * COUNTERS)
+    y = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
+    t = tl.load(temperature + row)
+    if t > 0:
+        if HAS_LEAST:
+            y = tl.where(y < tl.load(least + row), -float("inf"), y)
+        u = _uniforms(tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1), first, COUNTERS)
+        exponential = tl.where(u < 0.001953125, u + u * u * (0.5 + u * _THIRD), -tl.log(1.0 - u))
+        y -= t * tl.log(exponential)
+    value = tl.max(y, 0)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(best + at, value)
+    # NaN equals nothing, itself included: the bound keeps the id in the vocabulary
+    tl.store(best_id + at, tl.min(tl.where(y == value, index, num - 1), 0))
+
+
+@triton.jit
+def _highest_kernel(logits, stride, best, best_id, num, BLOCK: tl.constexpr):
+    """The largest of one block of one row: grid (blocks, rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
+    value = tl.max(y, 0)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(best + at, value)
+    tl.store(best_id + at, tl.min(tl.where(y == value, index, num - 1), 0))
+
+
+@triton.jit
+def _merge_kernel(best, best_id, out, num, num_blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCKS)
+    there = index < num_blocks
+    y = tl.load(best + row * num_blocks + index, mask=there, other=-float("inf"))
+    ids = tl.load(best_id + row * num_blocks + index, mask=there, other=num - 1)
+    tl.store(out + row, tl.min(tl.where(y == tl.max(y, 0), ids, num - 1), 0))
+
+
+def launch_uniforms(keys: torch.Tensor, num: int) -> torch.Tensor:
+    """See `ops.philox.uniforms`."""
+    out = torch.empty((keys.shape[0], num), dtype=torch.float32, device=keys.device)
+    if out.numel() > 0:
+        with torch.cuda.device_of(keys):
+            grid = (triton.cdiv(num, 4 * COUNTERS), keys.shape[0])
+            kernel: Any = _uniforms_kernel
+            kernel[grid](keys.contiguous(), out, num, COUNTERS=COUNTERS, num_warps=NUM_WARPS)
+    return out
+
+
+def launch_highest(logits: torch.Tensor) -> torch.Tensor:
+    """See `ops.draw.highest`; B is at most 65,535."""
+    rows, num = logits.shape
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return out
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_blocks = -(-num // BLOCK)
+    best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        block_highest: Any = _highest_kernel
+        block_highest[(num_blocks, rows)](logits, logits.stride(0), best, best_id, num, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        merge: Any = _merge_kernel
+        merge[(rows,)](best, best_id, out, num, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1)
+    return out
+
+
+def launch_draw(logits: torch.Tensor, temperature: torch.Tensor, least: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
+    """See `ops.draw.draw`; B is at most 65,535."""
+    rows, num = logits.shape
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return out
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    temperature = temperature.contiguous()
+    num_blocks = -(-num // (4 * COUNTERS))
+    best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        block_argmax: Any = _draw_kernel
+        block_argmax[(num_blocks, rows)](
+            logits,
+            logits.stride(0),
+            temperature,
+            temperature if least is None else least.contiguous(),
+            keys.contiguous(),
+            best,
+            best_id,
+            num,
+            HAS_LEAST=least is not None,
+            COUNTERS=COUNTERS,
+            num_warps=NUM_WARPS,
+        )
+        merge: Any = _merge_kernel
+        merge[(rows,)](best, best_id, out, num, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1)
+    return out

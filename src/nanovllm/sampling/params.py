@@ -1,0 +1,249 @@
+"""`SamplingParams`: the options of one request, checked when they are built."""
+
+import difflib
+import functools
+import inspect
+import math
+import operator
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NoReturn, TypeVar
+
+from nanovllm.errors import InvalidRequestError
+
+__all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_generation_config", "show", "validate_for"]
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MIN_TEMPERATURE = 1e-3  # below it what top-p divides by the temperature leaves float32's useful range; 0 is greedy
+MAX_TEMPERATURE = 100.0
+INT32_MAX = 2**31 - 1
+TRANSFORMERS_TOP_K = 50  # its default where a model samples and its generation_config.json is silent
+DRAWN = {"temperature": (MIN_TEMPERATURE, MAX_TEMPERATURE), "top_k": (0, INT32_MAX), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+
+C = TypeVar("C")
+
+
+def show(value: object) -> str:
+    """A value as a message names it: short, whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # a hostile __repr__, or an int of more digits than Python prints
+        return f"<{type(value).__name__}>"
+
+
+def closest(name: str, names: Sequence[str]) -> str | None:
+    """The one of `names` that somebody who wrote `name` most likely meant; None where none is like it."""
+    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return next(iter([*alike, *(other for other in names if len(name) > 3 and name in other)]), None)
+
+
+def _refuse(name: str, value: object, accepted: str) -> NoReturn:
+    raise InvalidRequestError(f"{name}={show(value)}: {accepted}")
+
+
+def _int(name: str, value: Any, low: int, high: int, meaning: str = "") -> int:
+    accepted = f"must be an integer in [{low}, {high}]{meaning}"
+    if isinstance(value, bool):
+        _refuse(name, value, accepted)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        _refuse(name, value, accepted)
+    if not low <= number <= high:
+        _refuse(name, value, accepted)
+    return number
+
+
+def _float(name: str, value: Any, accepted: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        _refuse(name, value, accepted)
+    try:
+        number = float(value)
+    except OverflowError:
+        _refuse(name, value, accepted)
+    if not math.isfinite(number):
+        _refuse(name, value, accepted)
+    return number
+
+
+def _float_in(name: str, value: Any, low: float, high: float, *, open_low: bool = False, meaning: str = "") -> float:
+    accepted = f"must be a number in {'(' if open_low else '['}{low}, {high}]{meaning}"
+    number = _float(name, value, accepted)
+    if not low <= number <= high or (open_low and number == low):
+        _refuse(name, value, accepted)
+    return number
+
+
+def _temperature(value: Any) -> float:
+    accepted = f"must be 0 (greedy) or a number in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}]"
+    number = _float("temperature", value, accepted)
+    if number != 0 and not MIN_TEMPERATURE <= number <= MAX_TEMPERATURE:
+        _refuse("temperature", value, accepted)
+    return abs(number)  # -0.0 is 0
+
+
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate never occurs in decoded text
+        return False
+    return True
+
+
+def _items(name: str, value: Any, accepted: str) -> tuple[Any, ...]:
+    # Sized, so that an endless iterator is refused and not walked
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, bytearray, Mapping)):
+        _refuse(name, value, accepted)
+    try:
+        return tuple(value)
+    except TypeError:  # an array without dimensions
+        _refuse(name, value, accepted)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    accepted = f"must be a non-empty string, or a sequence of at most {MAX_STOPS} of them, without lone surrogates"
+    found = (value,) if isinstance(value, str) else _items("stop", value, accepted)
+    if len(found) > MAX_STOPS or not all(_is_text(s) for s in found):
+        _refuse("stop", found, accepted)
+    return found
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    ids = _items("stop_token_ids", value, "must be a sequence of token ids")
+    return tuple(sorted({_int("stop_token_ids", i, 0, INT32_MAX) for i in ids}))
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...] | None:
+    accepted = "must be None or a mapping from token id to a number in [-100, 100]"
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else _items("logit_bias", value, accepted)
+    found: dict[int, float] = {}
+    for pair in pairs:  # pairs too, because `dataclasses.replace` passes the normalised form back
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            _refuse("logit_bias", value, accepted)
+        token_id = _int("a key of logit_bias", pair[0], 0, INT32_MAX)
+        found[token_id] = _float_in(f"logit_bias[{token_id}]", pair[1], -100.0, 100.0)
+    return tuple(sorted(found.items())) or None
+
+
+def _explains_unknown_keywords(cls: type[C]) -> type[C]:
+    """Make an unknown keyword of a dataclass an `InvalidRequestError` that names it and its closest valid one."""
+    init = cls.__init__
+    names = tuple(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in names:
+                close = closest(name, names)
+                hint = "." if close is None else f": did you mean {close!r}?"
+                raise InvalidRequestError(f"unknown sampling option {show(name)}{hint} Valid options: {', '.join(names)}")
+        init(self, *args, **options)
+
+    type.__setattr__(cls, "__init__", __init__)
+    return cls
+
+
+@_explains_unknown_keywords
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The options of one request. Values are checked and normalised, so equal options compare equal, and hashable.
+
+    Attributes:
+        temperature: 0 is greedy decoding. Otherwise from 0.001 to 100; higher is more varied.
+        top_k: Sample from the k most probable tokens. 0: from all.
+        top_p: Nucleus sampling: sample from the most probable tokens that together have this probability, in (0, 1].
+        min_p: Leave out tokens below `min_p` times the highest probability, in [0, 1].
+        max_tokens: The most tokens of the reply, at least 1.
+        stop: A string, or up to 16, before which the reply ends.
+        stop_token_ids: Token ids that end the reply.
+        ignore_eos: Whether to go on after the model's end token.
+        seed: The same seed gives the same samples, whatever else runs in the batch; in [0, 2**63). None: the engine chooses.
+        repetition_penalty: Above 1: against tokens of the prompt and the reply (Keskar et al., 2019); in (0, 10].
+        presence_penalty: Above 0: against tokens that the reply already has; in [-2, 2].
+        frequency_penalty: Above 0: the same, stronger for tokens that occurred more often; in [-2, 2].
+        logit_bias: A mapping from token ids to numbers in [-100, 100] that are added to their logits.
+        logprobs: None for no log-probabilities, 0 for those of the sampled tokens, up to 20 for as many most probable tokens too.
+
+    Raises:
+        InvalidRequestError: A value is out of range, of another type, or has an unknown name. The message says what is accepted.
+
+    Example:
+        >>> SamplingParams(temperature=0, max_tokens=8, stop=".").stop
+        ('.',)
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 16
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ignore_eos, bool):
+            _refuse("ignore_eos", self.ignore_eos, "must be True or False")
+        normal = {
+            "temperature": _temperature(self.temperature),
+            "top_k": _int("top_k", self.top_k, 0, INT32_MAX, " (0: all tokens)"),
+            "top_p": _float_in("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "min_p": _float_in("min_p", self.min_p, 0.0, 1.0),
+            "max_tokens": _int("max_tokens", self.max_tokens, 1, INT32_MAX),
+            "stop": _stop(self.stop),
+            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "seed": None if self.seed is None else _int("seed", self.seed, 0, 2**63 - 1, " or None"),
+            "repetition_penalty": _float_in("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True),
+            "presence_penalty": _float_in("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _float_in("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "logit_bias": None if self.logit_bias is None else _logit_bias(self.logit_bias),
+            "logprobs": None if self.logprobs is None else _int("logprobs", self.logprobs, 0, MAX_LOGPROBS, " or None"),
+        }
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
+
+
+def validate_for(params: SamplingParams, vocab_size: int) -> None:
+    """Check the token ids of `params` against a vocabulary. Raises `InvalidRequestError` naming the first id outside `[0, vocab_size)`."""
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", dict(params.logit_bias or ()))):
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(f"{name} holds the token id {token_id}; the vocabulary accepts 0 to {vocab_size - 1}")
+
+
+def from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
+    """The options that a Hugging Face `generation_config.json` asks for: greedy unless its `do_sample` is true, as in transformers.
+
+    Read are `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens`. Null and absent ones keep our defaults,
+    but a model that samples has a `top_k` of 50, as in transformers. Numbers that other engines take and `SamplingParams` refuses mean
+    what they mean there: a temperature near 0 and a `top_p` of 0 are greedy, a negative `top_k` is all tokens, others move to the nearest
+    end of their range.
+    Raises `InvalidRequestError` for what is no number, and as `SamplingParams` does for the last two.
+    """
+    same = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+    options: dict[str, Any] = {ours: config[theirs] for theirs, ours in same.items() if config.get(theirs) is not None}
+    drawn: dict[str, Any] = {"top_k": TRANSFORMERS_TOP_K}
+    for name, (low, high) in DRAWN.items():
+        if config.get(name) is not None:
+            drawn[name] = _moved(config[name], low, high)
+    if not config.get("do_sample") or 0 in (drawn.get("temperature"), drawn.get("top_p")):
+        return SamplingParams(temperature=0.0, **options)
+    return SamplingParams(**options, **drawn)
+
+
+def _moved(value: Any, low: int | float, high: int | float) -> Any:
+    """A number below `low` as 0 and one above `high` as that; what is no number as it is, for `SamplingParams` to refuse."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return 0 if value < low else high if value > high else value

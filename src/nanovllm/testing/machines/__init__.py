@@ -1,0 +1,1 @@
+"""Hypothesis state machines over pages, caches, schedulers, engines and chunks."""

@@ -1,0 +1,261 @@
+"""How `ChunkMachine` calls the engine: each call with the shadow's bookkeeping, and what must hold after it."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+
+from nanovllm.chunks.compose import drop
+from nanovllm.chunks.handles import release
+from nanovllm.chunks.prefill import prefill
+from nanovllm.chunks.storage.file import save_chunk
+from nanovllm.engine.donation import enter
+from nanovllm.engine.requests import cancel, capacity
+from nanovllm.engine.step import step
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.invariants import check
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.request import StepOutput
+from nanovllm.testing.machines.engine_holder import SMALLEST, EngineHolder, kv_bytes
+from nanovllm.testing.shadows.chunks import ChunkShadow, ShadowChunk
+from nanovllm.testing.shadows.memory import expect, freeze, indexed_runs
+from nanovllm.testing.shadows.worlds import ChunkWorld, PlantedError, SymbolicWorld
+from nanovllm.testing.strategies import token_ids
+
+MOST_STEPS = 1000  # of a few requests: more means that they never end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """A live chunk, what the shadow says of it, and all that could be seen of it when it was made."""
+
+    chunk: Chunk
+    told: ShadowChunk
+    seen: Any
+    kv: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """A chunk file, and what the shadow says of the chunk."""
+
+    path: Path
+    told: ShadowChunk
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Asked:
+    """A request under way. After a preemption its KV comes back exact, so there may be two tellings of it."""
+
+    tellings: list[ShadowChunk]
+    most_filled: int = 0
+
+
+class ChunkDriver(EngineHolder):
+    """One engine of `world`, a second one that shares files with it, and what the shadow knows of the chunks."""
+
+    world: ClassVar[ChunkWorld] = SymbolicWorld()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other: EngineState = self.world.init_state(SMALLEST)
+        self.shadow = ChunkShadow(self.world)
+        self.held: dict[int, Held] = {}  # the oldest first
+        self.files: list[Saved] = []
+        self.folder = TemporaryDirectory(prefix="nanovllm-")
+        self.num_files = 0
+        self.foreign: Chunk | None = None
+
+    def _pick(self, data: st.DataObject) -> Held:
+        """A live chunk, every other time one with gaps; a new one where there is none, and now and then."""
+        while not self.held:
+            ids = data.draw(token_ids(max_size=8))[: min(capacity(self.state), self.most_pinned * self.state.config.page_size)]
+            self._make(lambda ids=ids: prefill(self.world.model, self.state, ids), self.shadow.exact(ids), needed=len(ids))
+        wanted, gapped = data.draw(st.booleans()), [i for i, held in self.held.items() if held.chunk.gaps]
+        if wanted and (not gapped or data.draw(st.integers(0, 3)) == 3):
+            base = max((self.held[i] for i in gapped or self.held), key=lambda held: len(held.chunk))
+            return self._leave_out(data, base) or next(reversed(self.held.values()))
+        return self.held[data.draw(st.sampled_from(gapped if wanted else list(self.held)))]
+
+    def _pick_file(self, data: st.DataObject) -> Saved:
+        """A chunk file, every other time a new one."""
+        if not self.files or data.draw(st.booleans()):
+            held, path = self._pick(data), self._new_path()
+            save_chunk(self.state, held.chunk, path)
+            self._keep_file(path, held.told)
+        return self.files[data.draw(st.integers(0, len(self.files) - 1))]
+
+    def _leave_out(self, data: st.DataObject, base: Held) -> Held | None:
+        """A chunk with a gap: of whole pages every other time, pages behind it are shared then."""
+        length, size = len(base.chunk), self.state.config.page_size if data.draw(st.booleans()) else 1
+        if length <= size:
+            return None
+        start = data.draw(st.integers(0, length - size - 1))
+        count = data.draw(st.integers(1, min(3, (length - start - 1) // size)))
+        return self._drop(base, start, start + count * size, "gap")
+
+    def _drop(self, base: Held, start: int, stop: int, mode: Any) -> Held | None:
+        told = self.shadow.dropped(base.told, start, stop, mode)
+        needed = 0 if stop == len(base.chunk) else len(told.cells)
+        call = lambda: drop(self.world.model, self.state, base.chunk, start, stop, mode)  # noqa: E731
+        return self._make(call, told, needed, served=mode == "recompute")
+
+    # Calls
+
+    def _attempt(self, call: Callable[[], Any], most: int | None = None, offset: int = 0) -> Any:
+        """What a call returns; None where a planted failure or a legitimate refusal came in between: the old state then stands.
+
+        `most` tokens, which end at a position `offset` later than their number says, are what the call needs room for.
+        """
+        before, frozen = self.state, freeze(self.state.pool)
+        self.kept.keep(before.pool)
+        try:
+            done = call()
+        except (PlantedError, OutOfPagesError, InvalidRequestError) as error:
+            expect(freeze(before.pool) == frozen, "a failed call changed the pool")
+            self._executor.disarm()
+            if not isinstance(error, PlantedError):
+                self._require_reason(error, self.state, most, offset)
+            return None
+        self._executor.disarm()
+        self._replaced(before)
+        return done
+
+    def _require_reason(self, error: Exception, state: EngineState, most: int | None, offset: int = 0) -> None:
+        if most is None:
+            raise error
+        if isinstance(error, InvalidRequestError):
+            return expect(most + offset > capacity(state), f"{most} tokens were refused: {error}")
+        wanted, room = pages_for(most, state.config.page_size) + 1, enter(state).pool.num_available
+        expect(wanted > room, f"{most} tokens were refused, {room} pages are there: {error}")
+
+    def _make(self, call: Callable[[], tuple[EngineState, Chunk]], told: ShadowChunk, needed: int, *, served: bool = False) -> Held | None:
+        """A call that makes one chunk; None where it failed, or the chunk cannot stay. `needed`: tokens that ran or were reused.
+
+        `served`: where the index has exact pages, they may have taken the place of approximate ones.
+        """
+        done = self._attempt(call, len(told.cells), offset_of(told))
+        if done is None:
+            return None
+        self.state, chunk = done
+        self.needed += needed
+        self._adopt(chunk, told, served=served)
+        return self.held.get(chunk.liveness)
+
+    def _adopt(self, chunk: Chunk, told: ShadowChunk, *, served: bool = False) -> None:
+        """Look at a new chunk, and hold it. Where too much is pinned the oldest are released, or little else could be made."""
+        if served and chunk.provenance.exact:
+            told = self.shadow.exact(told.token_ids)
+        self._require_told(self.state, chunk, told)
+        self.held[chunk.liveness] = Held(chunk=chunk, told=told, seen=freeze(chunk), kv=kv_bytes(self.state, chunk))
+        self.kept.keep(chunk)
+        if len(chunk.pages) > self.most_pinned:
+            self._release(chunk)
+        while self._pinned() > self.most_pinned:
+            self._release(next(iter(self.held.values())).chunk)
+
+    def _pinned(self) -> int:
+        return len({page for held in self.held.values() for page in held.chunk.pages})
+
+    def _release(self, chunk: Chunk) -> None:
+        before = self.state
+        self.state = release(self.state, chunk)
+        del self.held[chunk.liveness]
+        self._replaced(before)
+        self._released(chunk)
+
+    def _require_told(self, state: EngineState, chunk: Chunk, told: ShadowChunk) -> None:
+        expect(chunk.token_ids.tolist() == told.token_ids, f"{chunk!r} holds {chunk.token_ids.tolist()}, not {told.token_ids}")
+        positions = [cell.position for cell in told.cells]
+        expect(chunk.positions.tolist() == positions, f"{chunk!r} stands at {chunk.positions.tolist()}, not at {positions}")
+        made = chunk.provenance.operations
+        expect(made == told.operations, f"{chunk!r} was made by {told.operations}")
+        expect(chunk.num_exact == told.num_exact, f"{chunk!r} calls {chunk.num_exact} tokens exact, not {told.num_exact}")
+        self.world.require_cells(state.kv, list(chunk.pages), told.cells, state.pool.frames)
+
+    def _keep_file(self, path: Path, told: ShadowChunk) -> None:
+        self.files.append(Saved(path=path, told=told))
+        if len(self.files) > 4:
+            self.files.pop(0).path.unlink()
+
+    def _new_path(self) -> Path:
+        self.num_files += 1
+        return Path(self.folder.name) / f"{self.num_files}.safetensors"
+
+    def _drawn(self, told: ShadowChunk, token: int, logits: Seq[float]) -> ShadowChunk:
+        """A run after a token that was drawn greedily from these logits."""
+        self.world.require_logits(logits, told.cells, exact=not told.operations)
+        expect(self.world.likeliest(token, logits), f"{token} was drawn from {list(logits)}")
+        return self.shadow.extended(told, [token])
+
+    # Requests
+
+    def _run(self, asked: dict[int, Asked]) -> None:
+        """Step until all requests have ended."""
+        for _ in range(MOST_STEPS):
+            if not asked:
+                return
+            for sequence in (*self.state.running, *self.state.waiting):
+                mine = asked[sequence.request.request_id]
+                mine.most_filled = max(mine.most_filled, sequence.most_filled)
+            try:
+                after, outputs = step(self.world.model, self.state)
+            except PlantedError:
+                continue
+            except OutOfPagesError:  # live chunks leave no room for a prompt: the caller has to cancel it
+                rid = min(asked)
+                self.state = cancel(self.state, rid)
+                self.needed += asked.pop(rid).most_filled
+                continue
+            self.state = after
+            for out in outputs:
+                self._see(out, asked)
+            check(self.state)
+        expect(not asked, f"requests {sorted(asked)} did not end within {MOST_STEPS} steps", invariant=6)
+
+    def _see(self, out: StepOutput, asked: dict[int, Asked]) -> None:
+        mine = asked[out.request_id]
+        for token in out.token_ids:
+            wanted = [self.world.logits_after(told.cells) for told in mine.tellings]
+            drawn = any(self.world.likeliest(token, logits) for logits in wanted)
+            expect(drawn, f"request {out.request_id} drew {token} after {mine.tellings[0].token_ids}, where the logits are {wanted}")
+            mine.tellings = [self.shadow.extended(told, [token]) for told in mine.tellings]
+        if out.output is not None:
+            total = len(mine.tellings[0].cells)
+            self.needed += total - 1 if out.token_ids else max(mine.most_filled, out.output.num_cached_tokens)
+            del asked[out.request_id]
+
+    # What must hold after each rule
+
+    def _require_all(self) -> None:
+        """The engine's own check, counted tokens, and every value and every byte that a live chunk refers to as they were."""
+        state = enter(self.state)
+        check(state)
+        self.kept.require_unchanged()
+        stats = state.stats
+        run = stats.prefill_tokens + stats.decode_tokens + stats.reused_tokens - stats.rerun_tokens - stats.discarded_tokens
+        expect(run == self.needed, f"{run} tokens run or reused, {self.needed} needed: {stats}", invariant=9)
+        expect(sorted(state.chunks) == sorted(self.held), f"chunks {sorted(state.chunks)} are live, not {sorted(self.held)}")
+        for held in self.held.values():
+            if freeze(held.chunk) != held.seen:
+                expect(False, f"{held.chunk!r} was {held.seen}", invariant=5)
+            if kv_bytes(state, held.chunk) != held.kv:
+                expect(False, f"the KV of {held.chunk!r} changed", invariant=3)
+        self._require_index(state)
+
+    def _require_index(self, state: EngineState) -> None:
+        """Every indexed page holds exact KV of the tokens that find it."""
+        size = state.config.page_size
+        for run, page in indexed_runs(state.prefix):
+            self.world.require_cells(state.kv, [page], self.shadow.exact(run).cells[-size:], state.pool.frames, 1)
+
+
+def offset_of(told: ShadowChunk) -> int:
+    """Positions that were left out."""
+    return told.cells[-1].position + 1 - len(told.cells)

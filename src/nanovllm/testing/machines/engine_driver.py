@@ -1,0 +1,272 @@
+"""How `EngineMachine` calls the engine: each call with the shadow's bookkeeping, and what the shadow expects of its result.
+
+Steps that a machine runs between `begin` and `commit` are in `session_driver.py`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import multiple
+
+from nanovllm.chunks.generate import Generation, generate_many
+from nanovllm.chunks.handles import detach, release
+from nanovllm.chunks.prefill import prefill
+from nanovllm.engine.donation import enter
+from nanovllm.engine.requests import cancel, capacity, request_seed, submit, submit_many
+from nanovllm.engine.step import step
+from nanovllm.errors import InvalidRequestError, NanoVLLMError, OutOfPagesError
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.request import Request, Sequence, StepOutput
+from nanovllm.state.window_frames import least_frames
+from nanovllm.testing.machines.engine_holder import EngineHolder, kv_bytes
+from nanovllm.testing.shadows.memory import expect
+from nanovllm.testing.shadows.worlds import PlantedError, SymbolicWorld, World
+from nanovllm.testing.strategies import sampling_options
+
+
+@dataclass(slots=True)
+class Pending:
+    """A submitted request as the shadow sees it. `most_filled` is what its KV cost, run or reused, so far."""
+
+    request: Request
+    prompt: list[int]
+    most_filled: int = 0
+    drawn: list[int] = field(default_factory=list)
+
+
+class EngineDriver(EngineHolder):
+    """One engine of `world`, and what the shadow knows of its chunks and requests."""
+
+    world: ClassVar[World] = SymbolicWorld()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunk_kv: dict[int, bytes] = {}
+        self.pending: dict[int, Pending] = {}
+        self.ended: list[int] = []  # ids of kept requests that have ended and hold their pages
+        self.quiet = 0  # rules since the last misuse or planted failure: these are to be rarer than the others
+
+    def _options(self, data: st.DataObject) -> SamplingParams:
+        return SamplingParams(**data.draw(sampling_options(greedy_only=self.world.greedy_only)))
+
+    def _sequences(self, state: EngineState | None = None) -> list[Sequence]:
+        state = self.state if state is None else state
+        inside = [s for session in state.sessions.values() for s in session.sequences]
+        return [*state.running, *state.waiting, *state.kept.values(), *inside]
+
+    def _attempt(self, call: Callable[[], Any], fails: type[NanoVLLMError] | None = None) -> Any:
+        """What a call returns; None where a planted failure, or a legitimate refusal, came in between: the old state then stands."""
+        before = self.state
+        self.kept.keep(before.pool)
+        self.kept.keep(before.running)
+        self.kept.keep(before.waiting)
+        try:
+            done = call()
+        except PlantedError:
+            done = None
+        except NanoVLLMError as error:
+            if fails is None or not isinstance(error, fails):
+                raise
+            return error
+        self._executor.disarm()
+        if done is None:
+            return None
+        self._replaced(before)
+        return done
+
+    def _new_chunk(self, done: tuple[EngineState, Chunk] | None, tokens: list[int]):
+        if done is None:
+            return multiple()
+        self.state, chunk = done
+        self._adopt(chunk, tokens)
+        return self._hold(chunk)
+
+    def _hold(self, *chunks: Chunk):
+        """The chunks that stay; where too much is pinned they are released at once."""
+        if self._pinned() <= self.most_pinned:
+            return multiple(*chunks)
+        for chunk in chunks:
+            self._release(chunk)
+        return multiple()
+
+    def _pinned(self) -> int:
+        inside = [s for v in self.state.sessions.values() for s in v.sequences]
+        return len({page for holder in (*self.state.chunks.values(), *self.state.kept.values(), *inside) for page in holder.pages})
+
+    def _adopt(self, chunk: Chunk, tokens: list[int]) -> None:
+        expect(chunk.token_ids.tolist() == tokens, f"{chunk!r} holds {chunk.token_ids.tolist()}, not {tokens}")
+        self.chunk_kv[chunk.liveness] = kv_bytes(self.state, chunk)
+        self.kept.keep(chunk)
+
+    def _available(self, base: Chunk | None) -> int:
+        """Pages that a request over this chunk can count on: those available and the whole ones it shares."""
+        return enter(self.state).pool.num_available + (0 if base is None else len(base) // self.state.config.page_size)
+
+    def _prefill(self, after: Chunk | None, ids: list[int]):
+        tokens = ids if after is None else after.token_ids.tolist() + ids
+        if len(tokens) > capacity(self.state):
+            self._refused(InvalidRequestError, lambda: prefill(self.world.model, self.state, ids, after))
+            return multiple()
+        room = self._available(after)
+        done = self._attempt(lambda: prefill(self.world.model, self.state, ids, after), OutOfPagesError)
+        if isinstance(done, OutOfPagesError):
+            wanted = pages_for(len(tokens), self.state.config.page_size)
+            expect(wanted > room, f"{wanted} pages were wanted and {room} are there: {done}")
+            return multiple()
+        if done is not None:
+            self.needed += len(tokens)
+        return self._new_chunk(done, tokens)
+
+    def _release(self, chunk: Chunk) -> None:
+        done = self._attempt(lambda: (release(self.state, chunk), None))
+        self.state = done[0]
+        self._released(chunk)
+
+    def _submit(self, base: Chunk | None, ids: list[int], params: SamplingParams, keep: bool) -> None:
+        context, tokens = context_of(base, ids), tokens_of(base, ids)
+        if len(tokens) >= capacity(self.state, whole=keep):
+            if keep and len(tokens) < capacity(self.state, whole=False):
+                call = lambda: submit_many(self.world.model, self.state, [context], [params], keep=True)  # noqa: E731
+                return self._refused(InvalidRequestError, call)
+            return self._refused(InvalidRequestError, lambda: submit(self.world.model, self.state, context, params))
+        if keep:
+            done = self._attempt(lambda: submit_many(self.world.model, self.state, [context], [params], keep=True))
+        else:
+            done = self._attempt(lambda: submit(self.world.model, self.state, context, params))
+        self.state, found = done
+        rid = found[0] if isinstance(found, list) else found
+        self.pending[rid] = Pending(self.state.waiting.items[rid].request, tokens)
+
+    def _observe(self) -> None:
+        for sequence in self._sequences():
+            mine = self.pending.get(sequence.request.request_id)
+            if mine is not None:
+                mine.most_filled = max(mine.most_filled, sequence.most_filled)
+
+    def _step(self) -> None:
+        self._observe()
+        pinned = self._pinned()
+        done = self._attempt(lambda: step(self.world.model, self.state), OutOfPagesError)
+        if isinstance(done, OutOfPagesError):
+            return self._drop_stuck(pinned, done)
+        if done is None:
+            return
+        self.state, outputs = done
+        for out in outputs:
+            self._see(out, pinned)
+        while self.ended and self._pinned() > self.most_pinned:
+            rid = self.ended.pop()
+            kept = self.state.kept[rid]
+            tokens = kept.tokens.array(0, kept.num_filled).tolist()
+            self.state, chunk = detach(self.world.model, self.state, rid)
+            if chunk is not None:
+                self._adopt(chunk, tokens)
+                self._release(chunk)
+
+    def _drop_stuck(self, pinned: int, error: OutOfPagesError) -> None:
+        """The oldest request can never begin its reply beside what is pinned: the caller has to cancel it, or to release chunks."""
+        rid = min(self.pending)
+        mine = self.pending.pop(rid)
+        short = self._too_much(mine.request, len(mine.prompt), pinned)
+        told = f"request {rid} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and a step raised {error}"
+        expect(not mine.drawn and short, told)
+        self.state = cancel(self.state, rid)
+        self.needed += mine.most_filled
+
+    def _too_much(self, request: Request, num_tokens: int, pinned: int) -> bool:
+        """Whether a request of so many tokens may want more pages, or frames at once, than there are beside the pinned ones."""
+        config, frames = self.state.config, self.state.pool.frames
+        wanted = pages_for(num_tokens, config.page_size)
+        if wanted > config.num_pages - pinned or frames is None:
+            return wanted > config.num_pages - pinned
+        return (wanted if request.keep else min(wanted, least_frames(frames.window, config.page_size))) > frames.num_frames - pinned
+
+    def _see(self, out: StepOutput, pinned: int) -> None:
+        mine = self.pending[out.request_id]
+        mine.drawn += out.token_ids
+        self.world.require_reply(mine.prompt, mine.drawn, mine.request, len(mine.drawn) - len(out.token_ids))
+        if out.output is None:
+            over = out.finish_reason or ends(mine.request, mine.drawn)
+            return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, which is its {over}")
+        expect(out.output.token_ids == mine.drawn, f"request {out.request_id} drew {mine.drawn} and returned {out.output.token_ids}")
+        total = len(mine.prompt) + len(mine.drawn)
+        if out.finish_reason != ends(mine.request, mine.drawn):
+            expect(out.finish_reason == "length", f"request {out.request_id} ended with {out.finish_reason} after {mine.drawn}")
+            short = self._too_much(mine.request, total, pinned)
+            expect(short, f"request {out.request_id} was given up with {total} tokens; {pinned} pages are pinned")
+            self.needed += max(mine.most_filled, out.output.num_cached_tokens)
+        else:
+            self.needed += total - 1
+        del self.pending[out.request_id]
+        if mine.request.keep:
+            self.ended.append(out.request_id)
+
+    def _generate(self, rows: Seq[tuple[Chunk | None, list[int], SamplingParams]]):
+        contexts = [context_of(base, ids) for base, ids, _ in rows]
+        prompts = [tokens_of(base, ids) for base, ids, _ in rows]
+        params, size = [options for *_, options in rows], self.state.config.page_size
+        call = lambda: generate_many(self.world.model, self.state, contexts, params)  # noqa: E731
+        if max(map(len, prompts)) >= capacity(self.state):
+            self._refused(InvalidRequestError, call)
+            return multiple()
+        limits = [min(len(p) + o.max_tokens, capacity(self.state)) for p, o in zip(prompts, params, strict=True)]
+        room, next_id = self._available(None), enter(self.state).next_id
+        shared = sum(len(base) // size for base, *_ in rows if base is not None)
+        done = self._attempt(call, OutOfPagesError)
+        if isinstance(done, OutOfPagesError):
+            wanted = pages_for(len(prompts[0]) + 1, size) if len(rows) == 1 else sum(pages_for(limit, size) for limit in limits)
+            expect(wanted > room + shared, f"{wanted} pages were wanted, {room} are available and {shared} shared: {done}")
+            return multiple()
+        if done is None:
+            return multiple()
+        self.state, made = done
+        if len(rows) == 1:
+            limits = [min(limits[0], (room + shared) * size)]
+        for i, (generation, prompt, limit) in enumerate(zip(made, prompts, limits, strict=True)):
+            request = self._request(next_id + i, len(prompt), params[i], limit)
+            self._see_generation(generation, prompt, request)
+        return self._hold(*(generation.chunk for generation in made))
+
+    def _see_generation(self, generation: Generation, prompt: list[int], request: Request) -> None:
+        self.world.require_reply(prompt, generation.token_ids, request)
+        reason = ends(request, generation.token_ids)
+        expect(generation.finish_reason == reason, f"{generation.token_ids} ended with {generation.finish_reason}, not {reason}")
+        self._adopt(generation.chunk, prompt + generation.token_ids)
+        self.needed += len(prompt) + len(generation.token_ids)
+
+    def _request(self, request_id: int, num_prompt: int, params: SamplingParams, max_len: int) -> Request:
+        """What the engine makes of a request, but for what the oracle does not look at."""
+        seed = request_seed(self.state.config.seed, request_id) if params.seed is None else params.seed
+        ends = () if params.ignore_eos else self.world.model.config.eos_token_ids
+        return Request(
+            request_id=request_id,
+            num_prompt=num_prompt,
+            sampling=params,
+            seed=seed,
+            max_len=max_len,
+            stop_ids=frozenset((*ends, *params.stop_token_ids)),
+            arrival=0.0,
+        )
+
+
+def ends(request: Request, drawn: list[int]) -> str | None:
+    """Why a reply ends here; None where it goes on."""
+    if drawn and drawn[-1] in request.stop_ids:
+        return "stop"
+    return "length" if request.num_prompt + len(drawn) >= request.max_len else None
+
+
+def context_of(base: Chunk | None, ids: list[int]) -> Any:
+    """A chunk, if any, and ids behind it, as a call takes them."""
+    return ids if base is None else [base, ids] if ids else base
+
+
+def tokens_of(base: Chunk | None, ids: list[int]) -> list[int]:
+    """The tokens of the same."""
+    return ids if base is None else base.token_ids.tolist() + ids

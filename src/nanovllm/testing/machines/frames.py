@@ -1,0 +1,200 @@
+"""`FrameMachine`: the pool with frames for layers with windows: needs, spare frames, and what each frame holds, against plain Python."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nanovllm.state import pool as pools
+from nanovllm.state.invariants import check_pool
+from nanovllm.state.pool import Pool
+from nanovllm.state.window_frames import Frames, init_frames
+from nanovllm.testing.shadows.memory import KeptValues, expect
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """An owner of a run of pages, which needs the frames of those from place `retired` on."""
+
+    pages: tuple[int, ...]
+    tokens: list[int]
+    retired: int = 0
+
+
+class FrameMachine(RuleBasedStateMachine):
+    """Owners come, share pages, retire and release them, and index them; pages of one token, each written once.
+
+    A frame holds what was written to the page that got it, until another page gets it: spare ones go to others in the order in which they
+    became so, and the free ones before them. `ops` is the module under test.
+    """
+
+    ops: ClassVar[ModuleType] = pools
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool: Pool = pools.init_pool(1, 1, init_frames(1, 1, window=1, alone=False))
+        self.holders: list[Holder] = []
+        self.written: dict[int, int] = {}  # by page: what its owner wrote
+        self.memory: dict[int, int] = {}  # by frame
+        self.spare: list[int] = []  # pages, the first of which loses its frame first
+        self.next_token = 0
+        self.kept = KeptValues()
+
+    @initialize(num_pages=st.integers(2, 9), num_frames=st.integers(1, 7), window=st.integers(1, 3))
+    def start(self, num_pages: int, num_frames: int, window: int) -> None:
+        """An empty pool."""
+        self.pool = pools.init_pool(num_pages, 1, init_frames(num_frames, num_pages, window=window, alone=False))
+
+    @rule(count=st.integers(1, 5))
+    def allocate(self, count: int) -> None:
+        """Pages and frames for all that were asked for, or nothing."""
+        self._take(range(self.next_token + 1, self.next_token + 1 + count))
+        self.next_token += count
+
+    @rule(data=st.data())
+    def again(self, data: st.DataObject) -> None:
+        """Pages of its own for the beginning of what is indexed, and something else behind it, perhaps: run without being reused."""
+        found = sorted(self._indexed())
+        if found:
+            tokens = data.draw(st.sampled_from(found))
+            self._take([*tokens[: data.draw(st.integers(1, len(tokens)))], *data.draw(st.lists(st.integers(-2, -1), max_size=1))])
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        count, before = len(tokens), self._with_frames()
+        free = self._frames.used.num_free
+        available = min(self.pool.pages.num_free + self.pool.prefix.num_idle, free + len(self.spare))
+        done = self.ops.allocate(self.pool, count)
+        expect((done is None) == (count > available), f"{count} of {available} gave {done}")
+        if done is None:
+            return
+        pool, pages = done
+        self._move(pool)
+        owned = set(pool.pages.refcounts) - set(pages)
+        lost = [page for page in before if page in owned and page not in self._with_frames()]
+        evicted = [page for page in before if page not in owned]
+        wanted = [page for page in self.spare if page in owned][: max(0, count - free - len(evicted))]
+        expect(sorted(lost) == sorted(wanted), f"pages {lost} lost their frames, not {wanted}, the first of {self.spare}")
+        self.spare = [page for page in self.spare if page in owned and page not in lost]
+        for page, token in zip(pages, tokens, strict=True):
+            self.written[page] = self.memory[self._frame(page)] = token
+        self.holders.append(Holder(pages, [self.written[page] for page in pages]))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A second owner of the beginning, who needs what has frames still from some place on."""
+        first = data.draw(st.sampled_from(self.holders))
+        pages = first.pages[: data.draw(st.integers(1, len(first.pages)))]
+        least = max((at + 1 for at, page in enumerate(pages) if page not in self._with_frames()), default=0)
+        retired = data.draw(st.integers(least, len(pages)))
+        self._move(self.ops.acquire(self.pool, pages, retired))
+        self.spare = [page for page in self.spare if page not in pages[retired:]]
+        self.holders.append(Holder(pages, first.tokens[: len(pages)], retired))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        """An owner needs the first of its pages no more."""
+        holder = data.draw(st.sampled_from(self.holders))
+        retired = data.draw(st.integers(holder.retired, len(holder.pages)))
+        gone = holder.pages[holder.retired : retired]
+        holder.retired = retired
+        self._move(self.ops.retire(self.pool, gone))
+        self._become_spare(gone)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """An owner less; the last of its pages are the first to be spare."""
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self._move(self.ops.release(self.pool, holder.pages, holder.retired))
+        self._become_spare(holder.pages[holder.retired :][::-1])
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def index(self, data: st.DataObject) -> None:
+        """A run can be found, with the more frames of its own pages and of those that were found before; nothing falls out of the index."""
+        holder, before = data.draw(st.sampled_from(self.holders)), self._indexed()
+        tokens, pages = np.array(holder.tokens, np.int32), np.array(holder.pages, np.int32)
+        matched = pools.match(self.pool, tokens)
+        frames = max(np.count_nonzero(self._frames.have(either)) for either in (matched, pages[: len(matched)]))
+        self._move(self.ops.insert(self.pool, tokens, pages, 0))
+        self.spare = [page for page in self.spare if page in self.pool.pages.refcounts]
+        lost = sorted(before - self._indexed())
+        expect(not lost, f"runs {lost} are not found any more behind {holder.tokens}")
+        found = np.count_nonzero(self._frames.have(pools.match(self.pool, tokens)[: len(matched)]))
+        expect(found >= frames, f"{found} of the pages for {holder.tokens} have frames, {frames} could")
+
+    @rule(data=st.data(), more=st.integers(0, 3), whole=st.booleans())
+    def reuse(self, data: st.DataObject, more: int, whole: bool) -> None:
+        """The longest indexed beginning of a run all of whose pages that are seen behind it have frames."""
+        indexed = sorted(self._indexed())
+        tokens = list(data.draw(st.sampled_from(indexed))) if indexed else []
+        matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
+        tokens += [0] * more or ([] if tokens else [0])
+        found, retired = self.ops.reusable(self.pool, np.array(tokens, np.int32), whole=whole)
+        window, there, best = self._frames.window, self._with_frames(), 0
+        for count in range(1, len(matched) + 1):
+            first = 0 if whole else max(0, min(count, len(tokens) - 1) - window + 1)
+            if set(matched[first:count]) <= there:
+                best = count
+        expect(found.tolist() == matched[:best], f"{found.tolist()} of {matched} were found where {sorted(there)} have frames")
+        if not best:
+            return
+        self._move(self.ops.acquire(self.pool, found, retired))
+        self.spare = [page for page in self.spare if page not in found.tolist()[retired:]]
+        self.holders.append(Holder(tuple(found.tolist()), tokens[:best], retired))
+
+    @invariant()
+    def agrees(self) -> None:
+        """Counts are those of the owners, spare frames in order, and each page with a frame finds there what was written."""
+        owners = Counter(page for holder in self.holders for page in holder.pages)
+        needs = Counter(page for holder in self.holders for page in holder.pages[holder.retired :])
+        check_pool(self.pool, owners, needs)
+        listed = self._frames.spare.pages()
+        expect(listed == self.spare, f"pages {listed} are spare, in this order, not {self.spare}")
+        for page in self._with_frames():
+            held = self.memory[self._frame(page)]
+            expect(held == self.written[page], f"the frame of page {page} holds {held}, not {self.written[page]}")
+
+    @invariant()
+    def old_values_stand(self) -> None:
+        """Invariant 5."""
+        self.kept.require_unchanged()
+
+    @property
+    def _frames(self) -> Frames:
+        assert self.pool.frames is not None
+        return self.pool.frames
+
+    def _move(self, pool: Pool) -> None:
+        self.kept.keep(self.pool)
+        self.pool = pool
+
+    def _frame(self, page: int) -> int:
+        return self._frames.frame_of[page]
+
+    def _with_frames(self) -> set[int]:
+        return set(np.flatnonzero(self._frames.frame_of.copy() >= 0).tolist())
+
+    def _indexed(self) -> set[tuple[int, ...]]:
+        """The tokens up to each page that is indexed."""
+        found = set[tuple[int, ...]]()
+        for page in self.pool.prefix.pages():
+            tokens, before = [self.written[page]], self.pool.prefix.before(page)
+            while before >= 0:
+                tokens.insert(0, self.written[before])
+                before = self.pool.prefix.before(before)
+            found.add(tuple(tokens))
+        return found
+
+    def _become_spare(self, pages: tuple[int, ...]) -> None:
+        needed = {page for holder in self.holders for page in holder.pages[holder.retired :]}
+        owned = self.pool.pages.refcounts
+        self.spare = [page for page in self.spare if page in owned]
+        self.spare += [page for page in pages if page not in needed and page in owned]

@@ -1,0 +1,161 @@
+"""`PrefixMachine`: the prefix index over a pool against a dict of whole token runs (invariants 1, 2, 4 and 5, and eviction)."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nanovllm.state import pool as pools
+from nanovllm.state.invariants import check_pool
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pool import Pool
+from nanovllm.testing.shadows.memory import KeptValues, ShadowIndex, expect, freeze, indexed_runs
+from nanovllm.testing.strategies import token_ids
+
+
+@dataclass(slots=True)
+class Run:
+    """A holder of pages: the tokens whose KV is there, and the pages in order."""
+
+    tokens: list[int]
+    pages: list[int]
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Runs of tokens take matched and fresh pages, index them, share them, give them back and lose them, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.num_pages = 1, 0
+        self.pool: Pool = pools.init_pool(0, 1)
+        self.shadow = ShadowIndex(1)
+        self.runs: list[Run] = []
+        self.kept = KeptValues()
+        self.memory: dict[int, tuple[int, ...]] = {}  # page -> the tokens of the run that filled it, up to its end
+
+    @initialize(num_pages=st.integers(1, 8), page_size=st.integers(1, 3))
+    def start(self, num_pages: int, page_size: int) -> None:
+        """An empty pool."""
+        self.size, self.num_pages = page_size, num_pages
+        self.pool, self.shadow = pools.init_pool(num_pages, page_size), ShadowIndex(page_size)
+
+    @rule(tokens=token_ids(max_size=9), index=st.booleans())
+    def begin(self, tokens: list[int], index: bool) -> None:
+        """A new run: what is indexed is shared, the rest gets pages of its own, evicting the oldest idle ones."""
+        matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
+        expect(matched == self.shadow.match(tokens), f"{tokens} matched {matched}, not {self.shadow.match(tokens)}", invariant=4)
+        for page, key in zip(matched, self.shadow.keys(tokens), strict=False):
+            expect(self.memory[page] == key, f"{tokens} got page {page}, which holds {self.memory[page]}", invariant=4)
+        pool = pools.acquire(self.pool, matched)
+        self.shadow.idle = [page for page in self.shadow.idle if page not in matched]
+        fresh = self._allocate(pool, pages_for(len(tokens), self.size) - len(matched))
+        run = Run(tokens, matched if fresh is None else matched + fresh)
+        if fresh is None:
+            return self._give_back(run)
+        for place, page in enumerate(fresh, len(matched) + 1):
+            self.memory[page] = tuple(tokens[: place * self.size])
+        self.runs.append(run)
+        if index:
+            self.index(run, len(matched))
+
+    @rule(prompts=st.lists(token_ids(max_size=5), min_size=1, max_size=5))
+    def serve(self, prompts: list[list[int]]) -> None:
+        """Runs that are indexed and over at once: their pages stay as long as nobody needs them."""
+        for tokens in prompts:
+            before = len(self.runs)
+            self.begin(tokens, True)
+            if len(self.runs) > before:
+                self._give_back(self.runs.pop())
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def index_later(self, data: st.DataObject) -> None:
+        """A run is indexed from any of its pages on; nothing happens where what stands before is not indexed."""
+        run = data.draw(st.sampled_from(self.runs))
+        self.index(run, data.draw(st.integers(0, len(run.pages))))
+
+    def index(self, run: Run, start: int) -> None:
+        """Index a run from page `start` on."""
+        pool = pools.insert(self.pool, np.array(run.tokens, np.int32), np.array(run.pages, np.int32), start)
+        self._move(pool)
+        if start == 0 or run.pages[start - 1] in self.shadow.pages.values():
+            self.shadow.insert(run.tokens, run.pages)
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A second holder of the beginning of a run."""
+        run = data.draw(st.sampled_from(self.runs))
+        length = data.draw(st.integers(1, len(run.tokens)))
+        twin = Run(run.tokens[:length], run.pages[: pages_for(length, self.size)])
+        self._move(pools.acquire(self.pool, twin.pages))
+        self.runs.append(twin)
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """A holder gives its pages back."""
+        self._give_back(self.runs.pop(data.draw(st.integers(0, len(self.runs) - 1))))
+
+    @rule(count=st.integers(1, 8))
+    def press(self, count: int) -> None:
+        """Pages are taken and given back unindexed: the oldest idle ones lose their place in the index."""
+        fresh = self._allocate(self.pool, count)
+        if fresh is not None:
+            self._move(pools.release(self.pool, fresh))
+
+    @rule(lost=st.frozensets(st.integers(0, 7), max_size=3))
+    def lose(self, lost: frozenset[int]) -> None:
+        """Idle pages whose KV was overwritten, and all behind them, leave the index."""
+        doomed = self.shadow.behind(lost & frozenset(self.shadow.idle))
+        self._move(pools.forget(self.pool, lost & frozenset(self.shadow.idle)))
+        for page in doomed:
+            self.shadow.drop(page)
+
+    @rule(tokens=token_ids(max_size=9))
+    def look_up(self, tokens: list[int]) -> None:
+        """A look-up changes nothing."""
+        before = freeze(self.pool)
+        found = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
+        expect(found == self.shadow.match(tokens), f"{tokens} matched {found}, not {self.shadow.match(tokens)}", invariant=4)
+        expect(freeze(self.pool) == before, f"looking {tokens} up changed the index")
+
+    @invariant()
+    def agrees(self) -> None:
+        """Keys, pages, idle pages and their order are the shadow's, and the pool's own invariants hold."""
+        check_pool(self.pool, Counter(page for run in self.runs for page in run.pages))
+        found = dict(indexed_runs(self.pool.prefix))
+        expect(found == self.shadow.pages, f"the index holds {found}, expected {self.shadow.pages}")
+        idle = self.pool.prefix.idle_pages()
+        expect(idle == self.shadow.idle, f"idle pages {idle}, expected {self.shadow.idle}")
+        expect(self.pool.num_available == self.num_pages - len({p for r in self.runs for p in r.pages}), "pages are missing")
+
+    @invariant()
+    def old_values_stand(self) -> None:
+        """Invariant 5."""
+        self.kept.require_unchanged()
+
+    def _allocate(self, pool: Pool, count: int) -> list[int] | None:
+        short = count - pool.pages.num_free
+        taken = pools.allocate(pool, count)
+        expect((taken is None) == (count > pool.num_available), f"{count} of {pool.num_available} available pages gave {taken}")
+        if taken is None:
+            self._move(pool)
+            return None
+        self._move(taken[0])
+        for page in self.shadow.idle[: max(0, short)]:
+            expect(page in taken[1], f"page {page} was idle for longest and is not among the evicted {taken[1]}")
+            self.shadow.drop(page)
+        return list(taken[1])
+
+    def _give_back(self, run: Run) -> None:
+        self._move(pools.release(self.pool, run.pages))
+        held = {page for other in self.runs for page in other.pages}
+        self.shadow.idle += [page for page in reversed(run.pages) if page not in held and page in self.shadow.pages.values()]
+
+    def _move(self, pool: Pool) -> None:
+        self.kept.keep(self.pool.pages)
+        self.kept.keep(self.pool.prefix)
+        self.pool = pool

@@ -1,0 +1,274 @@
+"""`ScheduleMachine`: the pure scheduler, driven without a model; the KV memory is a dict (invariants 1 to 4, 6 and 7, order of arrival)."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nanovllm.engine.scheduler import Plan, schedule
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state import pool as pools
+from nanovllm.state.invariants import check_pool
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pool import Pool
+from nanovllm.state.request import Queue, Request, Sequence
+from nanovllm.state.sequence_pages import give_up_pages, reserve, written_pages
+from nanovllm.state.vector import IntVector
+from nanovllm.testing.shadows.memory import KeptValues, ShadowMemory, expect, indexed_runs
+from nanovllm.testing.strategies import Limits, limits, token_ids
+
+
+@dataclass(slots=True)
+class Hold:
+    """What a live chunk is to the scheduler: pages that nobody may write or take."""
+
+    tokens: IntVector
+    pages: IntVector
+
+
+class ScheduleMachine(RuleBasedStateMachine):
+    """Requests arrive, with and without filled contexts, are cancelled, run a step at a time and end; others keep their pages alive.
+
+    `scheduler` is the function under test.
+    """
+
+    scheduler: Callable[..., Plan] = staticmethod(schedule)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = Limits(num_pages=1, page_size=1, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1)
+        self.pool: Pool = pools.init_pool(1, 1)
+        self.running: tuple[Sequence, ...] = ()
+        self.waiting = Queue()
+        self.memory = ShadowMemory(1)
+        self.holds: list[Hold] = []
+        self.keepers: set[int] = set()
+        self.next_id = 0
+        self.oldest: tuple[int, int] | None = None  # id and filled tokens of the oldest running request
+        self.kept = KeptValues()
+        self.finished: set[int] = set()
+
+    @initialize(drawn=limits())
+    def start(self, drawn: Limits) -> None:
+        """An empty pool."""
+        self.limits, self.memory = drawn, ShadowMemory(drawn.page_size)
+        self.pool = pools.init_pool(drawn.num_pages, drawn.page_size)
+
+    @rule(prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4), max_tokens=st.integers(1, 8), keep=st.integers(0, 4))
+    def arrive(self, prompts: list[list[int]], max_tokens: int, keep: int) -> None:
+        """Requests for prompts."""
+        for place, tokens in enumerate(prompts):
+            self._arrive(IntVector.of(tokens), IntVector.of(), 0, max_tokens, keep == place)
+
+    @precondition(lambda self: self.holds)
+    @rule(
+        data=st.data(),
+        more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3),
+        max_tokens=st.integers(1, 6),
+        keep=st.integers(0, 3),
+    )
+    def arrive_on_context(self, data: st.DataObject, more: list[list[int]], max_tokens: int, keep: int) -> None:
+        """Requests that go on from filled pages; nothing, or something, comes after them."""
+        hold = self.holds[data.draw(st.integers(0, len(self.holds) - 1))]
+        for place, tokens in enumerate(more):
+            self._arrive(hold.tokens.extend(tokens), hold.pages, len(hold.tokens), max_tokens, keep == place)
+
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """A request goes away in whatever state it is."""
+        sequence = data.draw(st.sampled_from([*self.running, *self.waiting]))
+        self._move(give_up_pages(self.pool, sequence))
+        if sequence in self.running:
+            self.running = tuple(s for s in self.running if s is not sequence)
+        else:
+            self.waiting = self.waiting.pop(sequence.request.request_id)
+
+    @rule(tokens=token_ids(max_size=5))
+    def fill(self, tokens: list[int]) -> None:
+        """A chunk is prefilled outside the scheduler."""
+        size, run = self.limits.page_size, IntVector.of(tokens)
+        matched = pools.match(self.pool, run.array()).tolist()
+        pool = pools.acquire(self.pool, matched)
+        taken = pools.allocate(pool, pages_for(len(run), size) - len(matched))
+        if taken is None or 2 * (pages_for(len(run), size) + self._pinned()) > self.limits.num_pages + 1:
+            return
+        pages = [*matched, *taken[1]]
+        self.memory.run(run.array(), pages, len(matched) * size, len(run) - len(matched) * size)
+        self._move(pools.insert(taken[0], run.array(), np.array(pages, np.int32), 0))
+        self.holds.append(Hold(run, IntVector.of(pages)))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        """A chunk is released."""
+        hold = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        self._move(pools.release(self.pool, hold.pages))
+
+    @precondition(lambda self: self.holds)
+    @rule()
+    def let_go_of_all(self) -> None:
+        """All chunks are released."""
+        while self.holds:
+            self._move(pools.release(self.pool, self.holds.pop().pages))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        """A second, perhaps shorter, chunk over the same pages."""
+        hold = data.draw(st.sampled_from(self.holds))
+        length = data.draw(st.integers(1, len(hold.tokens)))
+        twin = Hold(hold.tokens.truncate(length), hold.pages.truncate(pages_for(length, self.limits.page_size)))
+        self._move(pools.acquire(self.pool, twin.pages))
+        self.holds.append(twin)
+
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(draws=st.integers(0, 255))
+    def step(self, draws: int) -> None:
+        """One step: the plan is checked, its tokens are run in the dict, drawn tokens are `draws`' bits."""
+        before = (*self.running, *self.waiting)
+        plan = self.scheduler(self.pool, self.running, self.waiting, self.limits.config())
+        self._check_plan(plan, before)
+        self.memory.copy_pages(plan.copies)
+        self._settle(plan, draws)
+        self._check_progress(plan)
+
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(draws=st.integers(0, 255), count=st.integers(2, 8))
+    def run(self, draws: int, count: int) -> None:
+        """Several steps."""
+        for i in range(count):
+            self.step(draws >> i % 8)
+
+    @invariant()
+    def owners_agree(self) -> None:
+        """Invariants 1 and 2; and every filled slot holds what its tokens say (invariant 4)."""
+        owners = Counter(page for holder in (*self.running, *self.waiting, *self.holds) for page in holder.pages)
+        check_pool(self.pool, owners)
+        for sequence in (*self.running, *self.waiting):
+            self.memory.require(sequence.tokens.array(), list(sequence.pages), sequence.num_filled)
+        for hold in self.holds:
+            self.memory.require(hold.tokens.array(), list(hold.pages), len(hold.tokens))
+        size = self.limits.page_size
+        for run, page in indexed_runs(self.pool.prefix):
+            for offset in range(size):
+                held = self.memory.slots.get((page, offset))
+                expect(held == run[: len(run) - size + offset + 1], f"page {page} at {offset} holds {held}, its key {run}", invariant=4)
+
+    @invariant()
+    def old_values_stand(self) -> None:
+        """Invariant 5."""
+        self.kept.require_unchanged()
+
+    def teardown(self) -> None:
+        """Invariant 6: the workload ends within a bound, and all pages come back."""
+        sequences = (*self.running, *self.waiting)
+        total = sum(s.request.max_len for s in sequences)
+        bound = (total + 1) * (len(sequences) + 2)
+        for _ in range(bound):
+            if not self.running and not self.waiting:
+                break
+            self.step(0b1011)
+        expect(not self.running and not self.waiting, f"{len(sequences)} requests did not end within {bound} steps", invariant=6)
+        for hold in self.holds:
+            self.pool = pools.release(self.pool, hold.pages)
+        available, size = self.pool.num_available, self.limits.num_pages
+        expect(available == size, f"{available} of {size} pages came back", invariant=6)
+
+    def _arrive(self, tokens: IntVector, pages: IntVector, num_filled: int, max_tokens: int, keep: bool) -> None:
+        limit = min(self.limits.max_model_len, self.limits.num_pages * self.limits.page_size)
+        if len(tokens) >= limit:
+            return
+        request = Request(
+            request_id=self.next_id,
+            num_prompt=len(tokens),
+            sampling=SamplingParams(),
+            seed=0,
+            max_len=min(len(tokens) + max_tokens, limit),
+            stop_ids=frozenset(),
+            arrival=0.0,
+        )
+        if keep:
+            self.keepers.add(self.next_id)
+        self.next_id += 1
+        self._move(pools.acquire(self.pool, pages))
+        self.waiting = self.waiting.push(Sequence(request=request, tokens=tokens, pages=pages, num_filled=num_filled))
+
+    def _check_plan(self, plan: Plan, before: tuple[Sequence, ...]) -> None:
+        size, old = self.limits.page_size, {s.request.request_id for s in before}
+        rows = [*((s, 1) for s in plan.decode), *plan.prefill]
+        ids = [s.request.request_id for s, _ in rows]
+        running, waiting = ([s.request.request_id for s in group] for group in (plan.running, plan.waiting))
+        expect(len(set(ids)) == len(ids) and set(ids) <= set(running), f"requests {ids} run, {running} are running")
+        everyone = [*running, *waiting, *(s.request.request_id for s in plan.stuck)]
+        expect(sorted(everyone) == sorted(old), f"requests {sorted(old)} became {everyone}")
+        expect(all(a < b for a, b in pairwise(running + waiting)), f"running {running} and waiting {waiting} are not in order of arrival")
+        expect(len(running) <= self.limits.max_num_seqs, f"{len(running)} requests run")
+        expect(sum(count for _, count in rows) <= self.limits.max_num_batched_tokens, f"the budget is exceeded: {[c for _, c in rows]}")
+        writers = Counter()
+        for sequence, count in rows:
+            wanted = max(sequence.todo, 1)
+            expect(0 < count <= wanted, f"{count} of {wanted} tokens are to run", invariant=7)
+            end = sequence.num_filled + min(count, sequence.todo)
+            expect(end <= len(sequence.pages) * size, f"{end} tokens in {len(sequence.pages)} pages of {size}", invariant=7)
+            writers.update(written_pages(sequence, min(count, sequence.todo), size).tolist())
+        for page, count in writers.items():
+            owners = plan.pool.pages.refcount(page)
+            expect(count == 1 and owners == 1, f"page {page} has {count} writers and {owners} owners", invariant=3)
+        held = Counter(page for holder in (*plan.running, *plan.waiting, *plan.stuck, *self.holds) for page in holder.pages)
+        check_pool(plan.pool, held)
+        for sequence in plan.stuck:
+            alone = not plan.running and not any(len(s.pages) for s in plan.waiting)
+            expect(alone, f"request {sequence.request.request_id} was given up while others hold pages")
+            nothing = reserve(plan.pool, sequence, sequence.num_filled + min(1, sequence.todo), size) is None
+            expect(nothing, f"request {sequence.request.request_id} was given up although it could go on")
+
+    def _settle(self, plan: Plan, draws: int) -> None:
+        pool, size, rows, running = plan.pool, self.limits.page_size, dict[int, int](), []
+        for sequence in plan.decode:
+            rows[sequence.request.request_id] = sequence.todo
+            self.memory.require(sequence.tokens.array(), list(sequence.pages), sequence.num_filled)
+        rows.update({s.request.request_id: count for s, count in plan.prefill})
+        for sequence, count in ((s, rows[s.request.request_id]) for s in plan.running if s.request.request_id in rows):
+            self.memory.run(sequence.tokens.array(), list(sequence.pages), sequence.num_filled, count)
+        for sequence in (*plan.running, *plan.stuck):
+            rid, grown = sequence.request.request_id, sequence
+            if rid in rows:
+                grown = sequence.advance(rows[rid])
+                pool = pools.insert(pool, grown.tokens.array(0, grown.num_filled), grown.pages.array(), sequence.num_filled // size)
+                if rows[rid] == sequence.todo:
+                    grown = replace(grown, tokens=grown.tokens.append(draws >> rid % 8 & 1))
+            if sequence not in plan.stuck and len(grown.tokens) < grown.request.max_len:
+                running.append(grown)
+                continue
+            self.finished.add(rid)
+            if rid in self.keepers and grown.num_filled and 2 * (self._pinned() + len(grown.pages)) <= self.limits.num_pages + 1:
+                count = pages_for(grown.num_filled, size)
+                self.holds.append(Hold(grown.tokens.truncate(grown.num_filled), grown.pages.truncate(count)))
+                pool = pools.release(pool, grown.pages.array(count).tolist())
+            else:
+                pool = give_up_pages(pool, grown)
+        self._move(pool)
+        self.running, self.waiting = tuple(running), plan.waiting
+
+    def _check_progress(self, plan: Plan) -> None:
+        if not self.running:
+            expect(not self.waiting or bool(plan.decode or plan.prefill or plan.stuck), "requests wait and nothing runs", invariant=6)
+            self.oldest = None
+            return
+        oldest = (self.running[0].request.request_id, len(self.running[0].tokens) + self.running[0].num_filled)
+        expect(oldest != self.oldest, f"the oldest request {oldest[0]} stood still", invariant=6)
+        self.oldest = oldest
+
+    def _pinned(self) -> int:
+        return len({page for hold in self.holds for page in hold.pages})
+
+    def _move(self, pool: Pool) -> None:
+        self.kept.keep(self.pool)
+        self.pool = pool
+        for sequence in self.running:
+            self.kept.keep(sequence)

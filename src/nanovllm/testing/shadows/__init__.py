@@ -1,0 +1,1 @@
+"""Simple models that the machines compare an engine with."""

@@ -1,0 +1,207 @@
+"""Shadow models: plain Python that says what the engine's values ought to be, and what the KV memory ought to hold."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, no_type_check
+
+import numpy as np
+
+from nanovllm.errors import BrokenInvariantError
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.invariants import broken
+from nanovllm.state.pages import PageState, free_pages
+from nanovllm.state.pool import Pool
+from nanovllm.state.prefix_cache import ROOT, PrefixIndex
+from nanovllm.state.request import Queue
+from nanovllm.state.request import Sequence as Running
+from nanovllm.state.steady import Steady
+from nanovllm.state.vector import IntVector
+from nanovllm.state.window_frames import Frames
+
+
+class ShadowMismatchError(AssertionError):
+    """The engine and its shadow model disagree."""
+
+
+@no_type_check  # called for every slot: run-time checks would cost more than all else
+def expect(holds: bool, what: str, *, invariant: int | None = None) -> None:
+    """Raise `ShadowMismatchError` unless `holds`.
+
+    Args:
+        holds: What must be true.
+        what: The values that were found.
+        invariant: The number, in `nanovllm.invariants.INVARIANTS`, of the invariant that they break; the message then quotes it.
+    """
+    if not holds:
+        raise ShadowMismatchError(what if invariant is None else broken(invariant, what))
+
+
+@no_type_check
+def freeze(value: Any) -> Any:
+    """All that can be seen of a persistent value, as plain immutable Python: equal later if and only if nothing changed."""
+    match value:
+        case IntVector():
+            return tuple(value.array().tolist())
+        case PageState():
+            return value.num_pages, frozenset(value.refcounts.items()), tuple(free_pages(value))
+        case PrefixIndex():
+            runs = frozenset((head, r.parent, tuple(r.tokens.tolist()), tuple(r.pages.tolist())) for head, r in value.runs.items())
+            arrays = (value.run_of, value.place_of, value.num_behind, value.idle_since)
+            idle = frozenset((time, tuple(pages.tolist())) for time, pages in value.idle.items())
+            maps = (frozenset(value.heads.items()), runs, idle, *(tuple(a.copy().tolist()) for a in arrays))
+            return (*maps, value.num_idle, value.oldest, value.now)
+        case Pool():
+            return freeze(value.pages), freeze(value.prefix), value.frames and freeze(value.frames)
+        case Frames():
+            spare = value.spare
+            told = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))
+            return freeze(value.used), told, tuple(spare.pages()), spare.count, spare.oldest, spare.now
+        case Chunk():
+            parts = (freeze(value.tokens), freeze(value.pages), value.provenance, value.num_exact, value.gaps)
+            return (*parts, value.fingerprint, value.engine, value.liveness)
+        case Running():
+            return freeze(value.tokens), freeze(value.pages), value.num_filled, value.most_filled, value.retired
+        case Queue():
+            return tuple((s.request.request_id, freeze(s)) for s in value), value.head
+        case list() | tuple() | Steady():
+            return tuple(freeze(part) for part in value)
+        case _:
+            raise TypeError(f"cannot freeze a {type(value).__name__}")
+
+
+@dataclass(slots=True)
+class KeptValues:
+    """Old values beside what they looked like (invariant 5). Only the `limit` youngest are kept."""
+
+    limit: int = 12
+    kept: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def keep(self, value: Any) -> None:
+        """Remember a value as it is now."""
+        self.kept.append((value, freeze(value)))
+        del self.kept[: -self.limit]
+
+    def require_unchanged(self) -> None:
+        """Raise `ShadowMismatchError` if an old value looks different from when it was kept."""
+        for value, before in self.kept:
+            expect(freeze(value) == before, f"an old {type(value).__name__} changed from {before} to {freeze(value)}", invariant=5)
+
+
+@dataclass(slots=True)
+class ShadowPages:
+    """Owners of each page, counted in a dict."""
+
+    num_pages: int
+    owners: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def free(self) -> set[int]:
+        """Pages without an owner."""
+        return set(range(self.num_pages)) - set(self.owners)
+
+    def add(self, pages: Iterable[int]) -> None:
+        """One more owner of each."""
+        for page in pages:
+            self.owners[page] = self.owners.get(page, 0) + 1
+
+    def remove(self, pages: Iterable[int]) -> None:
+        """One owner of each less."""
+        for page in pages:
+            self.owners[page] -= 1
+            if not self.owners[page]:
+                del self.owners[page]
+
+    def copy(self) -> "ShadowPages":
+        """Independent of this one."""
+        return ShadowPages(self.num_pages, dict(self.owners))
+
+
+@dataclass(slots=True)
+class ShadowIndex:
+    """The prefix index as a dict from whole token prefixes to pages, and the idle pages in a list, the next to be evicted first."""
+
+    page_size: int
+    pages: dict[tuple[int, ...], int] = field(default_factory=dict)
+    idle: list[int] = field(default_factory=list)
+
+    def keys(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every prefix of whole pages."""
+        size = self.page_size
+        return [tuple(tokens[: end * size]) for end in range(1, len(tokens) // size + 1)]
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The pages of the longest indexed prefix."""
+        found = []
+        for key in self.keys(tokens):
+            if key not in self.pages:
+                break
+            found.append(self.pages[key])
+        return found
+
+    def insert(self, tokens: Sequence[int], held: Sequence[int]) -> list[int]:
+        """Index a run's pages as far as they are the ones that a look-up finds; returns the new ones."""
+        added = []
+        for key, page in zip(self.keys(tokens), held, strict=False):
+            if key not in self.pages and page not in self.pages.values():
+                self.pages[key] = page
+                added.append(page)
+            elif self.pages.get(key) != page:
+                break
+        return added
+
+    def drop(self, page: int) -> None:
+        """Forget one page."""
+        self.pages = {key: found for key, found in self.pages.items() if found != page}
+        self.idle = [found for found in self.idle if found != page]
+
+    def behind(self, lost: Iterable[int]) -> set[int]:
+        """The given indexed pages and all whose prefix goes through one of them."""
+        keys = [key for key, page in self.pages.items() if page in set(lost)]
+        return {page for key, page in self.pages.items() if any(key[: len(k)] == k for k in keys)}
+
+
+@dataclass(slots=True)
+class ShadowMemory:
+    """What each slot of the KV memory was computed from: the whole run of tokens up to its own."""
+
+    page_size: int
+    slots: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def copy_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole pages, all at once, as one op does."""
+        pairs, before = list(pairs), dict(self.slots)
+        targets = [target for _, target in pairs]
+        expect(len(set(targets)) == len(targets), f"two copies into one page: {pairs}")
+        expect(not set(targets) & {source for source, _ in pairs}, f"a page is both read and written by the copies {pairs}")
+        for source, target in pairs:
+            for offset in range(self.page_size):
+                self.slots[target, offset] = before.get((source, offset), ())
+
+    def run(self, tokens: np.ndarray, pages: Sequence[int], start: int, count: int) -> None:
+        """Run tokens `start ... start + count - 1`: everything before is read, they themselves are written."""
+        run = tuple(tokens.tolist())
+        for at in range(start, start + count):
+            self.slots[pages[at // self.page_size], at % self.page_size] = run[: at + 1]
+        self.require(tokens, pages, start + count)
+
+    def require(self, tokens: np.ndarray, pages: Sequence[int], count: int) -> None:
+        """Raise unless the first `count` tokens' slots hold just what a prefill of them writes."""
+        run = tuple(tokens.tolist())
+        for at in range(count):
+            place = (pages[at // self.page_size], at % self.page_size)
+            expect(self.slots.get(place) == run[: at + 1], f"slot {place} holds {self.slots.get(place)}, not {run[: at + 1]}", invariant=4)
+
+
+def indexed_runs(index: PrefixIndex) -> list[tuple[tuple[int, ...], int]]:
+    """Every indexed page with the whole run of tokens that its key commits to."""
+    runs = []
+    for page in index.pages():
+        parts, at = list[np.ndarray](), page
+        while at != ROOT:
+            if at not in index:
+                raise BrokenInvariantError(f"page {page} is indexed behind page {at}, which is not")
+            start = index.place_of[at] * index.page_size
+            parts.append(index.runs[index.run_of[at]].tokens[start : start + index.page_size])
+            at = index.before(at)
+        runs.append((tuple(np.concatenate(parts[::-1]).tolist()), page))
+    return runs

@@ -1,0 +1,195 @@
+"""A symbolic model: the KV of a token is a number that commits to every token before it, so that wrong KV is seen at once and exactly.
+
+The engine, its pages and its page copies are the real ones; only the model and its attention are replaced. A token's number is made of
+its id, of its position where that differs from its index, and of the numbers that are read for all earlier tokens through the page
+table; logits are made of the newest number. Keys that move are not turned: the model's rotation speeds are 0.
+
+Layers with a window have a pool of their own, found by frames, and read of it the numbers in the window. What a number is made of is folded
+from what both kinds of layers read, so a frame that was taken over, or freed too early, shows like a wrong page.
+
+Where a plan says what rows share, pages are read by the plan, as a kernel would: each run through the table of its first row. A page that
+the plan leaves out is not read, one that it has twice counts twice, and no query may see a shared run in part.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import no_type_check
+
+import numpy as np
+import torch
+
+from nanovllm.config import ModelConfig
+from nanovllm.errors import BrokenInvariantError
+from nanovllm.models.common.batch import Batch
+from nanovllm.ops.attention.cascade import PromptCascade
+from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.ops.attention.plan_table import lookup
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.sampler import build, sample
+from nanovllm.state.kv_cache import KVState
+from nanovllm.types import Tensor
+
+MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 is a slot that was never written
+START = 1
+
+
+@no_type_check  # called for every slot, as are the next ones: run-time checks would cost more than all else
+def fold(before: int, number: int) -> int:
+    """What the numbers up to one come to."""
+    return (before * 1000003 + number) % 2147483647
+
+
+@no_type_check
+def number_of(before: int, token: int, offset: int = 0) -> int:
+    """The number of a token after what its predecessors fold to; `offset` is its position less its index."""
+    return ((before * 31 + token * 7919 + offset * 104729 + 12345) * 2654435761 >> 7) % MODULUS + 1
+
+
+@no_type_check
+def folded(earlier: Seq[int], config: ModelConfig | None = None) -> int:
+    """What the numbers of all earlier tokens come to for the next one: those that layers without a window read, then those with one."""
+    before = START
+    if config is None or not config.all_windowed:
+        for number in earlier:
+            before = fold(before, number)
+    if config is not None and config.windows:
+        for number in earlier[max(0, len(earlier) - config.widest_window + 1) :]:
+            before = fold(before, number)
+    return before
+
+
+def numbers(tokens: Seq[int], config: ModelConfig | None = None) -> list[int]:
+    """The numbers that a prefill of these tokens writes."""
+    found, before = list[int](), START
+    window, alone = (0, False) if config is None else (config.widest_window, config.all_windowed)
+    for token in tokens:
+        seen = START if alone else before
+        for number in found[max(0, len(found) - window + 1) :] if window else ():
+            seen = fold(seen, number)
+        found.append(number_of(seen, int(token)))
+        before = fold(before, found[-1])
+    return found
+
+
+def logits_of(number: int, vocab_size: int) -> list[float]:
+    """The logits after the token with this number: multiples of 1/2048 below 2, so that drawn tokens vary."""
+    return [((number * 40503 + (v + 1) * 2654435761) * 2246822519 >> 9) % 4096 / 2048 for v in range(vocab_size)]
+
+
+def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
+    """Donates `kv`. The model's signature; host memory only. Raises `BrokenInvariantError` for a position before its index."""
+    starts = list(range(batch.seq_lens.shape[0] + 1)) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    ids, positions = batch.input_ids.tolist(), batch.positions.tolist()
+    window, views = config.widest_window, (batch, batch if batch.windowed is None else batch.windowed)
+    windowed = [window > 0] if len(kv.pools) == 1 else [False, True]
+    groups = [Group(pool, view, starts, window if framed else 0) for pool, view, framed in zip(kv.pools, views, windowed, strict=False)]
+    logits = []
+    for row, seq_len in enumerate(batch.seq_lens.tolist()):
+        first = seq_len - (starts[row + 1] - starts[row])
+        for group in groups:
+            group.begin(row, first)
+        for at in range(first, seq_len):
+            token = starts[row] + at - first
+            if positions[token] < at:
+                raise BrokenInvariantError(f"the token at place {at} of row {row} runs at position {positions[token]}")
+            before = START
+            for group in groups:
+                before = group.before(before, token, at)
+            number = number_of(before, ids[token], positions[token] - at)
+            seen = {group.write(token, at, number) for group in groups}
+            logits.append(logits_of(seen.pop() if len(seen) == 1 else 0, config.vocab_size))
+    found = torch.tensor(logits, dtype=torch.float32)
+    return (found if batch.logit_indices is None else found[batch.logit_indices.long()].view(-1, config.vocab_size)), kv
+
+
+class Group:
+    """One KV pool while a batch runs, and what its layers read of it, all (`window` 0) or the last `window` tokens."""
+
+    @no_type_check
+    def __init__(self, pool, view, starts, window: int):
+        self.memory, self.size, self.window = pool.numpy(), pool.shape[4], window
+        self.tables, self.slots = view.page_tables.tolist(), view.slots.tolist()
+        self.plan = PlannedReads(view.plan, self.tables, starts, self.size) if view.plan else None
+        self.row, self.sum, self.page = 0, START, None
+
+    @no_type_check
+    def begin(self, row: int, first: int) -> None:
+        """A row, whose first token to run is at place `first`."""
+        self.row, self.sum = row, START
+        for at in range(0 if self.plan is None and not self.window else first, first):
+            self.sum = fold(self.sum, read(self.memory, self.tables[row][at // self.size], at % self.size))
+
+    @no_type_check
+    def before(self, before: int, token: int, at: int) -> int:
+        """What other pools' numbers came to, and then those that this token reads here."""
+        table, since = self.tables[self.row], max(0, at - self.window + 1) if self.window else 0
+        self.page = table[at // self.size]
+        if self.plan is not None:
+            before, self.page = self.plan.follow(self.memory, token, at, since, before)
+        elif self.window:
+            for place in range(since, at):
+                before = fold(before, read(self.memory, table[place // self.size], place % self.size))
+        else:
+            before = self.sum  # the first pool
+        return before
+
+    @no_type_check
+    def write(self, token: int, at: int, number: int) -> int:
+        """The token's number into its slot; returns what the token finds in its own place."""
+        slot = self.slots[token]
+        self.memory[:, slot // self.size, :, :, slot % self.size, :] = number
+        seen = 0 if self.page is None else read(self.memory, self.page, at % self.size)
+        self.sum = fold(self.sum, seen)
+        return seen
+
+
+class PlannedReads:
+    """What each token of a batch reads by an attention plan. `starts` are the first tokens of the rows."""
+
+    @no_type_check
+    def __init__(self, handle: int, tables: list[list[int]], starts: list[int], size: int):
+        plan, self.size = lookup(handle), size
+        if not isinstance(plan, CascadePlan | PromptCascade):
+            raise BrokenInvariantError(f"plan {handle} is a {type(plan).__name__}")
+        row_of = [row for row in range(len(starts) - 1) for _ in range(starts[row], starts[row + 1])]
+        self.runs = {token: [] for token in range(len(row_of))}  # of a token: first page, its pages, whether other rows read them too
+        for run in plan.runs:
+            tokens = run.rows.tolist()
+            rows = [row_of[token] for token in tokens]
+            part = run.start, tables[rows[0]][run.start : run.stop], rows[0] != rows[-1]
+            for token in tokens:
+                self.runs[token].append(part)
+
+    @no_type_check
+    def follow(self, memory: np.ndarray, token: int, at: int, since: int = 0, before: int = START) -> tuple[int, int | None]:
+        """What a token at place `at`, which sees what stands from place `since` on, folds behind `before` and ahead of its own number, and
+        the page of its own slot; None where the plan leaves it out."""
+        own, size = None, self.size
+        for start, pages, shared in sorted(self.runs[token]):
+            stop = (start + len(pages)) * size
+            if shared and stop > at + 1:
+                raise BrokenInvariantError(f"a token at place {at} sees pages {pages}, which rows share, in part: they reach to {stop}")
+            for place in range(max(start * size, since), min(stop, at + 1)):
+                page = pages[place // size - start]
+                if place == at:
+                    own = page
+                else:
+                    before = fold(before, read(memory, page, place % size))
+        return before, own
+
+
+@no_type_check
+def read(memory: np.ndarray, page: int, offset: int) -> int:
+    """The number in a slot; 0 unless all layers, keys and values, heads and dimensions agree on it."""
+    values = memory[:, page, :, :, offset, :]
+    first = int(values.flat[0])
+    return first if (values == first).all() else 0
+
+
+def next_token(
+    tokens: Seq[int], num_prompt: int, params: SamplingParams, seed: int, vocab_size: int, config: ModelConfig | None = None
+) -> int:
+    """What a request alone in a fresh engine draws after `tokens`, of which the first `num_prompt` are its prompt."""
+    ids = np.array(tokens, np.int32)
+    logits = torch.tensor([logits_of(numbers(tokens, config)[-1], vocab_size)], dtype=torch.float32)
+    sampling = build([(params, seed, ids[:num_prompt], ids[num_prompt:])], vocab_size, "cpu")
+    return int(sample(logits, sampling, torch.tensor([len(tokens)], dtype=torch.int32)).token_ids[0])

@@ -1,0 +1,1 @@
+"""Text and token ids, chat templates, conversations and streams of text."""

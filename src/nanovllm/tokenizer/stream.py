@@ -1,0 +1,49 @@
+"""The text of a reply, piece by piece, such that the pieces together are the reply's text."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nanovllm.tokenizer.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextStream:
+    """Tokens in, text out. `num_shown` counts the characters given out; `held` could still become the beginning of a stop string.
+
+    `detokenizer` is None for a model without a tokenizer, whose pieces have no text.
+    """
+
+    detokenizer: Detokenizer | None
+    stops: tuple[str, ...]
+    num_shown: int = 0
+    held: str = ""
+
+    @staticmethod
+    def of(tokenizer: Tokenizer | None, stops: Iterable[str] = ()) -> "TextStream":
+        """A stream that has seen nothing."""
+        detokenizer = None if tokenizer is None else Detokenizer.of(tokenizer)
+        return TextStream(detokenizer=detokenizer, stops=tuple(stops))
+
+    def push(self, token_ids: Iterable[int]) -> "tuple[TextStream, str]":
+        """The stream after tokens that do not end the reply, and the text that they made certain."""
+        if self.detokenizer is None:
+            return self, ""
+        detokenizer, piece = self.detokenizer.push(token_ids)
+        text = self.held + piece
+        keep = len(text) - held_back(text, self.stops)
+        return replace(self, detokenizer=detokenizer, num_shown=self.num_shown + keep, held=text[keep:]), text[:keep]
+
+    def end(self, text: str) -> str:
+        """What is left of the reply's whole text."""
+        return text[self.num_shown :]
+
+
+def held_back(text: str, strings: Iterable[str]) -> int:
+    """The length of the longest end of `text` that is the beginning, but not the whole, of one of the strings."""
+    longest = 0
+    for string in strings:
+        for length in range(min(len(text), len(string) - 1), longest, -1):
+            if string.startswith(text[-length:]):
+                longest = length
+                break
+    return longest

@@ -1,0 +1,243 @@
+"""`begin`, `decode_step`, `commit`: decode steps in the caller's hands give what `generate` gives."""
+
+import pytest
+import torch
+
+from nanovllm.chunks.generate import generate
+from nanovllm.chunks.handles import release
+from nanovllm.chunks.prefill import prefill
+from nanovllm.chunks.session import begin, commit
+from nanovllm.engine.init_state import init_state
+from nanovllm.engine.requests import submit
+from nanovllm.engine.step import step
+from nanovllm.errors import DonatedStateError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
+from nanovllm.executor.decode import decode_step
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.invariants import check
+from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.shadows.worlds import ModelWorld, drain
+
+MODEL = random_model(tiny_config(vocab_size=50, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8))
+WORLD = ModelWorld(MODEL)
+IDS = [1, 2, 3, 4, 5, 6, 7]
+
+
+def engine(**limits):
+    return init_state(MODEL, **{"num_pages": 32, "page_size": 4, "max_num_seqs": 8, **limits})
+
+
+def greedy(count=1, **options):
+    return SamplingParams(temperature=0.0, max_tokens=count, **options)
+
+
+def steps(carry, count):
+    drawn = []
+    for _ in range(count):
+        carry, out = decode_step(MODEL.params, carry, MODEL.config)
+        drawn.append(out.token_ids)
+    return carry, drawn
+
+
+def right(state, *chunks):
+    check(state)
+    for chunk in chunks:
+        WORLD.require_kv(state.kv, list(chunk.pages), chunk.token_ids.tolist())
+
+
+def reply(prompt, count, **options):
+    return generate(MODEL, engine(), prompt, greedy(count, **options))[1].token_ids
+
+
+@pytest.mark.parametrize("room", [1, 2, 6, 9])
+def test_the_same_as_generate(room):
+    contexts = [IDS, [9], IDS[:4]]
+    state, carry = begin(MODEL, engine(), contexts, greedy(), room=room)
+    check(state)
+    carry, _ = steps(carry, room)
+    state, made = commit(MODEL, state, carry)
+    assert [generation.token_ids for generation in made] == [reply(prompt, room) for prompt in contexts]
+    right(state, *(generation.chunk for generation in made))
+    stats = state.stats
+    assert stats.prefill_tokens + stats.decode_tokens + stats.reused_tokens == 12 + 3 * room
+
+
+@pytest.mark.parametrize("params", [greedy(), SamplingParams(temperature=1.0, seed=5, top_p=0.9, frequency_penalty=0.3)])
+@pytest.mark.parametrize("more", [[], [8], [8, 9, 10]])
+def test_from_a_chunk(params, more):
+    state, base = prefill(MODEL, engine(), IDS)
+    state, carry = begin(MODEL, state, [[base, more]], params, room=5)
+    carry, _ = steps(carry, 5)
+    state, (made,) = commit(MODEL, state, carry)
+    params = SamplingParams(**{**{name: getattr(params, name) for name in params.__dataclass_fields__}, "max_tokens": 5})
+    assert made.token_ids == generate(MODEL, engine(), IDS + more, params)[1].token_ids
+    assert made.chunk.token_ids.tolist() == IDS + more + made.token_ids
+    right(state, base, made.chunk)
+
+
+def test_a_stop_counts_at_commit_and_what_ran_ahead_is_discarded():
+    tokens = reply(IDS, 6)
+    end = tokens.index(tokens[2]) + 1
+    state, carry = begin(MODEL, engine(), [IDS], greedy(stop_token_ids=[tokens[2]]), room=6)
+    carry, _ = steps(carry, 6)
+    state, (made,) = commit(MODEL, state, carry)
+    assert (made.token_ids, made.finish_reason) == (tokens[:end], "stop")
+    assert state.stats.discarded_tokens == 6 - end
+    right(state, made.chunk)
+
+
+def test_fewer_steps_than_room_give_the_other_pages_back():
+    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=16)
+    assert state.pages.num_free == 32 - 6
+    carry, _ = steps(carry, 3)
+    state, (made,) = commit(MODEL, state, carry)
+    assert (made.token_ids, made.finish_reason) == (reply(IDS, 3), "length")
+    assert state.pages.num_free == 32 - 3
+    right(state, made.chunk)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_no_step_at_all_gives_the_context_as_a_chunk(filled):
+    state, context = engine(), IDS
+    if filled:
+        state, context = prefill(MODEL, state, IDS)
+    before = state.stats
+    state, carry = begin(MODEL, state, [context], greedy(), room=2)
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.token_ids == [] and made.chunk.token_ids.tolist() == IDS
+    stats = state.stats
+    assert stats.prefill_tokens - before.prefill_tokens == (0 if filled else 7)
+    assert stats.prefill_tokens + stats.decode_tokens + stats.reused_tokens == 7 + (7 if filled else 0)
+    right(state, made.chunk)
+
+
+def test_logprobs_of_the_drawn_tokens():
+    state, carry = begin(MODEL, engine(), [IDS], greedy(logprobs=2), room=4)
+    carry, _ = steps(carry, 4)
+    _, (made,) = commit(MODEL, state, carry)
+    _, whole = generate(MODEL, engine(), IDS, greedy(4, logprobs=2))
+    assert made.logprobs is not None and whole.logprobs is not None
+    assert [e.token_id for e in made.logprobs] == made.token_ids
+    assert [e.logprob for e in made.logprobs] == pytest.approx([e.logprob for e in whole.logprobs], abs=1e-5)
+
+
+def test_given_tokens_are_scored():
+    given = reply(IDS, 3)
+    state, carry = begin(MODEL, engine(), [IDS], greedy(logprobs=0), room=3)
+    scores = []
+    for token in given:
+        carry, out = decode_step(MODEL.params, carry, MODEL.config, token_ids=torch.tensor([token], dtype=torch.int32))
+        assert out.logprobs is not None
+        scores.append(out.logprobs.item())
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.token_ids == given
+    logits, _ = WORLD.uncached([*IDS, *given[:-1]])
+    expected = logits[6:].log_softmax(1).gather(1, torch.tensor(given)[:, None])[:, 0]
+    assert scores == pytest.approx(expected.tolist(), abs=1e-4)
+    right(state, made.chunk)
+
+
+def test_sessions_and_requests_take_turns():
+    state, first = begin(MODEL, engine(), [IDS], greedy(), room=4)
+    state, second = begin(MODEL, state, [[9], IDS[:3]], greedy(), room=3)
+    state, rid = submit(MODEL, state, IDS[:5], greedy(6))
+    ended = {}
+    for _ in range(3):
+        first, _ = steps(first, 1)
+        second, _ = steps(second, 1)
+        state, _ = step(MODEL, state)
+        check(state)
+    state, two = commit(MODEL, state, second)
+    first, _ = steps(first, 1)
+    state, one = commit(MODEL, state, first)
+    state, ended = drain(MODEL, state)
+    assert [g.token_ids for g in (*one, *two)] == [reply(IDS, 4), reply([9], 3), reply(IDS[:3], 3)]
+    assert ended[rid].token_ids == reply(IDS[:5], 6)
+    right(state, *(g.chunk for g in (*one, *two)))
+
+
+def test_a_tight_pool_leaves_a_sessions_pages_alone():
+    state, carry = begin(MODEL, engine(num_pages=6), [IDS], greedy(), room=5)
+    carry, _ = steps(carry, 2)
+    for _ in range(3):
+        state, rid = submit(MODEL, state, [8] * 5, greedy(5))
+        state, ended = drain(MODEL, state)
+        assert len(ended[rid].token_ids) == 5
+    carry, _ = steps(carry, 3)
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.token_ids == reply(IDS, 5)
+    right(state, made.chunk)
+
+
+# Refusals
+
+
+def test_a_carry_is_committed_once():
+    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=3)
+    old = carry
+    carry, _ = steps(carry, 2)
+    with pytest.raises(DonatedStateError, match="seen 0 steps"):
+        commit(MODEL, state, old)
+    with pytest.raises(DonatedStateError):
+        steps(old, 1)
+    state, (made,) = commit(MODEL, state, carry)
+    with pytest.raises(DonatedStateError, match="committed already"):
+        commit(MODEL, state, carry)
+    with pytest.raises(DonatedStateError, match="committed"):
+        steps(carry, 1)
+    right(state, made.chunk)
+
+
+def test_a_carry_of_another_engine_is_refused():
+    state, mine = begin(MODEL, engine(), [IDS], greedy(), room=3)
+    other, foreign = begin(MODEL, engine(), [[9]], greedy(), room=3)
+    with pytest.raises(DonatedStateError, match="another engine"):
+        commit(MODEL, state, foreign)
+    state, (made,) = commit(MODEL, state, steps(mine, 3)[0])
+    assert made.token_ids == reply(IDS, 3)
+    other, (theirs,) = commit(MODEL, other, steps(foreign, 3)[0])
+    assert theirs.token_ids == reply([9], 3)
+
+
+def test_steps_beyond_the_room_are_discarded():
+    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=3)  # 10 tokens; the third page has room for 12
+    carry, _ = steps(carry, 5)
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.token_ids == reply(IDS, 3)
+    assert state.stats.discarded_tokens == 2
+    right(state, made.chunk)
+
+
+@pytest.mark.parametrize("room", [0, -1, 1.5, True, None])
+def test_bad_room(room):
+    with pytest.raises(Exception) as caught:
+        begin(MODEL, engine(), [IDS], greedy(), room=room)
+    assert isinstance(caught.value, InvalidRequestError) or "parameter" in str(caught.value)
+
+
+def test_impossible_sessions_are_refused_and_cost_nothing():
+    state = engine(num_pages=4, max_num_seqs=2)
+    with pytest.raises(InvalidRequestError, match="room=10 exceeds this engine's 16"):
+        begin(MODEL, state, [IDS], greedy(), room=10)
+    with pytest.raises(InvalidRequestError, match="3 contexts exceed max_num_seqs=2"):
+        begin(MODEL, state, [IDS] * 3, greedy(), room=1)
+    with pytest.raises(InvalidRequestError, match="at least one"):
+        begin(MODEL, state, [], greedy(), room=1)
+    with pytest.raises(OutOfPagesError):
+        begin(MODEL, state, [IDS, IDS], greedy(), room=5)
+    state, base = prefill(MODEL, state, [1])
+    state = release(state, base)
+    with pytest.raises(ReleasedChunkError):
+        begin(MODEL, state, [base], greedy(), room=1)
+    assert state.pool.num_available == 4
+    state, carry = begin(MODEL, state, [IDS, IDS[:3]], greedy(), room=1)
+    state, made = commit(MODEL, state, steps(carry, 1)[0])
+    assert [g.token_ids for g in made] == [reply(IDS, 1), reply(IDS[:3], 1)]
+
+
+def test_a_carry_that_is_not_from_begin():
+    state = engine()
+    state, _ = submit(MODEL, state, IDS, greedy(5))
+    state, _ = step(MODEL, state)
+    state, _ = step(MODEL, state)
+    with pytest.raises(InvalidRequestError, match="begin"):
+        commit(MODEL, state, state.loaded[1])

@@ -1,0 +1,87 @@
+"""Stop strings: found as soon as the reply's text has them, in text that the detokenizer still holds too."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+import nanovllm as nv
+from nanovllm.engine.output import draw_token, finish_reason, reply_text
+from nanovllm.engine.requests import new_sequence
+from nanovllm.executor.executor import Drawn
+from nanovllm.state.request import StopScan
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
+from nanovllm.tokenizer.stream import TextStream
+from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
+
+
+def fallback_tokenizer() -> Tokenizer:
+    """Byte tokens 0 to 255 as TinyLlama has them, and letters; what no letter spells is bytes, a newline too."""
+    pieces = [*[f"<0x{byte:02X}>" for byte in range(256)], "a", "b", "é"]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return make_tokenizer(backend, {}, None)
+
+
+FALLBACK, LEVEL = fallback_tokenizer(), byte_tokenizer()
+MODEL = random_model(tiny_config())
+STATE = nv.init_state(MODEL, num_pages=64)
+NEWLINE, A, B = 10, 256, 257
+
+
+def drawn_reply(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[list[int], str, StopScan | None]:
+    """The tokens and the text of a reply that draws `ids`, and its scan; its stream shows the same text."""
+    model, params = replace(MODEL, tokenizer=tokenizer), nv.SamplingParams(stop=stops, max_tokens=500)
+    _, sequence, _ = new_sequence(model, STATE, [1], params)
+    stream, shown = TextStream.of(model.tokenizer, params.stop), ""
+    for token in ids:
+        sequence = draw_token(sequence, token, Drawn(token_ids=np.zeros(1, np.int32)), 0, 0.0)
+        if finish_reason(sequence, token):
+            break
+        stream, piece = stream.push([token])
+        shown += piece
+    text = reply_text(model, sequence)
+    assert text.startswith(shown)
+    assert shown + stream.end(text) == text
+    return ids[: sequence.num_generated], text, sequence.stops
+
+
+@pytest.mark.parametrize(
+    ("ids", "stop", "used", "text"),
+    [
+        ([A, NEWLINE, NEWLINE, NEWLINE], "\n", 2, "a"),
+        ([A, NEWLINE, NEWLINE, B], "\n\n", 3, "a"),
+        ([A, NEWLINE, 0xE4, B], "\n", 2, "a"),
+        ([A, NEWLINE, NEWLINE, B], "\nb", 4, "a\n"),
+        ([A, *"é".encode(), B], "é", 3, "a"),
+        ([A, 0xE4, B], "\ufffd", 3, "a"),
+        ([A, *"é".encode(), B], "\ufffd", 4, "aéb"),
+    ],
+)
+def test_byte_tokens(ids: list[int], stop: str, used: int, text: str) -> None:
+    assert drawn_reply(FALLBACK, ids, [stop])[:2] == (ids[:used], text)
+
+
+@pytest.mark.parametrize("tokenizer", [FALLBACK, LEVEL], ids=["fallback", "byte-level"])
+@given(data=st.data())
+def test_a_reply_ends_with_the_first_token_that_shows_a_stop(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    some = [NEWLINE, A, B, 258, *"é🙂".encode()] if tokenizer is FALLBACK else tokenizer.encode("\nabé🙂")
+    ids = data.draw(st.lists(st.sampled_from(some), max_size=20))
+    stops = data.draw(st.lists(st.text("\nabé🙂", min_size=1, max_size=3), min_size=1, max_size=3))
+    texts = [tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
+    count, text = len(ids), tokenizer.decode(ids)
+    for n, shown in enumerate(texts):
+        if places := [shown.find(stop) for stop in stops if stop in shown]:
+            count, text = n + 1, shown[: min(places)]
+            break
+    assert drawn_reply(tokenizer, ids, stops)[:2] == (ids[:count], text)
+
+
+def test_a_long_reply_keeps_a_short_tail() -> None:
+    _, text, scan = drawn_reply(FALLBACK, [A, B] * 200, ["ba!", "\n"])
+    assert len(text) == 400
+    assert scan is not None and len(scan.tail) == 2 and scan.start == 398

@@ -1,0 +1,215 @@
+"""The scheduler alone: who runs, who waits, who gives way."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.scheduler import schedule, steady
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state import pool as pools
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pages import retain
+from nanovllm.state.pool import Pool, init_pool
+from nanovllm.state.pool_sizes import LOOKAHEAD
+from nanovllm.state.request import Queue, Request, Sequence
+from nanovllm.state.sequence_pages import reserve
+from nanovllm.state.vector import IntVector
+
+
+def config(**limits):
+    return EngineConfig(
+        **{"num_pages": 8, "page_size": 2, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "seed": 0, **limits}
+    )
+
+
+def waiting(request_id, num_tokens, max_tokens=4):
+    request = Request(
+        request_id=request_id,
+        num_prompt=num_tokens,
+        sampling=SamplingParams(),
+        seed=0,
+        max_len=num_tokens + max_tokens,
+        stop_ids=frozenset(),
+        arrival=0.0,
+    )
+    tokens = [(request_id * 100 + i) % 1000 for i in range(num_tokens)]  # no two requests share a prefix
+    return Sequence(request=request, tokens=IntVector.of(tokens), pages=IntVector.of())
+
+
+def queue(*sequences):
+    found = Queue()
+    for sequence in sequences:
+        found = found.push(sequence)
+    return found
+
+
+def settled(plan):
+    """The sequences of a plan once it has run: everything scheduled is filled, whole ones draw token 0."""
+    counts = {s.request.request_id: count for s, count in plan.prefill}
+    counts.update({s.request.request_id: s.todo for s in plan.decode})
+    running = []
+    for sequence in plan.running:
+        count = counts.get(sequence.request.request_id)
+        grown = sequence if count is None else sequence.advance(count)
+        if count is not None and grown.todo == 0:
+            grown = replace(grown, tokens=grown.tokens.append(0))
+        running.append(grown)
+    return plan.pool, running, plan.waiting
+
+
+def ids(sequences):
+    return [s.request.request_id for s in sequences]
+
+
+def start(limits, *sequences):
+    return schedule(init_pool(limits.num_pages, limits.page_size), [], queue(*sequences), limits)
+
+
+def test_nothing_to_do():
+    plan = start(config())
+    assert (plan.decode, plan.prefill, plan.running, plan.allocated) == ((), (), (), ())
+
+
+def test_prompts_fill_the_budget_in_order_of_arrival():
+    plan = start(config(max_num_batched_tokens=7), waiting(0, 3), waiting(1, 3), waiting(2, 3))
+    assert [(s.request.request_id, count) for s, count in plan.prefill] == [(0, 3), (1, 3), (2, 1)]
+    assert ids(plan.running) == [0, 1, 2] and not plan.waiting
+
+
+def test_decoding_comes_before_prompts():
+    limits = config(max_num_batched_tokens=3)
+    plan = start(limits, waiting(0, 3))
+    pool, running, left = settled(plan)
+    plan = schedule(pool, running, left.push(waiting(1, 5)), limits)
+    assert ids(plan.decode) == [0]
+    assert [(s.request.request_id, count) for s, count in plan.prefill] == [(1, 2)]
+
+
+def test_a_prompt_of_one_token_decodes():
+    plan = start(config(), waiting(0, 1))
+    assert ids(plan.decode) == [0] and not plan.prefill
+
+
+def test_max_num_seqs():
+    plan = start(config(max_num_seqs=2), waiting(0, 2), waiting(1, 2), waiting(2, 2))
+    assert ids(plan.running) == [0, 1] and ids(plan.waiting) == [2]
+
+
+def test_no_overtaking():
+    """The first of the queue needs more pages than are left: those behind it wait, small as they are."""
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 5)))
+    plan = schedule(pool, running, left.push(waiting(1, 4)).push(waiting(2, 1)), limits)
+    assert ids(plan.running) == [0] and ids(plan.waiting) == [1, 2]
+
+
+def test_the_youngest_gives_way_and_stands_in_front_again():
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 3), waiting(1, 3)))
+    plan = schedule(pool, running, left, limits)
+    pool, running, left = settled(plan)
+    assert ids(plan.decode) == [0, 1]
+    plan = schedule(pool, running, left.push(waiting(2, 1)), limits)
+    assert ids(plan.running) == ids(plan.decode) == [0]
+    assert ids(plan.waiting) == [1, 2]
+    assert plan.num_preempted == 1
+    (preempted, _) = plan.waiting
+    assert len(preempted.pages) == preempted.num_filled == 0
+    assert len(preempted.tokens) == 5 and preempted.most_filled == 4
+
+
+def test_what_a_preempted_request_had_filled_is_found_again():
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 3), waiting(1, 3)))
+    pool, running, left = settled(schedule(pool, running, left, limits))
+    plan = schedule(pool, running, left, limits)
+    pool = pools.release(plan.pool, plan.running[0].pages)
+    plan = schedule(pool, [], plan.waiting, limits)
+    assert plan.running[0].num_filled == 2  # its second page went to the oldest
+    assert plan.num_reused == 0  # it had run before: nothing new is saved
+
+
+def test_a_plan_changes_nothing_that_was_passed_in():
+    limits = config(num_pages=4)
+    pool, running, left = settled(start(limits, waiting(0, 3), waiting(1, 3)))
+    before = (pool.pages.num_free, ids(running), [list(s.pages) for s in running], ids(left))
+    for _ in range(2):
+        schedule(pool, running, left.push(waiting(2, 4)), limits)
+        assert (pool.pages.num_free, ids(running), [list(s.pages) for s in running], ids(left)) == before
+
+
+def test_pages_ahead_of_need_leave_an_eighth_of_the_pool():
+    limits = config(num_pages=100)
+    pool, running, left = settled(start(limits, waiting(0, 2, max_tokens=500)))
+    plan = schedule(pool, running, left, limits)
+    assert plan.grew
+    assert len(plan.running[0].pages) == (3 + LOOKAHEAD + 1) // 2
+    tight = config(num_pages=34)
+    pool, running, left = settled(start(tight, waiting(0, 2, max_tokens=500)))
+    plan = schedule(pool, running, left, tight)
+    assert len(plan.running[0].pages) == 2
+
+
+@pytest.mark.parametrize("num_pages", [1200, 420, 140, 90])
+def test_pages_ahead_of_need_are_those_that_one_row_after_the_other_would_get(num_pages):
+    """First what all need now, then what is ahead of need, in order of arrival, while an eighth of the pool is left."""
+    limits = config(num_pages=num_pages, max_num_seqs=12, max_num_batched_tokens=64)
+    pool, running, left = settled(start(limits, *(waiting(i, 2 + i % 3, max_tokens=60 + 20 * i) for i in range(12))))
+    plan = schedule(pool, running, left, limits)
+    allocated, rows = [], list(running)
+    for ahead in (False, True):
+        for at, sequence in enumerate(rows):
+            length = len(sequence.tokens)
+            if ahead:
+                length = min(sequence.request.max_len, length + LOOKAHEAD)
+            if not ahead or pages_for(length, 2) - len(sequence.pages) <= pool.num_available - num_pages // 8:
+                done = reserve(pool, sequence, length, 2)
+                assert done is not None
+                pool, rows[at], _, taken = done
+                allocated.extend(taken)
+    assert plan.grew and plan.only_decodes and list(plan.allocated) == allocated
+    assert [list(s.pages) for s in plan.running] == [list(s.pages) for s in rows]
+    assert plan.pool.pages.refcounts == pool.pages.refcounts
+
+
+def test_steps_without_a_schedule_are_those_for_which_pages_are_there():
+    limits = config(num_pages=1000, max_model_len=500)
+    pool, running, left = settled(start(limits, waiting(0, 2, max_tokens=500), waiting(1, 3, max_tokens=9)))
+    assert steady(pool, tuple(running), left, limits) is None  # a page is missing
+    plan = schedule(pool, running, left, limits)
+    found = steady(plan.pool, plan.running, left, limits)
+    room = 2 * len(plan.running[0].pages) - plan.running[0].num_filled
+    assert found is not None and found.steps == room > 9  # the second has all pages that it can ever fill, and ends before
+    assert steady(plan.pool, plan.running, left.push(waiting(2, 1)), limits) is None  # would be admitted
+    shared = Pool(pages=retain(plan.pool.pages, plan.running[1].pages), prefix=plan.pool.prefix)
+    assert steady(shared, plan.running, left, limits) is None
+    asked = replace(plan.running[0].request, sampling=SamplingParams(logprobs=0))
+    assert steady(plan.pool, (replace(plan.running[0], request=asked), plan.running[1]), left, limits) is None
+
+
+def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():
+    """Where replies of the past fill the pool, the tables change no more often than in an empty one."""
+    limits = config(num_pages=100)
+    pool = init_pool(limits.num_pages, limits.page_size)
+    for first in range(0, 1000, 10):  # other tokens each time
+        done = pools.allocate(pool, 1)
+        assert done is not None
+        pool, pages = done
+        pool = pools.insert(pool, np.arange(first, first + 2, dtype=np.int32), np.array(pages, np.int32), 0)
+        pool = pools.release(pool, pages)
+    assert pool.pages.num_free == 0 and pool.num_available == 100
+    pool, running, left = settled(schedule(pool, [], queue(waiting(0, 2, max_tokens=500)), limits))
+    plan = schedule(pool, running, left, limits)
+    assert plan.grew and len(plan.running[0].pages) == (3 + LOOKAHEAD + 1) // 2
+
+
+def test_the_budget_never_falls_short_of_those_that_decode():
+    limits = config(max_num_batched_tokens=2, num_pages=64)
+    pool, running, left = settled(start(limits, *(waiting(i, 1 + i % 3) for i in range(6))))
+    for _ in range(3):
+        plan = schedule(pool, running, left, limits)
+        assert 0 < len(plan.decode) + sum(count for _, count in plan.prefill) <= 2
+        assert sum(s.todo <= 1 for s in plan.running) <= 2
+        pool, running, left = settled(plan)

@@ -1,0 +1,61 @@
+"""The static buffers of captured steps, on a CPU: what is filled in is what a replay would read."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import models
+from nanovllm.config import EngineConfig
+from nanovllm.executor.batch import HostBatch, padded
+from nanovllm.executor.cascade_policy import Cascades, cascade_policy
+from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, StepKind
+from nanovllm.executor.decode import DecodeCarry
+from nanovllm.state.kv_cache import init_kv
+from nanovllm.testing.models import random_model, tiny_config
+
+PAGE, NUM_PAGES, LONGEST = 4, 40, 48
+LAYOUT = {"page_size": PAGE, "dummy_page": NUM_PAGES}
+MOVED = ("input_ids", "positions", "slots", "seq_lens")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+    """Steps of 2 and 8 rows, none of which is ever recorded."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    model = random_model(tiny_config(vocab_size=50))
+    limits = EngineConfig(num_pages=NUM_PAGES, page_size=PAGE, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=LONGEST, seed=0)
+    cascades = Cascades(model, limits, cascade_policy(model, limits, always=True))
+    return StepGraphs(model, limits, (2, 8), models.forward, (GREEDY,), None, cascades, fused=False, warm=model.params)
+
+
+def carry_of(graphs: StepGraphs, size: int) -> DecodeCarry:
+    model = graphs._model
+    kv = init_kv(model.config, num_pages=NUM_PAGES, page_size=PAGE, dtype=model.dtype, device=model.device)
+    return graphs._carry(kv, StepKind(size=size, features=GREEDY, way="shared"))
+
+
+def batch(rows: int, width: int, seed: int) -> HostBatch:
+    values = np.random.default_rng(seed)
+
+    def ints(*shape: int) -> np.ndarray:
+        return values.integers(1, NUM_PAGES, shape).astype(np.int32)
+
+    return HostBatch(
+        input_ids=ints(rows), positions=ints(rows), slots=ints(rows), page_tables=ints(rows, width), seq_lens=ints(rows),
+        page_counts=ints(rows),
+    )  # fmt: skip
+
+
+def test_buffers_hold_the_newest_batch_and_nothing_of_older_ones(graphs: StepGraphs) -> None:
+    carries = {size: carry_of(graphs, size) for size in graphs.sizes}
+    for seed, (rows, width) in enumerate([(2, 3), (7, 12), (2, 1), (8, 5), (1, 12), (0, 1), (3, 2)]):
+        size = graphs.size(rows)
+        host, carry = padded(batch(rows, width, seed), size, **LAYOUT), carries[size]
+        graphs._fill(carry, host, rows)
+        for name in MOVED:
+            assert getattr(carry.batch, name).tolist() == getattr(host, name).tolist(), name
+        assert carry.active.tolist() == [1] * rows + [0] * (size - rows)
+        tables = carry.batch.page_tables.numpy()
+        assert tables.shape == (size, LONGEST // PAGE)
+        assert (tables[:, :width] == host.page_tables).all() and (tables[:, width:] == NUM_PAGES).all()

@@ -1,0 +1,76 @@
+"""What the layers for a GPU launch, by the ops that they call: each is one kernel, `linear_add_norm` a product and the sum behind it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm.models.check.compare import spread_rows
+from nanovllm.models.common import layers
+from nanovllm.models.fast import fused
+from nanovllm.models.fast.choice import LayerFunction
+from nanovllm.models.init_params import without_memory
+from nanovllm.models.registry import REGISTRY
+from nanovllm.state.kv_cache import init_kv
+from nanovllm.testing.models import random_model, tiny_config
+
+PLAIN, GEMMA = ("Qwen3ForCausalLM", "LlamaForCausalLM", "GemmaForCausalLM"), ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+FEW = ["norm_linear", "rope_attend", "norm_linear", "norm_linear", "norm_linear"]
+FEW_BEHIND = ["norm_linear", "rope_attend", "norm_linear", "norm_add", "norm_linear", "norm_linear", "norm_add"]
+MANY = ["norm_linear", "rope_attend", "linear_add_norm", "norm_linear", "linear_add_norm"]
+
+
+class Launched(TorchDispatchMode):
+    """The ops that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def launches(architecture: str, layer: LayerFunction, rows: int, **more: Any) -> list[str]:
+    model = random_model(tiny_config(architecture), dtype="bfloat16")
+    batch, w = spread_rows(model, 16, rows, 4).batch, model.params.layers[0]
+    kv = init_kv(model.config, num_pages=64, page_size=4, dtype=model.dtype, device=model.device)
+    x = torch.randn(rows, model.config.hidden_size).to(model.dtype)
+    angles = layers.rope_angles(batch.positions, model.params.inv_freq, model.config.rope)
+    with Launched() as launched:
+        layer(w, x, *more.values(), kv.pools[0], 0, *angles, batch, model.config)
+    return launched.names
+
+
+@pytest.mark.parametrize(("architecture", "few"), [*((name, FEW) for name in PLAIN), *((name, FEW_BEHIND) for name in GEMMA)])
+def test_a_layer_of_few_rows(architecture: str, few: list[str]) -> None:
+    assert launches(architecture, fused.decode_layer, 2) == few
+
+
+@pytest.mark.parametrize("architecture", [*PLAIN, *GEMMA])
+def test_a_layer_of_many_rows(architecture: str) -> None:
+    h, gain = torch.randn(20, 32).bfloat16(), torch.ones(32)
+    assert launches(architecture, fused.wide_layer, 20, h=h, gain=gain) == MANY
+    assert launches(architecture, fused.layer, 20) == ["norm_add", *MANY]
+
+
+def test_what_the_kernels_know() -> None:
+    beyond = {"GPT2LMHeadModel": "layer norms with biases"}
+    for architecture in REGISTRY:
+        config = tiny_config(architecture)
+        assert fused.unknown(without_memory(config, torch.bfloat16), config) == beyond.get(architecture, "")
+    for act in ("gelu", "gelu_tanh", "silu"):
+        config = tiny_config("LlamaForCausalLM", hidden_act=act)
+        assert fused.unknown(without_memory(config, torch.bfloat16), config) == ""
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17])
+def test_products_whose_norm_comes_behind_are_of_many_rows_from_three_on(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a norm or a residual `norm_linear` of three rows is the kernel of many, which takes other cuts."""
+    monkeypatch.setattr(fused.few, "serves", lambda device, dtype, rows, *_: rows <= fused.few.ROWS)
+    for architecture, most in (("GemmaForCausalLM", 16), *((name, 2) for name in GEMMA)):
+        params = random_model(tiny_config(architecture)).params
+        assert fused.follows_closely(params, rows) == (rows <= most)

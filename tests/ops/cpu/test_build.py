@@ -1,0 +1,158 @@
+"""Building the C code: found, kept, and done without."""
+
+import ctypes
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.chunks.generate import generate
+from nanovllm.engine.init_state import init_state
+from nanovllm.models.fast import cpu
+from nanovllm.ops.cpu import build
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.testing.models import random_model, tiny_config
+
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+def find(source: Path) -> ctypes.CDLL | None:
+    return build.library.__wrapped__(source, ("answer",))
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small C file, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "small.c"
+    file.write_text("int answer(void) { return 42; }")
+    return file
+
+
+def built(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "nanovllm").iterdir())
+
+
+@needs_compiler
+def test_built_once_and_found_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = find(source)
+    assert isinstance(library, ctypes.CDLL)
+    assert library.answer() == 42
+    (file,) = built(tmp_path)
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("built again"))
+    assert find(source).answer() == 42
+    assert built(tmp_path) == [file]
+
+
+@needs_compiler
+def test_another_source_is_another_library(source: Path, tmp_path: Path) -> None:
+    find(source)
+    source.write_text("int answer(void) { return 43; }")
+    assert find(source).answer() == 43
+    assert len(built(tmp_path)) == 2
+
+
+@needs_compiler
+def test_flags_that_the_compiler_does_not_know_are_left_out(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        build, "_attempts", lambda: [(("-fno-such-flag-at-all",), ("-lno-such-library",)), (("-fno-such-flag",), ()), ((), ())]
+    )
+    with pytest.warns(UserWarning, match="has no OpenMP"):
+        assert find(source).answer() == 42
+
+
+def test_without_a_compiler_there_is_none(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    with pytest.warns(UserWarning, match="there is no C compiler"):
+        assert find(source) is None
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with pytest.warns(UserWarning, match="/nonexistent/cc.*is no program"):
+        assert find(source) is None
+
+
+@needs_compiler
+def test_a_file_that_does_not_compile_is_a_warning_with_the_reason(source: Path, tmp_path: Path) -> None:
+    source.write_text("int answer(void) { return missing; }")
+    with pytest.warns(UserWarning, match=r"(?s)small\.c could not be built.*missing"):
+        assert find(source) is None
+    assert built(tmp_path) == []
+
+
+@needs_compiler
+def test_without_a_cache_folder_a_temporary_one_serves(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert find(source).answer() == 42
+
+
+@needs_compiler
+def test_a_folder_that_others_can_write_is_not_trusted(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "nanovllm"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert find(source).answer() == 42
+    assert built(tmp_path) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 10, 5000])
+def test_a_broken_file_in_the_cache_is_built_anew(source: Path, tmp_path: Path, size: int) -> None:
+    assert find(source).answer() == 42
+    (file,) = built(tmp_path)
+    whole = file.read_bytes()
+    file.unlink()  # the loaded one stays mapped
+    file.write_bytes(whole[:size] if size < 5000 else b"x" * size)
+    assert find(source).answer() == 42
+    assert file.read_bytes()[:4] == b"\x7fELF"
+
+
+@needs_compiler
+def test_a_library_that_lacks_a_function_is_not_kept(source: Path, tmp_path: Path) -> None:
+    source.write_text("int other(void) { return 1; }")
+    with pytest.warns(UserWarning, match=r"(?s)small\.c could not be built.*answer"):
+        assert find(source) is None
+    assert built(tmp_path) == []
+
+
+@needs_compiler
+def test_a_compiler_that_is_killed_is_no_reason_to_build_less(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = tmp_path / "dying"
+    dying.write_text("#!/bin/sh\nkill -INT $$\n")
+    dying.chmod(dying.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(dying))
+    with pytest.warns(UserWarning, match="killed by signal 2"):
+        assert find(source) is None
+    assert built(tmp_path) == []
+
+
+@needs_compiler
+def test_a_compiler_that_hangs_is_given_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(slow.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(build, "TIMEOUT", 0.2)
+    with pytest.warns(UserWarning, match="timed out"):
+        assert find(source) is None
+
+
+def test_the_engine_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(tiny_config())
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    _, with_it = generate(model, init_state(model, num_pages=16), [1, 2, 3], params)
+    monkeypatch.setattr(cpu, "library", lambda *_: None)
+    _, without = generate(model, init_state(model, num_pages=16), [1, 2, 3], params)
+    assert with_it.token_ids == without.token_ids
+
+
+def test_torch_has_one_openmp(source: Path) -> None:
+    """A second OpenMP runtime would keep a second pool of threads, which wait for work by spinning."""
+    maps = Path("/proc/self/maps")
+    if build.library(cpu.SOURCE, cpu.SYMBOLS) is None or not maps.exists():
+        pytest.skip("no library")
+    torch.ones(4).sum()
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in Path(line.split()[-1]).name and ".so" in line}
+    assert len([path for path in loaded if "gomp" in path]) <= 1, loaded

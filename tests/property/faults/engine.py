@@ -1,0 +1,334 @@
+"""Planted faults: bugs that engines of this kind really had, each with the machine that must find it.
+
+Faults in the algebra of chunks are in `chunks.py`, faults where pages are read once for several rows in `cascade.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from nanovllm.chunks import generate, session
+from nanovllm.chunks import prefill as fill
+from nanovllm.engine import requests, scheduler
+from nanovllm.engine import step as engine
+from nanovllm.executor import carry
+from nanovllm.state import pages, pool
+from nanovllm.state import prefix_cache as prefix
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.lease import Lease
+from nanovllm.state.request import Queue
+from nanovllm.state.vector import IntVector
+from nanovllm.testing.machines.cascade import CascadeMachine
+from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.pages import PageMachine
+from nanovllm.testing.machines.prefix import PrefixMachine
+from nanovllm.testing.machines.scheduler import ScheduleMachine
+from nanovllm.testing.shadows.memory import indexed_runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A bug: `faulty` makes the broken function out of the right one, and it takes the place of each of `targets` (owner, name)."""
+
+    name: str
+    machine: type[RuleBasedStateMachine]
+    targets: tuple[tuple[Any, str], ...]
+    faulty: Callable[[Any], Any]
+
+
+@contextmanager
+def planted(*faults: Fault) -> Iterator[None]:
+    """The package with the faults in it, until the block ends."""
+    with ExitStack() as stack:
+        for fault in faults:
+            for owner, name in fault.targets:
+                stack.enter_context(patch.object(owner, name, fault.faulty(getattr(owner, name))))
+        yield
+
+
+def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int = 50, draw: int | None = None) -> Exception | None:
+    """Run a machine, always over the same examples and without shrinking: the failure it ends with, or None.
+
+    Which examples these are follows from the machine's source, or from `draw`.
+    """
+    if draw is not None:
+        machine = seed(draw)(type(machine.__name__, (machine,), {}))
+    chosen = settings(
+        max_examples=max_examples,
+        stateful_step_count=rules,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+    try:
+        run_state_machine_as_test(machine, settings=chosen)
+    except Exception as failure:  # whatever the fault leads to: a mismatch, a broken invariant, an index out of range
+        return failure
+    return None
+
+
+# Pages
+
+
+def _double_free(release):
+    def faulty(state, held):
+        held = list(held)
+        twice = [page for page in held if state.refcount(page) == 0]
+        after = release(state, [page for page in held if page not in twice])
+        returned = after.returned
+        for page in twice:
+            returned = (page, returned)
+        return replace(after, returned=returned)
+
+    return faulty
+
+
+def _changes_the_old_value(allocate):
+    def faulty(state, count):
+        done = allocate(state, count)
+        if done is not None:
+            object.__setattr__(state, "counts", done[0].counts)
+        return done
+
+    return faulty
+
+
+def _takes_what_there_is(allocate):
+    return lambda state, count: allocate(state, min(count, state.num_free))
+
+
+def _writes_shared(require_writable):
+    return lambda state, written: require_writable(state, [page for page in written if state.refcount(page) < 2])
+
+
+# Prefix index
+
+
+def _ignores_earlier_tokens(match):
+    def faulty(index, tokens):
+        size, found = index.page_size, []
+        by_tokens = {run[-size:]: page for run, page in indexed_runs(index)}
+        for start in range(0, len(tokens) // size * size, size):
+            page = by_tokens.get(tuple(tokens[start : start + size].tolist()))
+            if page is None or page in found:
+                break
+            found.append(page)
+        return np.array(found, np.int32)
+
+    return faulty
+
+
+def _stays_evictable(set_busy):
+    return lambda index, held: index
+
+
+def _evicts_the_youngest(evict):
+    def faulty(index, count):
+        before = {index.before(page) for page in index.pages()}
+        leaves = [page for page in reversed(index.idle_pages()) if page not in before][:count]
+        if len(leaves) < count:
+            return evict(index, count)
+        return prefix.forget(index, frozenset(leaves))
+
+    return faulty
+
+
+def _indexes_partly_filled(insert):
+    def faulty(index, tokens, held, start):
+        missing = -len(tokens) % index.page_size
+        return insert(index, np.concatenate([tokens, np.zeros(missing, np.int32)]), held, start)
+
+    return faulty
+
+
+def _indexes_out_of_order(set_idle):
+    return lambda index, held: set_idle(index, held[::-1])
+
+
+def _forgets_only_itself(forget):
+    def faulty(index, lost):
+        gone = np.array([page for page in lost if page in index], np.int32)
+        return (prefix._unlink(index, gone), gone) if len(gone) else (index, gone)
+
+    return faulty
+
+
+# Scheduler
+
+
+def _leaks_on_preemption(preempt):
+    def faulty(draft, at):
+        before = draft.pool
+        preempt(draft, at)
+        draft.pool = before
+
+    return faulty
+
+
+def writes_without_copy(reserve):
+    """A `reserve` that leaves a partly filled shared page in its place."""
+
+    def faulty(state, sequence, length, page_size):
+        missing = max(0, pages_for(length, page_size) - len(sequence.pages))
+        taken = pool.allocate(state, missing)
+        if taken is None:
+            return None
+        return taken[0], sequence.with_pages(sequence.pages.extend(taken[1]), sequence.num_filled), [], taken[1]
+
+    return faulty
+
+
+def _reserves_one_less(reserve):
+    return lambda state, sequence, length, page_size: reserve(state, sequence, length - 1, page_size)
+
+
+def _forgets_to_empty(without_pages):
+    return lambda sequence: sequence.with_pages(IntVector.of(), sequence.num_filled)
+
+
+def _preempts_the_oldest(preempt):
+    return lambda draft, at: preempt(draft, 0)
+
+
+def _gives_up_too_early(strip_waiting):
+    return lambda draft: False
+
+
+def _newest_first(first):
+    return lambda queue: queue.items[max(queue.items)] if queue.items else None
+
+
+# Engine
+
+
+def _loses_pages_of_the_cancelled(give_up_pages):
+    def faulty(state, sequence):
+        ended = len(sequence.tokens) >= sequence.request.max_len or sequence.tokens[-1] in sequence.request.stop_ids
+        return give_up_pages(state, sequence) if ended else state
+
+    return faulty
+
+
+def _forgets_failures(lose):
+    return lambda lease, lost: None
+
+
+def _forgets_what_was_overwritten(lose):
+    return lambda lease, lost: lose(lease, ())
+
+
+def _keeps_old_page_tables(plan):
+    return lambda *args: replace(plan(*args), grew=False)
+
+
+def _copies_nothing(copy_pages):
+    return lambda kv, *copies: kv
+
+
+def _accepts_donated(check):
+    return lambda lease, epoch: None
+
+
+def _draws_by_row(sampling_of):
+    return lambda rows, model: sampling_of(
+        [replace(s, request=replace(s.request, seed=s.request.seed + row)) for row, s in enumerate(rows)], model
+    )
+
+
+def _overwrites_siblings(extend):
+    def faulty(vector, values):
+        values, end = list(values), vector.length + len(list(values))
+        if end > len(vector.buffer.data):
+            return extend(vector, values)
+        vector.buffer.data[vector.length : end] = values
+        vector.buffer.used[0] = end
+        return IntVector(vector.buffer, end)
+
+    return faulty
+
+
+def _counts_no_reruns(counted):
+    return lambda sequence, count: (counted(sequence, count)[0], 0)
+
+
+def _promises_too_much(bounded):
+    return lambda state, sequences: sequences
+
+
+def _goes_on_after_the_end(finish_reason):
+    return lambda sequence, token: None if token in sequence.request.stop_ids else finish_reason(sequence, token)
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(name="a double free", machine=PageMachine, targets=((pages, "release"),), faulty=_double_free),
+    Fault(name="an old value changed", machine=PageMachine, targets=((pages, "allocate"),), faulty=_changes_the_old_value),
+    Fault(name="fewer pages than asked for", machine=PageMachine, targets=((pages, "allocate"),), faulty=_takes_what_there_is),
+    Fault(name="a shared page called writable", machine=PageMachine, targets=((pages, "require_writable"),), faulty=_writes_shared),
+    Fault(
+        name="a prefix hit that ignores earlier tokens", machine=PrefixMachine, targets=((prefix, "match"),), faulty=_ignores_earlier_tokens
+    ),
+    Fault(name="eviction of a page in use", machine=PrefixMachine, targets=((prefix, "set_busy"),), faulty=_stays_evictable),
+    Fault(name="eviction of the youngest", machine=PrefixMachine, targets=((prefix, "evict"),), faulty=_evicts_the_youngest),
+    Fault(name="a partly filled page indexed", machine=PrefixMachine, targets=((prefix, "insert"),), faulty=_indexes_partly_filled),
+    Fault(
+        name="a page evicted before those behind it", machine=PrefixMachine, targets=((prefix, "set_idle"),), faulty=_indexes_out_of_order
+    ),
+    Fault(
+        name="a lost page forgotten without those behind it",
+        machine=PrefixMachine,
+        targets=((prefix, "forget"),),
+        faulty=_forgets_only_itself,
+    ),
+    Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((scheduler._Draft, "preempt"),), faulty=_leaks_on_preemption),
+    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((scheduler, "reserve"),), faulty=writes_without_copy),
+    Fault(name="one token too few reserved", machine=ScheduleMachine, targets=((scheduler, "reserve"),), faulty=_reserves_one_less),
+    Fault(
+        name="preempted and still called filled",
+        machine=ScheduleMachine,
+        targets=((scheduler, "_without_pages"),),
+        faulty=_forgets_to_empty,
+    ),
+    Fault(
+        name="the oldest preempted first", machine=ScheduleMachine, targets=((scheduler._Draft, "preempt"),), faulty=_preempts_the_oldest
+    ),
+    Fault(
+        name="given up while others hold pages",
+        machine=ScheduleMachine,
+        targets=((scheduler._Draft, "strip_waiting"),),
+        faulty=_gives_up_too_early,
+    ),
+    Fault(name="the newest admitted first", machine=ScheduleMachine, targets=((Queue, "first"),), faulty=_newest_first),
+    Fault(name="pages lost on cancel", machine=EngineMachine, targets=((requests, "give_up_pages"),), faulty=_loses_pages_of_the_cancelled),
+    Fault(name="a failed call forgotten", machine=EngineMachine, targets=((Lease, "lose"),), faulty=_forgets_failures),
+    Fault(
+        name="KV that a failed call overwrote still trusted",
+        machine=EngineMachine,
+        targets=((Lease, "lose"),),
+        faulty=_forgets_what_was_overwritten,
+    ),
+    Fault(name="decode steps on old page tables", machine=EngineMachine, targets=((engine, "schedule"),), faulty=_keeps_old_page_tables),
+    Fault(
+        name="page copies left out", machine=EngineMachine, targets=((engine, "copy_pages"), (fill, "copy_pages")), faulty=_copies_nothing
+    ),
+    Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated),
+    Fault(name="randomness that depends on the batch", machine=EngineMachine, targets=((carry, "sampling_of"),), faulty=_draws_by_row),
+    Fault(name="tokens of a sibling overwritten", machine=EngineMachine, targets=((IntVector, "extend"),), faulty=_overwrites_siblings),
+    Fault(name="reruns not counted", machine=EngineMachine, targets=((engine, "counted"),), faulty=_counts_no_reruns),
+    Fault(name="more reserved than there is", machine=EngineMachine, targets=((generate, "_bounded"),), faulty=_promises_too_much),
+    Fault(
+        name="a reply that goes on after its end",
+        machine=CascadeMachine,
+        targets=((session, "finish_reason"),),
+        faulty=_goes_on_after_the_end,
+    ),
+)
