@@ -40,7 +40,8 @@ def test_every_error_is_explained() -> None:
 
 def test_every_option_is_listed_with_its_default() -> None:
     sections = dict(part.split("\n", 1) for part in text_of("options").split("\n## ")[1:])
-    for name, takes in (("LLM", nv.LLM), ("load_model", nv.load_model), ("init_state", nv.init_state), ("SamplingParams", nv.SamplingParams)):
+    for name in ("LLM", "load_model", "init_state", "SamplingParams"):
+        takes = getattr(nv, name)
         parameters = {key: each.default for key, each in inspect.signature(takes).parameters.items() if each.default is not each.empty}
         listed = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \| [^|]{8,}", sections[name], re.M))
         assert listed == {key: repr(value) for key, value in parameters.items()}, name

@@ -74,7 +74,8 @@ def options(name: str) -> str:
     missing = [option for option in defaults if option not in told]
     if missing:
         raise SystemExit(f"the docstring of {name} says nothing of {', '.join(missing)}")
-    return table(("option", "default", "meaning"), [(f"`{option}`", f"`{default!r}`", told[option]) for option, default in defaults.items()])
+    rows = [(f"`{option}`", f"`{default!r}`", told[option]) for option, default in defaults.items()]
+    return table(("option", "default", "meaning"), rows)
 
 
 OPTIONS: MappingProxyType[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(

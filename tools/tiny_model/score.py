@@ -2,7 +2,7 @@
 
     python -m tools.tiny_model.score                              # the table, by transformers
     python -m tools.tiny_model.score --engine nanovllm            # the same by our engine
-    python -m tools.tiny_model.score --card --report              # also writes the model card's table and the samples in docs/explanation/tiny-model.md
+    python -m tools.tiny_model.score --card --report              # also writes the model card and docs/explanation/tiny-model.md
 """
 
 import argparse

@@ -58,8 +58,8 @@ def init_state(
             64 GiB or more.
         memory_fraction: The share of a GPU's memory that may be used.
         seed: Used for requests without a seed of their own.
-        compile: True: fused kernels and CUDA graphs on a GPU, `torch.compile` for layers that the kernels do not serve. False: plain torch on
-            any device. None: True on a GPU; on a CPU decode steps run in C if there is a compiler.
+        compile: True: fused kernels and CUDA graphs on a GPU, `torch.compile` for layers that the kernels do not serve. False: plain torch
+            on any device. None: True on a GPU; on a CPU decode steps run in C if there is a compiler.
         cascade: Whether pages that requests share are read once for all of them. None: if that is faster. True: for every whole page, on
             a CPU too.
         check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. A layer beyond the error

@@ -39,8 +39,8 @@ def load_model(
 ) -> Model:
     """Load a Hugging Face folder, a repository in the local Hugging Face cache, or `"tiny"`, the packaged model.
 
-    Nothing is downloaded without `download=True`. An architecture without a file in `models/` runs through transformers' own module, slowly, if
-    its attention goes through that library's interface.
+    Nothing is downloaded without `download=True`. An architecture without a file in `models/` runs through transformers' own module,
+    slowly, if its attention goes through that library's interface.
 
     Args:
         path_or_repo: A folder, a repository such as `"Qwen/Qwen3-0.6B"`, or `"tiny"`.
@@ -50,7 +50,8 @@ def load_model(
         trust_remote_code: Whether Python code of the checkpoint may run. Each file is named on stderr before it runs. Code never runs if
             the architecture is built in or known to transformers.
         tokenizer: Whether to load the tokenizer. With False the folder needs none, and the model takes and gives token ids.
-        revision: A branch, tag or commit of the repository; the first digits of a commit are enough. None: `main`, or the only cached snapshot.
+        revision: A branch, tag or commit of the repository; the first digits of a commit are enough. None: `main`, or the only cached
+            snapshot.
         download: Whether to fetch from the Hugging Face Hub first the files that the cache lacks.
         max_model_len: The most tokens of a prompt and its reply together. Loading depends on it only for models with LongRoPE, whose
             long contexts are another model with KV of its own. None: the context that they were first trained on.
