@@ -23,21 +23,26 @@ DOCUMENTS = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANG
 NAMED = re.compile(r"`([\w./-]+\.(?:py|md|json|toml|txt|yml|safetensors)|[\w.-]+(?:/[\w.-]+)*/)`")
 LINKED = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 OF_CHECKPOINTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
-OF_CALLERS = (*OF_CHECKPOINTS, "README.md", "prompts.txt")
+OF_CALLERS = (*OF_CHECKPOINTS, "README.md", "prompts.txt", "KEY.safetensors", ".nanovllm-store.json")
+CREATED = re.compile(r"[Cc]reate `([\w/.]+)`")  # by who follows the page
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.S | re.M)
 SHOWN = re.compile(r"```\nIt prints\n```\n(.*?)```", re.S)
-NOT_RUN = "<!-- not run: "  # on the line above a block, with the reason
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")  # on the line above a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced block of a page. `shown` is the output that the page claims, None where it claims none."""
+    """A fenced block of a page. `shown` is the output that the page claims, None if it claims none."""
 
     language: str
     code: str
     line: int
     shown: str | None
-    runs: bool
+    reason: str  # why it is not run; empty: it is
+
+    @property
+    def runs(self) -> bool:
+        return not self.reason
 
 
 @cache
@@ -56,8 +61,10 @@ def blocks(document: Path, language: str) -> list[Block]:
             shown = SHOWN.match(text, match.end() - 3)
             above = text[: match.start()].rstrip("\n").rpartition("\n")[2]
             line = text.count("\n", 0, match.start()) + 1
-            runs = not above.startswith(NOT_RUN)
-            found.append(Block(language=language, code=match[2], line=line, shown=shown[1] if shown else None, runs=runs))
+            why = NOT_RUN.match(above)
+            found.append(
+                Block(language=language, code=match[2], line=line, shown=shown[1] if shown else None, reason=why[1] if why else "")
+            )
     return found
 
 
@@ -86,8 +93,9 @@ def anchors(document: Path) -> set[str]:
 def test_paths_and_links_exist(document: Path) -> None:
     text = FENCE.sub("", text_of(document))
     places = (ROOT, ROOT / "src/nanovllm", document.parent, *((ROOT / "tools/tiny_model",) if document.name == "tiny-model.md" else ()))
+    known = {*OF_CALLERS, *CREATED.findall(text), *(path.partition("src/nanovllm/")[2] for path in CREATED.findall(text))}
     for name in NAMED.findall(text):
-        assert name in OF_CALLERS or any((place / name).exists() for place in places), f"{document.name} names {name}"
+        assert name in known or any((place / name).exists() for place in places), f"{document.name} names {name}"
     for link, anchor in LINKED.findall(text):
         if "://" in link or link.startswith("mailto:"):
             continue
@@ -113,9 +121,16 @@ def test_the_structure_names_every_file() -> None:
         assert path.name == "__init__.py" or name in named or any(f in named for f in folders), f"docs/structure.md does not name {name}"
 
 
+@pytest.mark.parametrize("document", PAGES, ids=name_of)
+def test_blocks_that_are_not_run_are_pieces_of_the_sources_or_say_why(document: Path) -> None:
+    for block in blocks(document, "python"):
+        if not block.runs:
+            says_why = "quoted" not in block.reason and len(block.reason.split()) > 2
+            assert quoted(block.code) or (says_why and compile(block.code, str(document), "exec")), f"{name_of(document)}, {block.line}"
+
+
 def test_the_page_on_models_quotes_sources() -> None:
-    found = blocks(ROOT / "docs/how-to/add-a-model.md", "python")
-    assert sum(quoted(block.code) for block in found) >= 4
+    assert sum(quoted(block.code) for block in blocks(ROOT / "docs/how-to/add-a-model.md", "python")) >= 4
 
 
 original = nv.load_model

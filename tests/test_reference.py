@@ -13,6 +13,7 @@ from tools import write_reference
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/reference"
 
+
 def text_of(name: str) -> str:
     return (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
