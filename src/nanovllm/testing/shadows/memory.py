@@ -30,7 +30,7 @@ def expect(holds: bool, what: str, *, invariant: int | None = None) -> None:
     Args:
         holds: What must be true.
         what: The values that were found.
-        invariant: The number, in `nanovllm.invariants.INVARIANTS`, of the invariant that they break; the message then quotes it.
+        invariant: The number, in `nanovllm.state.invariants.INVARIANTS`, of the invariant that they break; the message then quotes it.
     """
     if not holds:
         raise ShadowMismatchError(what if invariant is None else broken(invariant, what))
