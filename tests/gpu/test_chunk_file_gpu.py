@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.chunks.storage import format as chunk_format
+from nanovllm.chunks.storage import blocks
 from nanovllm.testing.models import random_model, tiny_config
 from tests.gpu.small import SMALL
 
@@ -28,8 +28,8 @@ def bits(state: nv.EngineState, chunk: nv.Chunk) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", [2048, 100_000, 2 << 20])
 def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(chunk_format, "BLOCK", block)
-    monkeypatch.setattr(chunk_format, "WINDOW", 4)
+    monkeypatch.setattr(blocks, "BLOCK", block)
+    monkeypatch.setattr(blocks, "WINDOW", 4)
     model = random_model(CONFIG, 0, "bfloat16", device="cuda", std=0.05)
     state = nv.init_state(model, num_pages=64, page_size=16, max_model_len=512, compile=False)
     state, chunk = nv.prefill(model, state, TOKENS)

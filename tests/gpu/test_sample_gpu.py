@@ -7,7 +7,8 @@ import torch
 from nanovllm.ops.sampling.draw import draw
 from nanovllm.ops.sampling.uniforms import uniforms
 from nanovllm.sampling.params import SamplingParams
-from nanovllm.sampling.sampler import build, copy_into, features, record, sample
+from nanovllm.sampling.sampler import record, sample
+from nanovllm.sampling.tensors import build, copy_into, features
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

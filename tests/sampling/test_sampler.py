@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from nanovllm.ops.sampling.uniforms import uniforms
 from nanovllm.sampling.params import SamplingParams
-from nanovllm.sampling.sampler import Features, Sampling, build, copy_into, features, record, sample
+from nanovllm.sampling.sampler import record, sample
+from nanovllm.sampling.tensors import Features, Sampling, build, copy_into, features
 
 NO_IDS = np.empty(0, np.int64)
 INF = float("inf")

@@ -12,7 +12,6 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded, require_
 from nanovllm.engine.output import counted
 from nanovllm.engine.prompt import parts_of, resolve
 from nanovllm.engine.requests import begin_sequence, capacity
-from nanovllm.engine.step import copy_pages
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import executor_of
 from nanovllm.models.model import Model
@@ -21,7 +20,7 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.kv_cache import copy_pages, pages_for
 from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Taken
 from nanovllm.state.request import Request, Sequence

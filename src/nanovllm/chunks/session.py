@@ -19,7 +19,7 @@ from nanovllm.executor.executor import executor_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
-from nanovllm.sampling.sampler import features
+from nanovllm.sampling.tensors import features
 from nanovllm.state.engine_state import EngineState, Session
 from nanovllm.state.request import Sequence, TokenLogprobs
 

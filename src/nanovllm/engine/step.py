@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from immutables import Map
 
-from nanovllm import ops
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.output import counted, draw_token, finish_reason, result
 from nanovllm.engine.scheduler import Plan, schedule, steady
@@ -22,7 +21,7 @@ from nanovllm.executor.executor import Drawn, executor_of
 from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kv_cache import KVState
+from nanovllm.state.kv_cache import KVState, copy_pages
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.sequence_pages import give_up_pages
@@ -89,16 +88,6 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
     unused = executor_of(state).thrown_away()
     stats = state.stats.add(decode_tokens=len(tokens) + unused, discarded_tokens=unused)
     return replace(state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded), outputs
-
-
-def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...], frame_copies: tuple[tuple[int, int], ...] = ()) -> KVState:
-    """Donates `kv`. Copy whole pages, all layers, from the first to the second of each pair; `frame_copies` are these pages' frames."""
-    if copies:
-        of_pools = (copies,) * len(kv.pools) if not frame_copies else (copies, frame_copies)[-len(kv.pools) :]
-        for pages, pairs in zip(kv.pools, of_pools, strict=True):
-            source, target = torch.tensor(pairs, dtype=torch.int32).to(pages.device).unbind(1)
-            ops.copy_pages(pages, source.contiguous(), target.contiguous())
-    return kv
 
 
 def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, pool: Pool, *, grew: bool = False):

@@ -9,7 +9,7 @@ from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
-from nanovllm.sampling import sampler
+from nanovllm.sampling import sampler, tensors
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.types import Tensor
@@ -27,21 +27,21 @@ def decode_carry(
     )
 
 
-def sampling_rows(rows: Seq[Sequence]) -> list[sampler.Row]:
+def sampling_rows(rows: Seq[Sequence]) -> list[tensors.Row]:
     """What `sample.build` needs to know of each sequence: its token ids only where there are penalties."""
 
-    def row(s: Sequence) -> sampler.Row:
-        params, prompt, drawn = s.request.sampling, sampler.NO_IDS, sampler.NO_IDS
-        if sampler.penalises(params):
+    def row(s: Sequence) -> tensors.Row:
+        params, prompt, drawn = s.request.sampling, tensors.NO_IDS, tensors.NO_IDS
+        if tensors.penalises(params):
             prompt, drawn = s.tokens.array(0, s.request.num_prompt), s.tokens.array(s.request.num_prompt)
         return params, s.request.seed, prompt, drawn
 
     return [row(s) for s in rows]
 
 
-def sampling_of(rows: Seq[Sequence], model: Model) -> sampler.Sampling:
+def sampling_of(rows: Seq[Sequence], model: Model) -> tensors.Sampling:
     """The sampling tensors of these sequences as they stand."""
-    return sampler.build(sampling_rows(rows), model.config.vocab_size, model.device)
+    return tensors.build(sampling_rows(rows), model.config.vocab_size, model.device)
 
 
 def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) -> Drawn | None:

@@ -4,11 +4,8 @@ The buffers of all graphs are views of one set, sized for the largest batch. A g
 feeds the drawn tokens back.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,9 +14,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
+from nanovllm.executor.captured_step import MOVED, CapturedStep, StepKind, Way, moving_tensors, pinned_results, recording
 from nanovllm.executor.cascade_policy import Cascades, own_runs
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
-from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.executor import Forward
 from nanovllm.executor.run_ahead import retire
 from nanovllm.models.common.batch import Batch, Windowed
 from nanovllm.models.common.params import Params
@@ -27,70 +25,15 @@ from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
-from nanovllm.sampling import sampler
+from nanovllm.sampling import tensors
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.types import Int64, Tensor
 
-GREEDY = sampler.Features()
-RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
-MOVED = ("input_ids", "positions", "slots", "seq_lens")  # what a step moves on by itself
+GREEDY = tensors.Features()
+
+
 RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
-Way = Literal["fused", "planned", "shared"]  # how a step attends: by `rope_attend`, FlashInfer's plan, or reading shared pages once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepKind:
-    """What a graph is for: rows, what its sampling does, and how it attends."""
-
-    size: int
-    features: sampler.Features
-    way: Way
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Fetched:
-    """Results on their way to the host: pinned memory, and the event after which they are there."""
-
-    event: torch.cuda.Event
-    token_ids: Tensor
-    logprobs: Tensor | None = None
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
-
-    def wait(self, rows: int) -> Drawn:
-        """The results of the first rows, in memory of their own: the pinned one is filled again by the next step."""
-        self.event.synchronize()
-
-        def copied(tensor: Tensor | None) -> np.ndarray | None:
-            return None if tensor is None else tensor[:rows].numpy().copy()
-
-        return Drawn(
-            token_ids=self.token_ids[:rows].numpy().copy(),
-            logprobs=copied(self.logprobs),
-            top_ids=copied(self.top_ids),
-            top_logprobs=copied(self.top_logprobs),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CapturedStep:
-    """A graph, the carry whose memory it reads and writes, the memory of its results, and where they go on the host."""
-
-    kind: StepKind
-    graph: torch.cuda.CUDAGraph
-    carry: DecodeCarry
-    out: DecodeOutput
-    fetched: Fetched
-
-    def fetch(self) -> Fetched:
-        """Send the results of the step that was launched last; a step launched after this may overwrite them on the device."""
-        for name in RESULTS:
-            source, target = getattr(self.out, name), getattr(self.fetched, name)
-            if source is not None:
-                target.copy_(source, non_blocking=True)
-        self.fetched.event.record()
-        return self.fetched
 
 
 class StepGraphs:
@@ -102,7 +45,7 @@ class StepGraphs:
         limits: EngineConfig,
         sizes: Seq[int],
         forward: Forward,
-        usual: Seq[sampler.Features],
+        usual: Seq[tensors.Features],
         attention: Attention | None,
         cascades: Cascades | None,
         *,
@@ -138,7 +81,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # one for all, for what is cached of a stream's memory serves no other
 
-    def load(self, kv: KVState, host: HostBatch, drawing: Seq[sampler.Row], features: sampler.Features) -> CapturedStep:
+    def load(self, kv: KVState, host: HostBatch, drawing: Seq[tensors.Row], features: tensors.Features) -> CapturedStep:
         """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes, which
         nobody looks at where `features` are greedy."""
         rows = len(host.input_ids)
@@ -152,8 +95,8 @@ class StepGraphs:
         self._note_use(features)
         self._fill(step.carry, host, rows)
         if features != GREEDY:
-            tensors = sampler.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
-            sampler.copy_into(step.carry.sampling, tensors)
+            sampling = tensors.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
+            tensors.copy_into(step.carry.sampling, sampling)
         return step
 
     def refresh(self, step: CapturedStep, host: HostBatch) -> bool:
@@ -208,11 +151,11 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # nothing is given back by itself while a graph is recorded
             graph, out = self._record(carry)
-        self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=_landing(out))
+        self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=pinned_results(out))
 
     def _record(self, carry: DecodeCarry) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
         graph = torch.cuda.CUDAGraph()
-        with _recording(graph, self._pool, self._stream):
+        with recording(graph, self._pool, self._stream):
             return graph, self._run(carry, self._model.params)
 
     def way(self) -> Way:
@@ -234,7 +177,7 @@ class StepGraphs:
         self._decode_plan(size).update(host)
         return "planned"
 
-    def _note_use(self, features: sampler.Features) -> None:
+    def _note_use(self, features: tensors.Features) -> None:
         """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
         self._recent = [f for f in self._recent if f != features] + ([] if features in self.usual else [features])
         for old in self._recent[:-RARE_FEATURES]:
@@ -294,40 +237,15 @@ class StepGraphs:
         return DecodeCarry(
             kv=kv,
             batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[0][:size], plan=first, windowed=windowed),
-            sampling=sampler.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
+            sampling=tensors.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
             active=active,
         )
 
     def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
         """One decode step that writes what changed back into the carry's own memory."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
-        torch._foreach_copy_(_moving(carry.batch), _moving(after.batch))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(moving_tensors(carry.batch), moving_tensors(after.batch))  # pyright: ignore[reportPrivateImportUsage]
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
-
-
-def _moving(batch: Batch) -> list[Tensor]:
-    """What a step moves on by itself."""
-    return [*(getattr(batch, name) for name in MOVED), *(() if batch.windowed is None else (batch.windowed.slots,))]
-
-
-@contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """`torch.cuda.graph` without giving cached memory back first, which for every graph of an engine takes a second or two in all."""
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool)
-        try:
-            yield
-        finally:
-            graph.capture_end()
-
-
-def _landing(out: DecodeOutput) -> Fetched:
-    """Pinned memory for a step's results."""
-
-    def pinned(tensor: Tensor | None) -> Any:
-        return None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=True)
-
-    return Fetched(event=torch.cuda.Event(), **{name: pinned(getattr(out, name)) for name in RESULTS})
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

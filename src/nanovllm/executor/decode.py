@@ -15,7 +15,8 @@ from nanovllm.config import ModelConfig
 from nanovllm.errors import DonatedStateError, InvalidRequestError
 from nanovllm.models.common.batch import Batch
 from nanovllm.ops.elementwise.decode_rows import next_places
-from nanovllm.sampling.sampler import Sampled, Sampling, record, sample
+from nanovllm.sampling.sampler import Sampled, record, sample
+from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor, brief, brief_fields, register_value
 

@@ -21,10 +21,11 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows
+from nanovllm.executor.captured_step import CapturedStep, StepKind
 from nanovllm.executor.carry import decode_carry, draw_first, sampling_rows
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward, fused_forward
-from nanovllm.executor.cuda_graphs import GREEDY, CapturedStep, StepGraphs, StepKind, batch_sizes, extension_sizes
+from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, extension_sizes
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
@@ -35,7 +36,7 @@ from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
-from nanovllm.sampling import sampler
+from nanovllm.sampling import tensors
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool_sizes import dummies
@@ -45,7 +46,7 @@ from nanovllm.types import Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NOTHING: sampler.Row = (SamplingParams(temperature=0), 0, sampler.NO_IDS, sampler.NO_IDS)  # a row that nobody looks at
+NOTHING: tensors.Row = (SamplingParams(temperature=0), 0, tensors.NO_IDS, tensors.NO_IDS)  # a row that nobody looks at
 
 
 # Rows and tokens: as many ways to cut products, beside those of decode steps, and each for multiples of 16, for which kernels are smaller.
@@ -118,7 +119,7 @@ class GraphExecutor:
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
         """See `Executor`."""
-        features = sampler.features([s.request.sampling for s, count in rows if draw and count == s.todo])
+        features = tensors.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
         if few and features in self._extend.usual and model.params is self._model.params:
             return self._extension(kv, rows, features, draw, frames), kv
@@ -130,7 +131,7 @@ class GraphExecutor:
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """See `Executor`. The carry is the static memory of the graph for these rows, the longest first."""
         self._require_weights(model)
-        features = sampler.features([s.request.sampling for s in rows])
+        features = tensors.features([s.request.sampling for s in rows])
         self._ahead.drop()
         self._loaded = None
         places = longest_first(rows)
@@ -202,7 +203,7 @@ class GraphExecutor:
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
 
     def _extension(
-        self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: sampler.Features, draw: bool, frames: Frames | None
+        self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: tensors.Features, draw: bool, frames: Frames | None
     ) -> Drawn | None:
         """Few tokens of prompts as the rows of one captured step; a row that is not the last of a whole prompt draws for nobody."""
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
@@ -251,8 +252,8 @@ class GraphExecutor:
         torch.cuda.empty_cache()  # graphs keep what they need; the rest was for the runs before them
 
 
-def _usual_features(model: Model) -> dict[sampler.Features, None]:
-    usual = dict.fromkeys((GREEDY, sampler.Features(temperature=True)))
+def _usual_features(model: Model) -> dict[tensors.Features, None]:
+    usual = dict.fromkeys((GREEDY, tensors.Features(temperature=True)))
     with suppress(InvalidRequestError):  # a generation_config that SamplingParams refuse concerns those who ask for it
-        usual[sampler.features([from_generation_config(model.generation_config)])] = None
+        usual[tensors.features([from_generation_config(model.generation_config)])] = None
     return usual

@@ -18,7 +18,7 @@ from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
-from nanovllm.sampling import sampler
+from nanovllm.sampling import sampler, tensors
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.kv_cache import bytes_per_page, init_kv
 from nanovllm.state.pool_sizes import pool_sizes
@@ -73,8 +73,8 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
 
 def _draw(model: Model, limits: EngineConfig) -> None:
     """A draw for as many rows as may run at once."""
-    row: sampler.Row = (FILTERED, 0, sampler.NO_IDS, sampler.NO_IDS)
-    sampling = sampler.build([row] * limits.max_num_seqs, model.config.vocab_size, model.device)
+    row: tensors.Row = (FILTERED, 0, tensors.NO_IDS, tensors.NO_IDS)
+    sampling = tensors.build([row] * limits.max_num_seqs, model.config.vocab_size, model.device)
     logits = torch.zeros(limits.max_num_seqs, model.config.vocab_size, dtype=model.dtype, device=model.device)
     positions = torch.from_numpy(np.ones(limits.max_num_seqs, np.int32)).to(model.device)
     sampler.sample(logits, sampling, positions)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm import ops
 from nanovllm.config import ModelConfig
 from nanovllm.types import Float, Tensor, brief_fields, register_value
 
@@ -70,3 +71,13 @@ def bytes_by_group(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)
+
+
+def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...], frame_copies: tuple[tuple[int, int], ...] = ()) -> KVState:
+    """Donates `kv`. Copy whole pages, all layers, from the first to the second of each pair; `frame_copies` are these pages' frames."""
+    if copies:
+        of_pools = (copies,) * len(kv.pools) if not frame_copies else (copies, frame_copies)[-len(kv.pools) :]
+        for pages, pairs in zip(kv.pools, of_pools, strict=True):
+            source, target = torch.tensor(pairs, dtype=torch.int32).to(pages.device).unbind(1)
+            ops.copy_pages(pages, source.contiguous(), target.contiguous())
+    return kv

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import nanovllm as nv
+from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
@@ -112,8 +113,8 @@ def test_what_comes_back_is_what_was_saved(
 
 @pytest.mark.parametrize("block", [64, 1000])
 def test_many_windows(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(chunk_format, "BLOCK", block)
-    monkeypatch.setattr(chunk_format, "WINDOW", 2)
+    monkeypatch.setattr(blocks, "BLOCK", block)
+    monkeypatch.setattr(blocks, "WINDOW", 2)
     tokens = [i % 50 for i in range(101)]
     state, chunk = filled(model, tokens)
     nv.save_chunk(state, chunk, tmp_path / "chunk")
@@ -491,16 +492,16 @@ def test_reading_while_the_file_is_replaced(small: Model, tmp_path: Path) -> Non
 
 
 def test_host_memory_does_not_grow_with_the_chunk(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_format, "BLOCK", 1024)
+    monkeypatch.setattr(blocks, "BLOCK", 1024)
     made: list[int] = []
-    stages = chunk_format._stages
+    stages = blocks._stages
 
     def counted(head: chunk_format.Head, device: torch.device) -> list[torch.Tensor]:
         found = stages(head, device)
         made.append(sum(stage.nbytes for stage in found))
         return found
 
-    monkeypatch.setattr(chunk_format, "_stages", counted)
+    monkeypatch.setattr(blocks, "_stages", counted)
     state, chunk = filled(model, [i % 50 for i in range(500)], num_pages=128)
     nv.save_chunk(state, chunk, tmp_path / "chunk")
     nv.load_chunk(model, nv.init_state(model, num_pages=128, page_size=4), tmp_path / "chunk")

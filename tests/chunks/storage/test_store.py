@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import nanovllm as nv
-from nanovllm.chunks.storage.store import INDEX, ChunkStore
+from nanovllm.chunks.storage.store import ChunkStore
+from nanovllm.chunks.storage.store_index import INDEX
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState

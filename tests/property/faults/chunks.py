@@ -10,6 +10,7 @@ from nanovllm import ops
 from nanovllm.chunks import compose
 from nanovllm.chunks import handles as chunks
 from nanovllm.chunks import prefill as fill
+from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
@@ -244,7 +245,7 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("exact pages under an approximate label", _keeps_the_label_of_what_it_left, (Sequence, "restart")),
     _fault("a page evicted without those behind it", _leaves_those_behind, (prefix, "_with_those_behind")),
     _fault("positions lost on load", _loses_positions, (Head, "gaps")),
-    _fault("a file's KV not checked", _believes_the_kv, (chunk_format, "read_kv")),
+    _fault("a file's KV not checked", _believes_the_kv, (blocks, "read_kv")),
     _fault("a file's key form ignored", _believes_the_head, (chunk_format, "_require_written_so")),
     _fault("a file of another model loaded", _believes_the_head, (chunk_file, "require_model")),
     _fault("tokens shifted where page sizes differ", _shifts_tokens_of_other_pages, (chunk_file, "load")),

@@ -18,6 +18,7 @@ import torch
 from nanovllm import ops
 from nanovllm.chunks.handles import chunk_of
 from nanovllm.chunks.prefill import plain_request
+from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
 from nanovllm.config import RopeConfig
@@ -100,7 +101,7 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
             torch.from_numpy(frame_slots(pool.frames, slots, size) if framed and pool.frames is not None else slots).to(model.device)
             for framed in windowed_pools(state)
         ]
-        with closing(chunk_format.read_kv(fd, head, path, model.device)) as windows:
+        with closing(blocks.read_kv(fd, head, path, model.device)) as windows:
             for first, raw in windows:
                 rows = raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:])
                 _scatter(state.kv, model.config.places, rows, first, of_pools, start)
@@ -129,7 +130,7 @@ def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
         _gather(by_layer, len(chunk), first, out.view(by_layer[0][0].dtype).view(-1, 2, heads, dim))
 
     head = head_of(state, chunk)
-    return chunk_format.write_file(fd, head, gather, like.device)
+    return blocks.write_file(fd, head, gather, like.device)
 
 
 def head_of(state: EngineState, chunk: Chunk) -> Head:
@@ -151,7 +152,7 @@ def head_of(state: EngineState, chunk: Chunk) -> Head:
 
 def verify(fd: int, head: Head, path: Path, device: torch.device) -> None:
     """Read the whole KV of an open file and keep nothing. Raises `ChunkFileError` where it was changed."""
-    with closing(chunk_format.read_kv(fd, head, path, device)) as windows:
+    with closing(blocks.read_kv(fd, head, path, device)) as windows:
         for _ in windows:
             pass
 

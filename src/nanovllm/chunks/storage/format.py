@@ -12,10 +12,8 @@ import json
 import math
 import os
 import stat
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,15 +23,17 @@ import torch
 
 from nanovllm.errors import ChunkFileError
 from nanovllm.state.chunk import Gaps, Provenance
-from nanovllm.types import FLOATS, Tensor
+from nanovllm.types import FLOATS
 
 FORMAT, VERSION, KEY_FORM = "nanovllm-chunk", "1", "rotated"
+
+
 CODES = MappingProxyType({dtype: code for code, dtype in FLOATS.items()})
+
+
 MAX_HEADER = 1 << 20  # bytes of the JSON header: more is no chunk of ours, and is not read
-BLOCK = 2 << 20  # bytes under one digest, at most; part of the format
-WINDOW = 16  # blocks that are staged together
-STAGES = 3  # windows in host memory: one that is copied to or from the device, two that threads work on
-THREADS = min(STAGES * WINDOW, os.cpu_count() or 1)  # hashing, reading and writing hold no interpreter lock
+
+
 UNKNOWN = "0" * 64
 
 
@@ -115,69 +115,6 @@ def decode(fd: int, path: Path) -> Head:
         raise ChunkFileError(f"{path}: could not be read: {error}") from error
     except _RefusedError as error:
         raise ChunkFileError(f"{path}: {error}") from error.__cause__
-
-
-def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Generator[tuple[int, Tensor], None, None]:
-    """The KV in windows of (first row, bytes `[rows, row_bytes]` in host memory, pinned for CUDA), valid until the next is asked for.
-
-    Copies out of a window may still be on their way on the current stream. Close the generator where it is not read to its end. Raises
-    `ChunkFileError`, for a changed byte only after the last window: until then nothing that came may be relied on.
-    """
-    start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
-    windows = _windows(head)
-    with ThreadPoolExecutor(THREADS, "chunk-file") as threads:
-
-        def begin(i: int) -> list[Future[bytes]]:
-            view = stages[i % STAGES].numpy().data
-            return [
-                threads.submit(_read_block, fd, view[low - windows[i][0] : high - windows[i][0]], start + low * head.row_bytes)
-                for low, high in _blocks(head, *windows[i])
-            ]
-
-        pending = deque(begin(i) for i in range(min(STAGES - 1, len(windows))))
-        for i, (low, high) in enumerate(windows):
-            try:
-                for block in pending.popleft():
-                    digest.update(block.result())
-            except (OSError, EOFError) as error:
-                raise ChunkFileError(f"{path}: could not be read: {error}") from error
-            if i + STAGES - 1 < len(windows):
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()  # what was copied out of the oldest stage has left it
-                pending.append(begin(i + STAGES - 1))
-            yield low, stages[i % STAGES][: high - low]
-    if digest.hexdigest() != head.kv_sha256:
-        raise ChunkFileError(f"{path}: its KV was changed: SHA-256 is {digest.hexdigest()}, the file says {head.kv_sha256}")
-
-
-def write_file(fd: int, head: Head, gather: Callable[[int, Tensor], None], device: torch.device) -> Head:
-    """Write a whole file, and to the disk; returns the head with the digest. `gather(first row, out)` copies rows into host memory."""
-    start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
-    pending: deque[list[Future[bytes]]] = deque()
-
-    def finish() -> None:
-        for block in pending.popleft():
-            digest.update(block.result())
-
-    with ThreadPoolExecutor(THREADS, "chunk-file") as threads:
-        for i, (first, last) in enumerate(_windows(head)):
-            if len(pending) == STAGES:
-                finish()
-            stage = stages[i % STAGES][: last - first]
-            gather(first, stage)
-            view = stage.numpy().data
-            pending.append(
-                [
-                    threads.submit(_write_block, fd, view[low - first : high - first], start + low * head.row_bytes)
-                    for low, high in _blocks(head, first, last)
-                ]
-            )
-        while pending:
-            finish()
-    head = replace(head, kv_sha256=digest.hexdigest())
-    write_at(fd, memoryview(encode(head)), 0)
-    os.fsync(fd)
-    return head
 
 
 class _RefusedError(Exception):
@@ -265,50 +202,6 @@ def _check(head: Head) -> None:
 
 def _entry(digest: str) -> bytes:
     return f'"sha256":"{digest}"'.encode(errors="replace")
-
-
-def _rows_per_block(head: Head) -> int:
-    return max(1, BLOCK // head.row_bytes)
-
-
-def _windows(head: Head) -> list[tuple[int, int]]:
-    rows, step = head.num_rows, WINDOW * _rows_per_block(head)
-    return [(low, min(low + step, rows)) for low in range(0, rows, step)]
-
-
-def _blocks(head: Head, first: int, last: int) -> list[tuple[int, int]]:
-    step = _rows_per_block(head)
-    return [(low, min(low + step, last)) for low in range(first, last, step)]
-
-
-def _stages(head: Head, device: torch.device) -> list[Tensor]:
-    """Host buffers of one window each, `[rows, row_bytes]`; not more of them than there are windows."""
-    windows = _windows(head)
-    shape = (windows[0][1], head.row_bytes)
-    return [torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(STAGES, len(windows)))]
-
-
-def _read_block(fd: int, view: memoryview, offset: int) -> bytes:
-    flat, done = view.cast("B"), 0
-    while done < len(flat):
-        count = os.preadv(fd, [flat[done:]], offset + done)
-        if not count:
-            raise EOFError("it ends while it is being read")
-        done += count
-    return hashlib.sha256(flat).digest()
-
-
-def _write_block(fd: int, view: memoryview, offset: int) -> bytes:
-    flat = view.cast("B")
-    write_at(fd, flat, offset)
-    return hashlib.sha256(flat).digest()
-
-
-def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write bytes at an offset of an open file, all of them."""
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def _read(fd: int, count: int, offset: int) -> bytes:

@@ -7,13 +7,12 @@ written beside their place and renamed, so a reader needs no lock: it has the ol
 import hashlib
 import json
 import os
-import re
 import reprlib
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,18 @@ import torch
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
+from nanovllm.chunks.storage.store_index import KEYS, Entry, entry_of, read_index, write_index
 from nanovllm.engine.donation import enter, enter_with, require_live, require_model
 from nanovllm.engine.prompt import encode, token_array
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
-from nanovllm.files import TEMPORARY
+from nanovllm.files import TEMPORARY, as_path, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 
-INDEX, LOCK = ".nanovllm-store.json", ".nanovllm-store.lock"
-KEYS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LOCK = ".nanovllm-store.lock"
 KEY_FORM = "a key of 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
 ABANDONED = 60.0  # seconds after which an unlocked temporary file is a dead process's: no live one takes so long to lock what it made
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What the index says of a file: `digest` is the SHA-256 of its tokens (int32, little-endian)."""
-
-    num_bytes: int
-    fingerprint: str
-    dtype: str
-    num_tokens: int
-    exact: bool
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +50,7 @@ class ChunkStore:
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | float):
         limit = _bytes(max_bytes, 1)
-        path = chunk_file.as_path(folder)
+        path = as_path(folder)
         if path.exists() and not path.is_dir():
             raise ChunkFileError(f"{path}: a file, where a chunk store needs a folder")
         with chunk_file.writing(path):
@@ -89,17 +76,17 @@ class ChunkStore:
         if key is None and chunk.provenance.exact and self._whole(name, head):
             self._touch(name)
             return name
-        with chunk_file.writing(self.folder), chunk_file.temporary(self.folder) as (fd, made):
+        with chunk_file.writing(self.folder), temporary(self.folder) as (fd, made):
             head = chunk_file.write(state, chunk, fd)
             name = _key(head) if key is None else key
             with self._locked():
-                index = self._sweep(self._index())
+                index = self._sweep(read_index(self.folder))
                 if name not in index and self._path(name).exists():
                     raise ChunkFileError(f"{self._path(name)}: a file that this store did not make stands in the chunk's place")
                 kept, _ = self._shrink({k: entry for k, entry in index.items() if k != name}, self.max_bytes - head.num_bytes)
                 # Listed first: a process that dies here leaves a name without a file, never a file that nobody owns.
-                self._write_index({**kept, name: _entry(head)})
-                chunk_file.put(made, self._path(name))
+                write_index(self.folder, {**kept, name: entry_of(head)})
+                put(made, self._path(name))
         return name
 
     def load(self, model: Model, state: EngineState, key_or_tokens: str | Seq[int] | np.ndarray) -> tuple[EngineState, Chunk | None]:
@@ -116,7 +103,7 @@ class ChunkStore:
                     f"key_or_tokens={reprlib.repr(key_or_tokens)} must be {KEY_FORM}, or token ids; "
                     "longest(model, text) is the key of the longest chunk that a text begins with"
                 )
-            return self._load(model, state, key_or_tokens) if key_or_tokens in self._index() else (state, None)
+            return self._load(model, state, key_or_tokens) if key_or_tokens in read_index(self.folder) else (state, None)
         if not isinstance(key_or_tokens, list | tuple | np.ndarray):
             raise InvalidRequestError(f"key_or_tokens={reprlib.repr(key_or_tokens)} must be a key or token ids")
         tokens = token_array(key_or_tokens, model.config.vocab_size)
@@ -165,23 +152,23 @@ class ChunkStore:
 
     def keys(self) -> tuple[str, ...]:
         """The keys of all chunks, the most recently used first."""
-        used = self._used(self._index())
+        used = self._used(read_index(self.folder))
         return tuple(sorted(used, key=used.__getitem__, reverse=True))
 
     @property
     def size(self) -> int:
         """Bytes of all chunk files."""
-        index = self._index()
+        index = read_index(self.folder)
         return sum(index[key].num_bytes for key in self._used(index))
 
     def evict(self, max_bytes: int | float | None = None) -> tuple[str, ...]:
         """Delete what was used least recently until at most `max_bytes` are left (None: the store's limit); returns the keys."""
         limit = self.max_bytes if max_bytes is None else _bytes(max_bytes, 0)
         with chunk_file.writing(self.folder), self._locked():
-            index = self._index()
+            index = read_index(self.folder)
             kept, gone = self._shrink(self._sweep(index), limit)
             if len(kept) != len(index):
-                self._write_index(kept)
+                write_index(self.folder, kept)
         return gone
 
     def discard(self, key: str) -> bool:
@@ -189,11 +176,11 @@ class ChunkStore:
         if not isinstance(key, str):
             raise InvalidRequestError(f"key={key!r} must be a string")
         with chunk_file.writing(self.folder), self._locked():
-            index = self._index()
+            index = read_index(self.folder)
             if key not in index:
                 return False
             self._path(key).unlink(missing_ok=True)
-            self._write_index({k: entry for k, entry in index.items() if k != key})
+            write_index(self.folder, {k: entry for k, entry in index.items() if k != key})
         return True
 
     def _path(self, key: str) -> Path:
@@ -202,7 +189,7 @@ class ChunkStore:
     def _open(self, key: str) -> tuple[int, Path] | None:
         path = self._path(key)
         try:
-            return chunk_file.open_file(path), path
+            return open_file(path), path
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -227,7 +214,7 @@ class ChunkStore:
     def _candidates(self, model: Model, tokens: np.ndarray) -> list[str]:
         """Keys whose entry says that they are exact prefixes of the tokens, the longest first."""
         data, dtype = tokens.astype("<i4").tobytes(), chunk_format.CODES[model.dtype]
-        index, digests = self._index(), dict[int, str]()
+        index, digests = read_index(self.folder), dict[int, str]()
         fitting = [
             (entry.num_tokens, key)
             for key, entry in index.items()
@@ -239,7 +226,7 @@ class ChunkStore:
         return [key for count, key in sorted(fitting, reverse=True) if index[key].digest == digests[count]]
 
     def _whole(self, key: str, head: Head) -> bool:
-        found = self._open(key) if key in self._index() else None
+        found = self._open(key) if key in read_index(self.folder) else None
         if found is None:
             return False
         fd, path = found
@@ -264,26 +251,6 @@ class ChunkStore:
             yield
         finally:
             os.close(fd)
-
-    def _index(self) -> Mapping[str, Entry]:
-        path = self.folder / INDEX
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-            index = {key: Entry(**fields) for key, fields in entries.items()}
-            if all(KEYS.fullmatch(key) for key in index):
-                return index
-            raise ValueError("a key is no key")
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ChunkFileError(f"{path}: not the index of a chunk store: {error}; without it the store starts empty") from error
-
-    def _write_index(self, index: Mapping[str, Entry]) -> None:
-        with chunk_file.temporary(self.folder) as (fd, made):
-            data = json.dumps({key: asdict(entry) for key, entry in index.items()}).encode()
-            chunk_format.write_at(fd, memoryview(data), 0)
-            os.fsync(fd)
-            chunk_file.put(made, self.folder / INDEX)
 
     def _used(self, index: Mapping[str, Entry]) -> dict[str, int]:
         """When each chunk was last used, in nanoseconds; only those whose file is there."""
@@ -324,17 +291,6 @@ def _bytes(max_bytes: Any, least: int) -> int:
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < least:
         raise InvalidRequestError(f"max_bytes={reprlib.repr(max_bytes)} must be a whole number of bytes, at least {least}")
     return limit
-
-
-def _entry(head: Head) -> Entry:
-    return Entry(
-        num_bytes=head.num_bytes,
-        fingerprint=head.fingerprint,
-        dtype=chunk_format.CODES[head.dtype],
-        num_tokens=len(head.tokens),
-        exact=head.provenance.exact,
-        digest=hashlib.sha256(head.tokens.astype("<i4").tobytes()).hexdigest(),
-    )
 
 
 def _key(head: Head) -> str:

@@ -24,7 +24,8 @@ from nanovllm.ops.attention.cascade import PromptCascade
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.plan_table import lookup
 from nanovllm.sampling.params import SamplingParams
-from nanovllm.sampling.sampler import build, sample
+from nanovllm.sampling.sampler import sample
+from nanovllm.sampling.tensors import build
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Tensor
 

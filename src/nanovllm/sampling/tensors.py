@@ -1,0 +1,188 @@
+"""The sampling options of a batch as tensors: `build` makes them from requests, `copy_into` fills a captured graph's buffers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.sampling.params import MAX_LOGPROBS, SamplingParams
+from nanovllm.types import Bool, Float32, Int32, Int64, Tensor, brief_fields, register_value
+
+Row = tuple[SamplingParams, int, np.ndarray, np.ndarray]  # options, seed, prompt ids, output ids
+
+
+NO_IDS = np.empty(0, np.int32)
+
+
+class Features(NamedTuple):
+    """Which fields of a `Sampling` are on: with the shapes, all that traced code specialises on, hence the key of a captured graph."""
+
+    temperature: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    logit_bias: bool = False
+    num_logprobs: int | None = None
+    num_candidates: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Repetition (neutral: 1) acts on tokens of prompt or output, presence and frequency (neutral: 0) on those of the output.
+
+    `counts` says how often each token stands in the row's output; `record` writes it in place.
+    """
+
+    repetition: Float32[Tensor, "B"]
+    presence: Float32[Tensor, "B"]
+    frequency: Float32[Tensor, "B"]
+    prompt_mask: Bool[Tensor, "B V"]
+    counts: Int32[Tensor, "B V"]
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The options of a batch as tensors. A field that no row uses is None, so that its work is neither traced nor run.
+
+    Neutral values: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, bias 0. `num_logprobs` is None, or how many of the most likely
+    tokens are reported beside the drawn one. `num_candidates` bounds the search for the cuts of top-k and top-p to as many of the largest
+    logits; it may be set when every row that uses either has 0 < top_k <= num_candidates, and it never changes a token.
+    """
+
+    seeds: Int64[Tensor, "B"]
+    temperature: Float32[Tensor, "B"] | None = None
+    top_k: Int32[Tensor, "B"] | None = None
+    top_p: Float32[Tensor, "B"] | None = None
+    min_p: Float32[Tensor, "B"] | None = None
+    penalties: Penalties | None = None
+    logit_bias: Float32[Tensor, "B V"] | None = None
+    num_logprobs: int | None = None
+    num_candidates: int | None = None
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
+
+register_value(Penalties)
+register_value(Sampling, static=("num_logprobs", "num_candidates"))
+
+
+def features(params: Sequence[SamplingParams]) -> Features:
+    """Which fields the rows of a batch need. Cuts of greedy rows do not count, because they change nothing."""
+    random = [p for p in params if p.temperature > 0]
+    top_k, top_p = any(p.top_k > 0 for p in random), any(p.top_p < 1 for p in random)
+    widest = max((p.top_k for p in random), default=0)
+    unbounded = any(p.top_k == 0 and p.top_p < 1 for p in random)
+    logprobs = [p.logprobs for p in params if p.logprobs is not None]
+    return Features(
+        temperature=bool(random),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=any(p.min_p > 0 for p in random),
+        penalties=any(penalises(p) for p in params),
+        logit_bias=any(p.logit_bias is not None for p in params),
+        # One number for all requests that want any: fewer graphs, and ties are reported alike whatever others ask for
+        num_logprobs=None if not logprobs else MAX_LOGPROBS if max(logprobs) > 0 else 0,
+        num_candidates=next((c for c in (32, 128, 1024) if widest <= c), None) if (top_k or top_p) and not unbounded else None,
+    )
+
+
+def penalises(p: SamplingParams) -> bool:
+    """Whether a request's earlier tokens change its logits."""
+    return (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def build(
+    rows: Sequence[Row], vocab_size: int, device: torch.device | str, *, pad_to: int | None = None, on: Features | None = None
+) -> Sampling:
+    """The tensors of `rows`, followed by greedy rows up to `pad_to`; each row is (options, seed, prompt ids, output ids).
+
+    `on` names the fields to make: by default those that the rows need; more is allowed, as for a captured graph, and changes no token.
+    Token ids must lie in the vocabulary (see `validate_for`). Raises `ValueError` if `on` lacks a field that the rows need, or
+    `pad_to` is below the number of rows.
+    """
+    params = [p for p, *_ in rows]
+    needed = features(params)
+    on = needed if on is None else on
+    if not _covers(on, needed):
+        raise ValueError(f"{on} does not cover what the rows need: {needed}")
+    size = len(rows) if pad_to is None else pad_to
+    if size < len(rows):
+        raise ValueError(f"pad_to={pad_to} is below the number of rows, {len(rows)}")
+
+    def column(values: Sequence[int | float], dtype: torch.dtype, neutral: int | float) -> Tensor:
+        return torch.tensor([*values, *[neutral] * (size - len(rows))], dtype=dtype).to(device)
+
+    def table(ids: Sequence[np.ndarray], values: Tensor) -> Tensor:
+        """Zeros [size, V] with the values set (bool) or added (numbers) at each row's ids."""
+        row = torch.from_numpy(np.repeat(np.arange(len(ids)), [len(i) for i in ids])).to(device)
+        col = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ids]).astype(np.int64)).to(device)
+        zeros = torch.zeros((size, vocab_size), dtype=values.dtype, device=device)
+        return zeros.index_put_((row, col), values.to(device), accumulate=values.dtype != torch.bool)
+
+    def penalties() -> Penalties:
+        prompts, outputs = [prompt for *_, prompt, _ in rows], [output for *_, output in rows]
+        return Penalties(
+            # A smaller divisor would leave float32's range
+            repetition=column([max(p.repetition_penalty, 1e-6) for p in params], torch.float32, 1.0),
+            presence=column([p.presence_penalty for p in params], torch.float32, 0.0),
+            frequency=column([p.frequency_penalty for p in params], torch.float32, 0.0),
+            prompt_mask=table(prompts, torch.ones((), dtype=torch.bool)),
+            counts=table(outputs, torch.ones((), dtype=torch.int32)),
+        )
+
+    def biases() -> Tensor:
+        of_rows = [dict(p.logit_bias or ()) for p in params]
+        values = torch.tensor([v for b in of_rows for v in b.values()], dtype=torch.float32)
+        return table([np.array([*b], np.int64) for b in of_rows], values)
+
+    return Sampling(
+        seeds=column([seed for _, seed, *_ in rows], torch.int64, 0),
+        temperature=column([p.temperature for p in params], torch.float32, 0.0) if on.temperature else None,
+        top_k=column([p.top_k for p in params], torch.int32, 0) if on.top_k else None,
+        top_p=column([p.top_p for p in params], torch.float32, 1.0) if on.top_p else None,
+        min_p=column([p.min_p for p in params], torch.float32, 0.0) if on.min_p else None,
+        penalties=penalties() if on.penalties else None,
+        logit_bias=biases() if on.logit_bias else None,
+        num_logprobs=on.num_logprobs,
+        num_candidates=on.num_candidates,
+    )
+
+
+def _covers(on: Features, needed: Features) -> bool:
+    flags = all(have or not need for have, need in zip(on[:6], needed[:6], strict=True))
+    logprobs = needed.num_logprobs is None or (on.num_logprobs is not None and on.num_logprobs >= needed.num_logprobs)
+    no_cut = not (needed.top_k or needed.top_p)
+    bounded = on.num_candidates is None or no_cut or (needed.num_candidates is not None and on.num_candidates >= needed.num_candidates)
+    return flags and logprobs and bounded
+
+
+def copy_into(dst: Sampling, src: Sampling) -> Sampling:
+    """Copy `src` into the memory of `dst`, the static buffers of a captured graph, and return `dst`.
+
+    Raises `ValueError`, before anything is written, unless both have the same fields, number of rows and vocabulary.
+    """
+    (to, to_shape), (values, shape) = _tensors(dst), _tensors(src)
+    if to_shape != shape:
+        raise ValueError(f"the buffers hold {to_shape}, the values {shape}")
+    for buffer, value in zip(to, values, strict=True):
+        buffer.copy_(value, non_blocking=True)
+    return dst
+
+
+def _tensors(s: Sampling) -> tuple[list[Tensor], Mapping[str, object]]:
+    """The tensors of the fields that are on, and what a captured graph fixes: their shapes and the static fields."""
+    fields = {"seeds": s.seeds, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p}
+    if s.penalties is not None:
+        p = s.penalties
+        fields |= {"repetition": p.repetition, "presence": p.presence, "frequency": p.frequency}
+        fields |= {"prompt_mask": p.prompt_mask, "counts": p.counts}
+    on = {name: tensor for name, tensor in (fields | {"logit_bias": s.logit_bias}).items() if tensor is not None}
+    shapes = {name: tuple(tensor.shape) for name, tensor in on.items()}
+    return list(on.values()), shapes | {"num_logprobs": s.num_logprobs, "num_candidates": s.num_candidates}
