@@ -219,3 +219,8 @@ def test_the_feature_table_has_the_figures_that_were_measured() -> None:
         mine, vllm, nano = (f"{figure:,.0f}" for figure in figures)
         assert re.search(rf"^\| tokens/s, {words}, .*\| {mine} \| {vllm} \| not measured \| {nano} \|$", text, re.M)
     assert f"commit {ours['commit']}" in text
+
+
+def test_the_start_page_lists_every_example() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]", text_of(ROOT / "docs/index.md"), re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
