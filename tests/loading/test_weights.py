@@ -20,6 +20,7 @@ from nanovllm.loading import weights
 from nanovllm.loading.load_model import load_model
 from nanovllm.loading.safetensors_headers import read_headers
 from nanovllm.loading.weights import fingerprint
+from nanovllm.models import init_params
 from nanovllm.models.common.params import ParamInfo
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.registry import REGISTRY
@@ -205,7 +206,7 @@ def test_random_values_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: 
     whole = random_params(config, seed=1, **where)
     expected = torch.empty(267 * 31).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1)).view(267, 31).bfloat16()
     assert torch.equal(whole.embed, expected)
-    monkeypatch.setattr(weights, "DRAWN", 64)
+    monkeypatch.setattr(init_params, "DRAWN", 64)
     for a, b in zip(pytree.tree_leaves(whole), pytree.tree_leaves(random_params(config, seed=1, **where)), strict=True):
         assert a is b is None or torch.equal(a, b)
 
@@ -266,7 +267,7 @@ def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 MEASURE = """
 import sys
 import torch
-from nanovllm.model import load_model
+from nanovllm.loading.load_model import load_model
 # Of this program alone; `ru_maxrss` begins with what its parent held.
 peak = lambda: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
@@ -282,7 +283,7 @@ def test_loading_takes_little_more_memory_than_the_model(saved: str, loaded: str
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "vocab_size": 32000}
     config = tiny_config(**sizes, num_layers=layers)
     folder = save_hf_folder(tmp_path, config, dtype=saved, num_shards=2)
-    size = weights.num_params(config) * getattr(torch, loaded).itemsize
+    size = init_params.num_params(config) * getattr(torch, loaded).itemsize
     command = [sys.executable, "-c", MEASURE, str(folder), loaded]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert size > 256e6

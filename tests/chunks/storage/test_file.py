@@ -375,7 +375,7 @@ def test_a_failure_between_windows_leaves_the_old_state(model: Model, tmp_path: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.ops.kv_cache.kv_write", interrupted)
+        patch.setattr("nanovllm.ops.kv_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             nv.load_chunk(model, state, tmp_path / "chunk")
     nv.check(state)
@@ -436,7 +436,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(small: Model, t
 WRITER = """
 import sys, time
 import nanovllm as nv
-from nanovllm import chunk_format
+from nanovllm.chunks.storage import blocks, format as chunk_format
 from nanovllm.testing.models import random_model, tiny_config
 model = random_model(tiny_config(vocab_size=50, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4))
 state, chunk = nv.prefill(model, nv.init_state(model, num_pages=8, page_size=4), [9, 8, 7, 6])
@@ -446,7 +446,7 @@ def slow(head):
         print("here", flush=True)
         time.sleep(60)
     return whole(head)
-chunk_format.encode = slow
+blocks.encode = slow
 nv.save_chunk(state, chunk, sys.argv[1])
 """
 
