@@ -96,6 +96,26 @@ def test_a_bad_folder_is_refused_by_name_and_the_next_loads(fault: str, tmp_path
     assert load_model(save_hf_folder(tmp_path / "good", tiny_config()), device="cpu").params.head is not None
 
 
+def test_a_head_that_differs_at_its_end_alone_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors are compared piece by piece."""
+    monkeypatch.setattr(weights, "STAGE", 64)
+    folder = save_hf_folder(tmp_path, tiny_config(tie_word_embeddings=True))
+    edit(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))(folder)
+    assert load_model(folder, device="cpu").params.head is None
+    edit(lambda tensors: tensors["lm_head.weight"].view(-1)[-1].add_(1))(folder)
+    assert load_model(folder, device="cpu").params.head is not None
+
+
+def test_two_tensors_for_one_parameter_are_refused_by_name(tmp_path: Path) -> None:
+    """GPT-2's names may lack their prefix: a folder that has a tensor under both names does not say which one counts."""
+    folder = save_hf_folder(tmp_path, tiny_config("GPT2LMHeadModel"))
+    names = load_file(folder / "model.safetensors").keys()
+    assert "transformer.wte.weight" in names and "wte.weight" not in names
+    edit(lambda tensors: tensors.update({"wte.weight": torch.zeros_like(tensors["transformer.wte.weight"])}))(folder)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.* transformer\.wte\.weight.* wte\.weight"):
+        load_model(folder, device="cpu")
+
+
 def test_remote_code_with_the_opt_in_uses_what_is_built_in(tmp_path: Path, capsys: pytest.CaptureFixture[str], untyped: None) -> None:
     folder = save_hf_folder(tmp_path, tiny_config())
     (folder / "modeling.py").write_text("raise SystemExit('the code of a checkpoint ran')")
@@ -186,8 +206,10 @@ def test_fingerprint_sees_config_headers_and_bytes(tmp_path: Path) -> None:
     assert first == fingerprint(config, read_headers(folder))
     assert len(first) == 64
     assert first != fingerprint(replace(config, rms_norm_eps=1e-5), headers)
-    edit(lambda tensors: tensors[NORM].view(-1)[0].add_(1))(folder)
-    assert first != fingerprint(config, read_headers(folder))
+    for at in (0, -1, len(load_file(folder / "model.safetensors")[NORM]) // 2):
+        before = fingerprint(config, read_headers(folder))
+        edit(lambda tensors, at=at: tensors[NORM].view(-1)[at].add_(1))(folder)
+        assert before != fingerprint(config, read_headers(folder))
     assert random_model(config, 0).fingerprint != random_model(config, 1).fingerprint
     assert random_model(config, 0).fingerprint == random_model(config, 0).fingerprint
 

@@ -2,7 +2,7 @@
 
     python -m tools.tiny_model.score                              # the table, by transformers
     python -m tools.tiny_model.score --engine nanovllm            # the same by our engine
-    python -m tools.tiny_model.score --card --report              # also writes the card's table and docs/explanation/tiny-model.md
+    python -m tools.tiny_model.score --card --report              # also writes the model card and docs/explanation/tiny-model.md
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from tools.tiny_model.text.cases import MEASURES, Case, Prompter, final_answer, judge, loops, story_prompts
 from tools.tiny_model.text.grammar import Rng
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "src/nanovllm/assets/tiny"
 Generate = Callable[[Sequence[str], int], list[str]]
 

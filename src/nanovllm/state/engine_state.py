@@ -74,7 +74,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineState:
-    """Donated by every call that takes it, except for calls that only read. All that changes in one engine.
+    """Donated by every call that takes it, except for calls that only read. Everything in one engine that changes.
 
     `init_state` makes the first state, and each call returns the next one. Only the newest state can be used. As a pytree its leaves are
     the KV memory; the rest is structure.

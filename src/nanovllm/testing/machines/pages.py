@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state import pages as page_ops
@@ -61,6 +61,30 @@ class PageMachine(RuleBasedStateMachine):
             return self._refused(self.ops.release, run)
         self._move(self.ops.release(self.pages, run))
         self.shadow.remove(run)
+
+    @rule(target=held, run=held)
+    def retain_twice(self, run: tuple[int, ...]):
+        """Two more owners by one call, which names each page twice."""
+        if not set(run) <= set(self.shadow.owners):
+            return multiple()
+        self._move(self.ops.retain(self.pages, (*run, *run)))
+        self.shadow.add((*run, *run))
+        return multiple(run, run)
+
+    @precondition(lambda self: self.shadow.owners)
+    @rule(data=st.data())
+    def release_any(self, data: st.DataObject) -> None:
+        """Pages by one call in any order, each as often as it has owners or less often."""
+        owned = [page for page, count in sorted(self.shadow.owners.items()) for _ in range(count)]
+        run = data.draw(st.permutations(owned))[: data.draw(st.integers(1, len(owned)))]
+        self._move(self.ops.release(self.pages, run))
+        self.shadow.remove(run)
+
+    @rule(data=st.data())
+    def release_too_many(self, data: st.DataObject) -> None:
+        """A page that one call names more often than it has owners is a double free."""
+        page = data.draw(st.integers(0, self.shadow.num_pages - 1))
+        self._refused(self.ops.release, [page] * (self.shadow.owners.get(page, 0) + 1))
 
     @rule(page=st.integers(0, 7))
     def release_free(self, page: int) -> None:
