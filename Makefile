@@ -45,11 +45,12 @@ lint: $(DEV)
 # In several processes with a thread each: threads of their own would spin for cores that the other processes need.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-# Three runs: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook;
+# Three runs. In the first, jaxtyping's import hook checks shapes and types. The second runs without the hook, which torch.compile cannot
+# trace and which would double the time of the property machines.
 # Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
 test: lint
-	$(PYTEST) -m "not compile and not gpu and not interpret and not long" --jaxtyping-packages=nanovllm,beartype.beartype
-	$(PYTEST) -m "compile and not gpu and not long"
+	$(PYTEST) -m "not compile and not unhooked and not gpu and not interpret and not long" --jaxtyping-packages=nanovllm,beartype.beartype
+	$(PYTEST) -m "(compile or unhooked) and not gpu and not long"
 	TRITON_INTERPRET=1 $(PYTEST) -m "interpret and not long"
 
 # Minutes of work that `make test` leaves out: the widest sweeps, the mutation run, the package built and installed in a fresh environment.

@@ -39,7 +39,8 @@ class Compiled(list[Any]):
             assert kernel.asm["cubin"] and kernel.metadata.shared <= OPT_IN[self.capability], (kernel.name, kernel.metadata.shared)
 
 
-@pytest.fixture(params=sorted(OPT_IN))
+# 86 has the least memory, 90 launches early: what compiles for both compiles for 80.
+@pytest.fixture(params=[pytest.param(80, marks=pytest.mark.long), 86, 90])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Launches compile for this compute capability, and do no more."""
     from triton.backends.compiler import GPUTarget

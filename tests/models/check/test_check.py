@@ -187,9 +187,14 @@ def test_the_c_kernels_keep_the_bound_on_random_and_extreme_weights(architecture
 @pytest.mark.parametrize(
     ("architecture", "few", "dtype"),
     [
-        *((name, few, "float16") for name in FUSED for few in (True, False)),
+        # Each architecture by kernels of few rows or of many, each kind of kernel by several architectures; the other half takes minutes.
+        *(
+            pytest.param(name, few, "float16", marks=[] if few == (i % 2 == 0) else pytest.mark.long)
+            for i, name in enumerate(FUSED)
+            for few in (True, False)
+        ),
         ("Qwen3ForCausalLM", True, "float32"),
-        ("LlamaForCausalLM", True, "float32"),
+        pytest.param("LlamaForCausalLM", True, "float32", marks=pytest.mark.long),
     ],
 )
 def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(

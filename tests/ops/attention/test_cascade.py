@@ -260,10 +260,22 @@ def interpreted_decode(tree, runs, shares=None, limits=()):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("rows", "page_size", "group", "head_dim"),
-    [(1, 1, 3, 24), (3, 16, 2, 16), (12, 4, 3, 24), (9, 4, 8, 16), (20, 1, 1, 32), (2, 4, 8, 80), (70, 16, 2, 64), (5, 3, 5, 128)],
+    [
+        (1, 1, 3, 24),
+        (3, 16, 2, 16),
+        (12, 4, 3, 24),
+        (9, 4, 8, 16),
+        (20, 1, 1, 32),
+        (2, 4, 8, 80),
+        (5, 3, 5, 128),
+        pytest.param(70, 16, 2, 64, marks=pytest.mark.long),
+    ],
 )
 def test_decode_interpreted(rows, page_size, group, head_dim):
-    tree = Tree(rows, page_size, group, head_dim=head_dim)
+@pytest.mark.parametrize(
+    ("rows", "page_size", "group", "head_dim"),
+    [(3, 16, 2, 16), (12, 4, 3, 24), pytest.param(20, 1, 8, 32, marks=pytest.mark.long), (5, 3, 5, 128)],
+)
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
         for shares in (1, 3, None):
             interpreted_decode(tree, runs, shares)
@@ -271,7 +283,10 @@ def test_decode_interpreted(rows, page_size, group, head_dim):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("limits", [*LIMITS, (64, 0.0), (65, 30.0)])
-@pytest.mark.parametrize(("rows", "page_size", "group", "head_dim"), [(3, 16, 2, 16), (12, 4, 3, 24), (20, 1, 8, 32), (5, 3, 5, 128)])
+@pytest.mark.parametrize(
+    ("rows", "page_size", "group", "head_dim"),
+    [(3, 16, 2, 16), (12, 4, 3, 24), pytest.param(20, 1, 8, 32, marks=pytest.mark.long), (5, 3, 5, 128)],
+)
 def test_decode_in_a_window_of_capped_scores_interpreted(rows, page_size, group, head_dim, limits):
     tree = Tree(rows, page_size, group, head_dim=head_dim)
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):

@@ -34,7 +34,7 @@ def model_of(architecture: str) -> Model:
     return random_model(tiny_config(architecture, max_position_embeddings=1024))
 
 
-@pytest.fixture(scope="module", params=["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.fixture(scope="module", params=["Qwen3ForCausalLM", pytest.param("LlamaForCausalLM", marks=pytest.mark.long)])
 def report(request: pytest.FixtureRequest) -> Report:
     return evaluate(model_of(request.param), SMALL, page_size=64)  # no page of characters that begins two contexts
 
