@@ -68,7 +68,7 @@ def _factors(given: HF, name: str, pairs: int) -> tuple[float, ...]:
 
 def param_table(c: ModelConfig) -> Params[ParamInfo]:
     """Every parameter's shape and its tensors in the checkpoint."""
-    width, kept, behind = tables.heads(c)
+    width, kept, out_fields = tables.heads(c)
     q, rows, kept_rows = c.num_heads * width, c.num_heads + 2 * c.num_kv_heads, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
 
     def layer_table(prefix: str, _: int) -> Layer[ParamInfo]:
@@ -79,7 +79,7 @@ def param_table(c: ModelConfig) -> Params[ParamInfo]:
             qkv_bias=None,
             q_norm=None,
             k_norm=None,
-            o=loaded("matrix", (f"{attn}.o_proj.weight", (c.hidden_size, q)), **behind),
+            o=loaded("matrix", (f"{attn}.o_proj.weight", (c.hidden_size, q)), **out_fields),
             o_bias=None,
             post_norm=tables.gain(f"{prefix}.post_attention_layernorm", c.hidden_size),
             gate_up=loaded("matrix", (f"{prefix}.mlp.gate_up_proj.weight", (2 * c.intermediate_size, c.hidden_size))),

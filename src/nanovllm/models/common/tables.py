@@ -39,13 +39,13 @@ def heads(c: ModelConfig, *, interleaved: bool = False) -> tuple[int, dict[str, 
     if order == tuple(range(stored)):
         return stored, {}, {}
     kept: dict[str, Any] = {"channels": tuple(i if i < stored else -1 for i in order), "stored_dim": stored}
-    behind = {} if stored == c.head_dim else {**kept, "columns": True, "shape": (c.hidden_size, c.num_heads * c.head_dim)}
-    return stored, {**kept, "turned": c.num_heads + c.num_kv_heads}, behind
+    out_fields = {} if stored == c.head_dim else {**kept, "columns": True, "shape": (c.hidden_size, c.num_heads * c.head_dim)}
+    return stored, {**kept, "turned": c.num_heads + c.num_kv_heads}, out_fields
 
 
 def attention(c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bool = False, interleaved: bool = False) -> dict[str, Any]:
     """The descriptions of the attention projections of `prefix`. `interleaved`: see `heads`."""
-    width, kept, behind = heads(c, interleaved=interleaved)
+    width, kept, out_fields = heads(c, interleaved=interleaved)
     parts = (("q_proj", c.num_heads * width), ("k_proj", c.num_kv_heads * width), ("v_proj", c.num_kv_heads * width))
     rows = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     weights = ((f"{prefix}.{name}.weight", (size, c.hidden_size)) for name, size in parts)
@@ -53,7 +53,7 @@ def attention(c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bo
     return {
         "qkv": loaded("matrix", *weights, shape=(rows, c.hidden_size), **kept),
         "qkv_bias": loaded("bias", *biases, shape=(rows,), **kept) if qkv_bias else None,
-        "o": loaded("matrix", (f"{prefix}.o_proj.weight", (c.hidden_size, c.num_heads * width)), **behind),
+        "o": loaded("matrix", (f"{prefix}.o_proj.weight", (c.hidden_size, c.num_heads * width)), **out_fields),
         "o_bias": loaded("bias", (f"{prefix}.o_proj.bias", (c.hidden_size,))) if o_bias else None,
     }
 

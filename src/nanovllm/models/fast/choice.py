@@ -68,7 +68,7 @@ def by_layer(fast: LayerFunction, plain: LayerFunction, layers: tuple[bool, ...]
 
 
 def beyond(params: Params[Any], config: ModelConfig) -> str:
-    """The feature of a model that neither fast form supports; empty if there is no such feature. `params` may be the table.
+    """The feature of a model that neither fast form supports; empty if it has none. `params` may be the table.
 
     `fused.unknown` and `cpu.unknown` add the features that only one of the two forms lacks.
     """

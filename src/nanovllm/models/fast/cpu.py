@@ -158,6 +158,6 @@ def _memory(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 @functools.cache
 def _functions() -> ctypes.CDLL:
     compiled = library(SOURCE, SYMBOLS)
-    assert compiled is not None, "call serves() first: there is no compiled library"
+    assert compiled is not None, "call serves() first: the library was not compiled"
     assert compiled.nanovllm_layer_args_size() == ctypes.sizeof(LayerArgs)
     return compiled

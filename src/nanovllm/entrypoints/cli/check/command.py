@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
         if model.foreign:
             figures["path"] = "through transformers"
             who = f"{model.name}, {model.config.architecture}"
-            shown = f"{who}: every layer runs through the transformers fallback, so there is no fast path to compare."
+            shown = f"{who}: every layer runs through the transformers fallback, which has no fast path to compare."
         else:
             report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
             figures, shown, fallen = report.as_json(), table(report), bool(report.fallen)

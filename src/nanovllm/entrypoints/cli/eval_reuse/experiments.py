@@ -62,9 +62,9 @@ def dropped(bench: Bench) -> list[Reading]:
             first = draw_facts(random, facts)
             second = draw_facts(random, facts, about=first if leans else ())
             before = encode(model, HEAD + separator + tell(first), first=True).tolist()
-            gone, behind = (encode(model, f" {text}", first=False).tolist() for text in (aside(random), (lean if leans else tell)(second)))
-            references, exact = referred(group, before + behind, completed(model, second[:questions], separator))
-            segment = Segment(token_ids=before + gone + behind, start=len(before), stop=len(before) + len(gone))
+            gone, later = (encode(model, f" {text}", first=False).tolist() for text in (aside(random), (lean if leans else tell)(second)))
+            references, exact = referred(group, before + later, completed(model, second[:questions], separator))
+            segment = Segment(token_ids=before + gone + later, start=len(before), stop=len(before) + len(gone))
             readings += [*exact, *trimmed(group, [segment], references)]
     return readings
 

@@ -74,10 +74,10 @@ def search_together(
             tried = starts(work, machine, (before or {}).get(work.part, ()))
             kept = getattr(cuts, work.part)
             more = [kept] * (kept not in ((), *tried))
-            beside = _measure_beside(measure, others, work.part)
+            with_others = _measure_with(measure, others, work.part)
             default, near = default_cut(work, machine), partial(neighbours, work, machine=machine)
             try:
-                one = search(default, [*tried, *more], near, beside, margin=margin)
+                one = search(default, [*tried, *more], near, with_others, margin=margin)
             except Unfit as error:
                 if others == DEFAULT:
                     raise
@@ -124,7 +124,7 @@ def _tried(measure: StepMeasure, cuts: StepCuts) -> Times | None:
         return None
 
 
-def _measure_beside(measure: StepMeasure, others: StepCuts, part: str) -> Measure:
+def _measure_with(measure: StepMeasure, others: StepCuts, part: str) -> Measure:
     return lambda cut: measure(_with(others, part, cut))
 
 
