@@ -319,7 +319,7 @@ def test_fault_15_ctrl_c_between_the_work_and_its_commit(kind, monkeypatch):
         "commit": lambda: commit(MODEL, state, carry),
     }
     with monkeypatch.context() as patched:
-        for name in ("chunks", "engine", "generate", "session"):
+        for name in ("chunks.handles", "chunks.prefill", "engine.step", "chunks.generate", "chunks.session"):
             patched.setattr(import_module(f"nanovllm.{name}"), "commit_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             calls[kind]()

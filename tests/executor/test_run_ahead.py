@@ -109,6 +109,7 @@ def rows_of(*wanted: tuple[int, int, int, int]) -> list[Sequence]:
         ([(5, 4, 10, 6), (5, 4, 10, 20)], 14),  # the first ends and is left behind
         ([(5, 4, 10, 6), (5, 4, 2, 20)], 3),
         ([(5, 4, 2, 6), (5, 4, 4, 20)], 11),  # the first has no room either, and needs none
+        ([(5, 4, 2, 9), (5, 4, 10, 20)], 14),  # the first has room for all that it will ever run
         ([(5, 5, 10, 20), (5, 4, 10, 20)], 0),  # a row that only reads
         ([(8, 7, 2, 20)], 0),
     ],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops.attention import cascade, rope_attend
+from nanovllm.ops.attention import cascade_plan, fused_plan
 from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace, Run
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.backends import LARGEST
@@ -65,7 +65,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(driver, "_active", NoGpu())
-    for module in (cascade, rope_attend):  # plans on a CPU are cut for this
+    for module in (cascade_plan, fused_plan):  # plans on a CPU are cut for this
         monkeypatch.setattr(module, "LARGEST", found.memory)
     return found
 

@@ -41,25 +41,44 @@ def init_state(
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EngineState:
-    """An empty engine for `model`.
+    """An empty engine for `model`: the KV memory, the prefix index and the kernels that its steps will run.
 
-    `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
-    what `memory_fraction` of a GPU's memory leaves beside the weights and what the largest steps hold, which is measured. `num_frames`:
-    for how many pages layers with a window keep KV (where it is None, `state/pool_sizes.py` says how many that are); where all layers have
-    one, `num_pages` says it. `max_num_batched_tokens`: None is 8,192, and
-    on a GPU of 64 GiB or more what takes a prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
-    steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
-    requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
-    `check`: whether the fast form of each decode layer is compared with the plain one on the model's own weights before it is used; a
-    layer beyond the error bound runs in plain torch, with one warning for all. None does it on a GPU; True on a CPU too, but not with
-    `compile=True` there, which runs compiled layers in the place of the fast ones. With `compile=False` nothing is fast, or compared.
-    Compared are batches of 1, 8 and 24 rows, and of up to 6 more numbers of rows, 256 at most, for which a tuning file has cuts.
-    `tuning`: how the kernels of a GPU cut their work: None as the file says that `nanovllm tune` wrote for this GPU, model and version,
-    where it is there; True where it must be; False by the defaults; a path as the file there says. Cuts by which a layer errs beyond the
-    bound, or no kernel can be made, are dropped for the defaults, with a warning; the latter are an error where the file was asked for.
-    `progress`: None draws bars on a terminal.
-    Raises `InvalidRequestError` for a limit below 1 and for options that exclude each other, and `OutOfPagesError` where the pool does not
-    fit into memory, `TuningFileError` for a tuning file that was asked for and cannot be used.
+    Args:
+        model: The model that `load_model` returned.
+        num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, at most 4 GiB on a
+            CPU, and on a GPU at most the rest of `memory_fraction` after the weights and the largest steps, which are measured. If every
+            layer has a sliding window, this counts the pages inside the windows. A reply ends with `finish_reason` `"length"` if its
+            request alone fills all pages.
+        num_frames: For models with some sliding-window layers: how many pages have KV in those layers. Requests give up pages outside
+            the window; a chunk needs one for each of its pages. None: enough for `max_num_seqs` windows and a chunk of full length.
+        page_size: Tokens per page.
+        max_model_len: The most tokens of a prompt and its reply together. None: the model's own limit.
+        max_num_seqs: The most requests that run at the same time.
+        max_num_batched_tokens: The most tokens of one step. Longer prompts are prefilled in pieces. None: 8,192, or 16,896 on a GPU of
+            64 GiB or more.
+        memory_fraction: The share of a GPU's memory that may be used.
+        seed: Used for requests without a seed of their own.
+        compile: True: fused kernels and CUDA graphs on a GPU, `torch.compile` for layers that the kernels do not serve. False: plain torch
+            on any device. None: True on a GPU; on a CPU decode steps run in C if there is a compiler.
+        cascade: Whether pages that requests share are read once for all of them. None: if that is faster. True: for every whole page, on
+            a CPU too.
+        check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. A layer beyond the error
+            bound runs in plain torch, with a warning. None: on a GPU. True: on a CPU too, but not together with `compile=True` there.
+        tuning: The tile configurations of the GPU's kernels. None: those of the file that `nanovllm tune` wrote for this GPU, model and
+            version, if it exists. True: the same, and it must exist. False: the defaults. A path: those of that file.
+        progress: Whether to draw progress bars. None: only on a terminal.
+
+    Returns:
+        The first state. Every call that changes the engine takes the newest state and returns the next one.
+
+    Raises:
+        InvalidRequestError: A limit is below 1, or two options exclude each other.
+        OutOfPagesError: The KV memory does not fit into the device.
+        TuningFileError: A tuning file was asked for and cannot be used.
+
+    Example:
+        >>> init_state(load_model("tiny", device="cpu"), num_pages=64)
+        EngineState(0 of 64 pages used, 0 chunks, 0 requests, epoch 0)
     """
     require_model(model)
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):

@@ -73,12 +73,18 @@ class LLM:
         download: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        """Load a model and set its engine up. `model` is what `load_model` takes, or a `Model`, whose device and dtype then stand.
+        """Load a model and make an engine for it.
 
-        `revision`, `download` and `trust_remote_code` are those of `load_model`.
-        The limits are those of `init_state`; lengths are in tokens. Raises `CheckpointError` for a model that cannot be loaded,
-        `InvalidRequestError` for an option that makes no sense here, `OutOfPagesError` where the KV does not fit into memory and
-        `TuningFileError` for a tuning file that was asked for and cannot be used.
+        All options but `model` are those of `load_model` and `init_state`.
+
+        Args:
+            model: A `Model`, or a folder, repository or `"tiny"` as `load_model` takes them. A `Model` keeps its device and dtype.
+
+        Raises:
+            CheckpointError: The model cannot be loaded.
+            InvalidRequestError: An option makes no sense here.
+            OutOfPagesError: The KV memory does not fit into the device.
+            TuningFileError: A tuning file was asked for and cannot be used.
         """
         if isinstance(model, Model) and (device, dtype, revision, download, trust_remote_code) != (None, None, None, False, False):
             raise InvalidRequestError("a loaded model has its device, dtype, revision and code; give those to load_model")

@@ -37,18 +37,36 @@ def load_model(
     download: bool = False,
     max_model_len: int | None = None,
 ) -> Model:
-    """Load a Hugging Face folder, a repository out of the local Hugging Face cache, or `"tiny"`, the packaged model.
+    """Load a Hugging Face folder, a repository in the local Hugging Face cache, or `"tiny"`, the packaged model.
 
-    No network is used without `download`, which first fetches what the cache lacks of a repository. `revision` is a branch, a tag or a
-    commit of one (see `checkpoint_folder.resolve_folder`).
-    Defaults: CUDA where there is one; the checkpoint's dtype on CUDA, float32 on a CPU. `progress` as in `weights.load_params`.
-    `tokenizer` False loads none, and the folder needs none: the model takes and gives token ids.
-    `max_model_len`: the most tokens of a request. Only models that turn long requests otherwise than short ones (LongRoPE) depend on it:
-    beyond the context that they were first trained on they are another model, with KV of its own; None keeps to that context.
-    Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
-    An architecture without a file in `models/` runs through transformers' own module, slower, where its attention goes through that
-    library's interface. A checkpoint that brings code is refused without `trust_remote_code`; with it, stderr names each file before it
-    is executed, and none is where the architecture is built in, or in transformers.
+    Nothing is downloaded without `download=True`. An architecture without a file in `models/` runs through transformers' own module,
+    slowly, if its attention goes through that library's interface.
+
+    Args:
+        path_or_repo: A folder, a repository such as `"Qwen/Qwen3-0.6B"`, or `"tiny"`.
+        device: A torch device or its name. None: a GPU if there is one, else the CPU.
+        dtype: float32, bfloat16, float16 or float64, as a torch dtype or its name. None: the checkpoint's dtype on a GPU, float32 on a CPU.
+        progress: Whether to draw a progress bar. None: only on a terminal.
+        trust_remote_code: Whether Python code of the checkpoint may run. Each file is named on stderr before it runs. Code never runs if
+            the architecture is built in or known to transformers.
+        tokenizer: Whether to load the tokenizer. With False the folder needs none, and the model takes and gives token ids.
+        revision: A branch, tag or commit of the repository; the first digits of a commit are enough. None: `main`, or the only cached
+            snapshot.
+        download: Whether to fetch from the Hugging Face Hub first the files that the cache lacks.
+        max_model_len: The most tokens of a prompt and its reply together. Loading depends on it only for models with LongRoPE, whose
+            long contexts are another model with KV of its own. None: the context that they were first trained on.
+
+    Returns:
+        The model: config, weights on `device`, tokenizer.
+
+    Raises:
+        CheckpointError: The folder lacks something, holds something malformed, or its architecture cannot run. The message names it.
+        InvalidRequestError: The device or dtype does not exist here, or an option has a wrong type.
+
+    Example:
+        >>> model = load_model("tiny", device="cpu")
+        >>> model.config.num_layers
+        8
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")

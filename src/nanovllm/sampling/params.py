@@ -151,19 +151,30 @@ def _explains_unknown_keywords(cls: type[C]) -> type[C]:
 @_explains_unknown_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's options; hashable, and normalised, so that equal options compare equal.
+    """The options of one request. Values are checked and normalised, so equal options compare equal, and hashable.
 
-    `temperature`: 0 is greedy, otherwise in [1e-3, 100]. `top_k`: the number of most likely tokens to draw from; 0 is all.
-    `top_p` in (0, 1]: the mass of most likely tokens to draw from. `min_p` in [0, 1]: the least probability, as a share of the largest.
-    `max_tokens` >= 1. `stop`: a string or up to 16, kept as a tuple. `stop_token_ids`: kept as a sorted tuple.
-    `ignore_eos`: go on after the model's end token. `seed` in [0, 2**63): None leaves the choice to the engine.
-    `repetition_penalty` in (0, 10] acts on the tokens of prompt and output (Keskar et al., 2019), `presence_penalty` and
-    `frequency_penalty` in [-2, 2] on those of the output (OpenAI's API reference). `logit_bias`: a mapping from token id to
-    [-100, 100], kept as sorted pairs, or None. `logprobs`: None for none, 0 for the drawn token's, up to 20 for as many of the
-    most likely tokens' beside it.
+    Attributes:
+        temperature: 0 is greedy decoding. Otherwise from 0.001 to 100; higher is more varied.
+        top_k: Sample from the k most probable tokens. 0: from all.
+        top_p: Nucleus sampling: sample from the most probable tokens that together have this probability, in (0, 1].
+        min_p: Leave out tokens below `min_p` times the highest probability, in [0, 1].
+        max_tokens: The most tokens of the reply, at least 1.
+        stop: A string, or up to 16, before which the reply ends.
+        stop_token_ids: Token ids that end the reply.
+        ignore_eos: Whether to go on after the model's end token.
+        seed: The same seed gives the same samples, whatever else runs in the batch; in [0, 2**63). None: the engine chooses.
+        repetition_penalty: Above 1: against tokens of the prompt and the reply (Keskar et al., 2019); in (0, 10].
+        presence_penalty: Above 0: against tokens that the reply already has; in [-2, 2].
+        frequency_penalty: Above 0: the same, stronger for tokens that occurred more often; in [-2, 2].
+        logit_bias: A mapping from token ids to numbers in [-100, 100] that are added to their logits.
+        logprobs: None for no log-probabilities, 0 for those of the sampled tokens, up to 20 for as many most probable tokens too.
 
-    Raises `InvalidRequestError`, naming the value and what is accepted, for any other value and for an unknown keyword.
-    Numpy's scalars are taken as Python's; bools are not numbers.
+    Raises:
+        InvalidRequestError: A value is out of range, of another type, or has an unknown name. The message says what is accepted.
+
+    Example:
+        >>> SamplingParams(temperature=0, max_tokens=8, stop=".").stop
+        ('.',)
     """
 
     temperature: float = 1.0

@@ -1,7 +1,13 @@
-"""`check`: every invariant of an engine's state, stated as code."""
+"""The numbered invariants of an engine, and `check`, which holds a state to them.
+
+`INVARIANTS` is the one list: the errors of `check`, the messages of the machines in `nanovllm.testing` and the page
+`docs/explanation/invariants.md` quote it, and a test holds the page to it.
+"""
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import no_type_check
 
 import numpy as np
@@ -16,11 +22,88 @@ from nanovllm.state.request import Sequence
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import Frames
 
+INVARIANTS: Mapping[int, str] = MappingProxyType(
+    {
+        1: "The reference count of a page equals the number of references to it from live chunks, requests and the prefix index.",
+        2: "Every page of the pool is either free or referenced, never both and never neither.",
+        3: "A page is written only while it has exactly one owner.",
+        4: "The prefix index finds a page only by the whole prefix that it was filled with: no KV is shared after a token that differs.",
+        5: "A `PageState`, `PrefixIndex` or `Chunk` never changes after it was made, whatever is called later.",
+        6: "Every admitted request ends, whatever the size of the pool; once all handles are released, all pages are available again.",
+        7: "A step runs at least one token of each request that it schedules, and no request has more tokens than its pages hold.",
+        8: "On a CPU a reply does not depend on the rest of the batch; an exact chunk gives the logits of a full prefill, up to rounding.",
+        9: "Tokens run plus tokens reused equal tokens needed, plus those run again after preemption, plus those run ahead and discarded.",
+        10: "No page with approximate KV can be found in the prefix index.",
+        11: "Idle pages are the pages that only the prefix index owns; they are evicted in the order in which they became idle.",
+        12: "In a model with windows, each page that a chunk or a window of a request still needs has a sliding-window page of its own.",
+        13: "Requests run in order of arrival, at most `max_num_seqs` of them, and no request both runs and waits.",
+        14: "A chunk fits its pages, and its label is exact if and only if all its tokens are exact.",
+        15: "Only the newest state of an engine can be used; a state that an earlier call donated is refused.",
+    }
+)
+
+# The names that `check` gives to parts of an invariant.
+NUMBERS: Mapping[str, int] = MappingProxyType(
+    {
+        "reference counts": 1,
+        "partition": 2,
+        "index": 4,
+        "capacity": 7,
+        "sequences": 7,
+        "stats": 9,
+        "exact index": 10,
+        "idle pages": 11,
+        "eviction order": 11,
+        "frames": 12,
+        "needs": 12,
+        "spare frames": 12,
+        "windows": 12,
+        "order": 13,
+        "limits": 13,
+        "chunk": 14,
+        "provenance": 14,
+        "lease": 15,
+    }
+)
+
+
+def broken(number: int, detail: str, name: str = "") -> str:
+    """The message that says how an invariant is broken, and quotes it.
+
+    Args:
+        number: The invariant's number in `INVARIANTS`.
+        detail: The values that break it.
+        name: Which part of it is broken, where it has named parts.
+
+    Returns:
+        One line that begins with the number.
+
+    Example:
+        >>> broken(3, "page 5 has 2 owners")
+        'invariant 3: page 5 has 2 owners. It says: A page is written only while it has exactly one owner.'
+    """
+    part = f", '{name}'" if name else ""
+    return f"invariant {number}{part}: {detail}. It says: {INVARIANTS[number]}"
+
 
 def check(state: EngineState) -> None:
-    """Raise `BrokenInvariantError` naming the invariant that does not hold, `DonatedStateError` for an old state.
+    """Check every invariant that can be read off a state. The time grows with the pool; no device memory is read.
 
-    Linear in the pool; reads no device memory.
+    Invariants 3, 5, 6 and 8 are about calls, not about one state: the machines of `nanovllm.testing` look for them.
+
+    Args:
+        state: The newest state of an engine.
+
+    Raises:
+        BrokenInvariantError: An invariant does not hold. The message has its number, its sentence and the values that break it.
+        DonatedStateError: The state was donated to a later call.
+        InvalidRequestError: `state` is not an `EngineState`.
+
+    Example:
+        >>> import nanovllm as nv
+        >>> model = nv.load_model("tiny", device="cpu")
+        >>> state, chunk = nv.prefill(model, nv.init_state(model, num_pages=8), "Once upon a time,")
+        >>> nv.check(state)
     """
     if not isinstance(state, EngineState):
         raise InvalidRequestError(f"state must be an EngineState, not {type(state).__name__}")
@@ -173,4 +256,4 @@ def _check_retired(sequence: Sequence, page_size: int, window: int) -> None:
 @no_type_check  # called for every page: run-time checks would cost more than all else
 def _require(holds: bool, name: str, detail: str) -> None:
     if not holds:
-        raise BrokenInvariantError(f"invariant '{name}': {detail}")
+        raise BrokenInvariantError(broken(NUMBERS[name], detail, name))

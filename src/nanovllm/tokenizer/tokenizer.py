@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from nanovllm.errors import InvalidRequestError
@@ -34,7 +35,7 @@ class Tokenizer:
         """
         return self.backend.encode(check_text(text), add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids; an id that the tokenizer does not know gives no text, such as those that only pad a model's vocabulary."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 

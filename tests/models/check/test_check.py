@@ -425,7 +425,7 @@ def test_no_memory_to_look_with_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("nanovllm.engine.init_state.choose", full)
+    monkeypatch.setattr("nanovllm.executor.build_executor.choose", full)
     with pytest.warns(UserWarning, match="random-0: no memory to check the fast decode path with: it is used unchecked"):
         nv.init_state(small(), num_pages=8, check=True)
 

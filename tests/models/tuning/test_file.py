@@ -152,8 +152,8 @@ WRITER = """
 import json, sys
 from pathlib import Path
 from immutables import Map
-from nanovllm.models.cuts import StepCuts
-from nanovllm.tune.file import write_cuts
+from nanovllm.models.fast.cuts import StepCuts
+from nanovllm.models.tuning.file import write_cuts
 path, rows, key = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 for _ in range(60):
     write_cuts(path, key, Map({n: StepCuts(qkv=(8, 2, 0)) for n in (1, 2)[:rows]}), [{"filler": "x" * 20_000}])
@@ -399,7 +399,7 @@ def tuning(served: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(command, "machine_of", lambda model: H200)
     monkeypatch.setattr(command, "Recorder", lambda device: None)
     monkeypatch.setattr(command, "measuring", measuring)
-    monkeypatch.setattr(command.collector, "freeze", lambda: None)
+    monkeypatch.setattr(command, "freeze", lambda: None)
     return served
 
 

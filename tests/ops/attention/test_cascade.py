@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm.executor.cascade_policy import own_runs, shared_runs
 from nanovllm.ops import paged_decode, paged_prefill
-from nanovllm.ops.attention import cascade
+from nanovllm.ops.attention import cascade_plan
 from nanovllm.ops.attention.cascade import PromptCascade, attend_part, merge, merge_parts
 from nanovllm.ops.attention.cascade_plan import LEAST_OWN, TILE, CascadePlan, CascadeWorkspace, cut_runs, tiles
 from nanovllm.ops.attention.plan_table import PlanMismatchError, UnknownPlanError
@@ -285,7 +285,7 @@ def test_long_rows_in_a_window_interpreted(window, monkeypatch):
     tree = Tree(5, 16, 3, head_dim=24)
     tree.lens[:] = [63, 16, 64, 128, 65]
     for least in (16, 1):
-        monkeypatch.setattr(cascade, "LEAST_OWN", least)
+        monkeypatch.setattr(cascade_plan, "LEAST_OWN", least)
         interpreted_decode(tree, own_runs(tree.counts), 16, (window, 0.0))
 
 
@@ -298,7 +298,7 @@ def test_lengths_around_a_turn_of_the_loop_interpreted(lens, group, head_dim, mo
     assert (np.array(lens) <= tree.counts * 16).all()
     tree.lens[:] = lens  # `on_device` shares its memory
     for least in (512, 16, 1):
-        monkeypatch.setattr(cascade, "LEAST_OWN", least)
+        monkeypatch.setattr(cascade_plan, "LEAST_OWN", least)
         interpreted_decode(tree, own_runs(tree.counts), 16)
 
 
