@@ -408,7 +408,7 @@ def test_the_command_prints_a_table_and_writes_the_file(tuning: Path, tmp_path: 
     out = capsys.readouterr().out
     assert "2 of 11 kernels have a tile configuration other than the default." in out and f"Written to {tuning}" in out
     (head, *rows) = out.splitlines()[2:16]
-    assert head.split() == ["part", "rows", "default", "us", "chosen", "us", "faster", "cut", "measured", "skipped"]
+    assert head.split() == ["part", "rows", "default", "us", "chosen", "us", "faster", "tiles", "measured", "skipped"]
     for part in ("layer", "qkv"):
         told = [row.split()[:5] for row in rows if row.split()[0] == part]
         assert told == [[part, count, "2.00", "1.00", "50.0%"] for count in ("1", "64")]
@@ -500,7 +500,7 @@ def test_what_the_command_cannot_do_is_told_before_it_measures(
     with pytest.raises(SystemExit):
         cli.main(["tune", "--batches", "0"])
     tuning.parent.chmod(0o777)
-    assert cli.main(["tune"]) == 2 and "name a file with --output" in capsys.readouterr().err
+    assert cli.main(["tune"]) == 2 and "give a file with --output" in capsys.readouterr().err
     tuning.parent.chmod(0o700)
     monkeypatch.setattr(command.fused, "serves", lambda params, config: False)
     assert cli.main(["tune"]) == 2 and "cannot be tuned" in capsys.readouterr().err
