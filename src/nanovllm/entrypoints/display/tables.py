@@ -1,6 +1,6 @@
 """Tables of aligned columns, sizes and shortened lists, as every command prints them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 Cells = tuple[str, ...]
 WORDS = ("", "workload", "kernel", "op")  # columns of words
@@ -12,12 +12,21 @@ def shortened(lines: Iterable[str], most: int = 8) -> list[str]:
     return [*found[:most], *[f"and {len(found) - most} more"] * (len(found) > most)]
 
 
-def aligned(head: Cells, rows: Sequence[Cells]) -> list[str]:
-    """Columns for a terminal: words to the left, figures to the right."""
+def aligned(head: Cells, rows: Sequence[Cells], left: Collection[int] | None = None) -> list[str]:
+    """Columns for a terminal, the head first.
+
+    Args:
+        head: The names of the columns.
+        rows: The cells of each row.
+        left: The columns that are aligned to the left; the others are aligned to the right. None: the columns of words, by their names.
+
+    Returns:
+        A line for the head and for each row.
+    """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    flush = [name in WORDS for name in head]
-    lines = [[c.ljust(w) if left else c.rjust(w) for c, w, left in zip(line, widths, flush, strict=True)] for line in (head, *rows)]
-    return ["  ".join(line).rstrip() for line in lines]
+    left = [i for i, name in enumerate(head) if name in WORDS] if left is None else left
+    cells = ([c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))] for line in (head, *rows))
+    return ["  ".join(line).rstrip() for line in cells]
 
 
 def size(count: int) -> str:

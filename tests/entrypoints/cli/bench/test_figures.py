@@ -33,7 +33,7 @@ from nanovllm.entrypoints.cli.bench.roofline import (
     step_bytes,
 )
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
-from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS, Measured, Spent, run_workloads
+from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS, Measured, Spent, measure
 from nanovllm.entrypoints.display.tables import WORDS, aligned
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
@@ -123,7 +123,7 @@ def test_an_engine_tells_what_its_calls_cost() -> None:
 
 def test_a_wrong_number_of_tokens_is_no_figure() -> None:
     with pytest.raises(AssertionError, match="another number of tokens"):
-        run_workloads(lambda prompts, counts, _: [[0] * count for count in counts[:-1]], ["b1"], 100, 1)
+        {one.key: one.figure for one in measure(lambda prompts, counts, _: [[0] * count for count in counts[:-1]], ["b1"], 100, 1)}
 
 
 class Idle:
@@ -141,7 +141,7 @@ class Idle:
 
 def test_every_workload_has_its_keys() -> None:
     """An engine that does nothing runs all of them; peers are compared by these keys."""
-    found = run_workloads(Idle(replace(MODEL, name="weights"), "weights").generate, WORKLOADS, 151936, 1)
+    found = {one.key: one.figure for one in measure(Idle(replace(MODEL, name="weights"), "weights").generate, WORKLOADS, 151936, 1)}
     rates = [f"b{size}_{what}" for size in (1, 8, 64) for what in ("decode_tok_s", "ttft_ms")]
     assert list(found) == [*rates, "offline_tok_s", "ttft_16k_cold_ms", "ttft_16k_warm_ms", "shared16k_x32_tok_s"]
 
@@ -156,7 +156,7 @@ def test_the_longest_request_of_each_workload() -> None:
             longest = max(longest, *(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True)))
             return [[0] * count for count in max_tokens]
 
-        run_workloads(generate, [name], 151936, 1)
+        {one.key: one.figure for one in measure(generate, [name], 151936, 1)}
         assert 0.95 * workloads.LONGEST[name] < longest <= workloads.LONGEST[name] and (
             name == "offline" or longest == workloads.LONGEST[name]
         )

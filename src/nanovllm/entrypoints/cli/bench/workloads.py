@@ -86,11 +86,6 @@ def random_tokens(random: Random, count: int, vocab_size: int) -> list[int]:
     return [random.randint(low, high) for _ in range(count)]
 
 
-def run_workloads(generate: Generate, which: Sequence[str], vocab_size: int, repeats: int = 3) -> dict[str, float]:
-    """Run the chosen workloads. Returns each figure by its key: a median of `repeats` runs; `offline` runs once."""
-    return {one.key: one.figure for one in measure(generate, which, vocab_size, repeats)}
-
-
 def measure(
     generate: Generate, which: Sequence[str], vocab_size: int, repeats: int = 3, spent: Callable[[], Spent] | None = None
 ) -> Iterator[Measured]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.entrypoints.cli.eval_reuse.measure import Reading
+from nanovllm.entrypoints.display.tables import aligned
 from nanovllm.models.model import Model
 
 SCHEMA = 2
@@ -140,15 +141,8 @@ def _aligned(head: tuple[str, ...], num_left: int, entries: Iterable[tuple[str, 
         cells.append((group if (experiment, group) != last else "", *rest))
         last = (experiment, group)
     rows = [row for row in cells if not isinstance(row, str)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in cells:
-        if isinstance(row, str):
-            lines += ["", row]
-        else:
-            left = [row[i].ljust(widths[i]) for i in range(num_left)]
-            lines.append("  ".join([*left, *(row[i].rjust(widths[i]) for i in range(num_left, len(row)))]).rstrip())
-    return lines
+    shown = iter(aligned(head, rows, left=range(num_left))[1:] if rows else [])
+    return [line for cell in cells for line in (("", cell) if isinstance(cell, str) else (next(shown),))]
 
 
 def _cells(row: Row) -> tuple[str, ...]:

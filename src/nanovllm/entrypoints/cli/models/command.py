@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict
 
 from nanovllm.entrypoints.cli.models.listing import Cached, Listed, cached, listed, shared_lines
-from nanovllm.entrypoints.display.tables import size
+from nanovllm.entrypoints.display.tables import aligned, size
 from nanovllm.models.registry import REGISTRY
 
 DESCRIPTION = """\
@@ -61,11 +61,10 @@ def main(options: argparse.Namespace) -> int:
 
 def table(found: Seq[Listed]) -> str:
     """A row for each architecture, then its well-known models and the description of its file; notes at the end."""
-    rows = [COLUMNS, *(_cells(each) for each in found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_aligned(COLUMNS, widths)]
-    for each, nxt in zip(found, [*found[1:], None], strict=True):
-        lines += [_aligned(_cells(each), widths), f"    {each.known}"]
+    head, *rows = aligned(COLUMNS, [_cells(each) for each in found], left=(0, 1, 3, 4, 5))
+    lines = [head]
+    for row, each, nxt in zip(rows, found, [*found[1:], None], strict=True):
+        lines += [row, f"    {each.known}"]
         if nxt is None or nxt.file != each.file:  # the description once per file
             lines += [*textwrap.wrap(each.about, 140, initial_indent="    ", subsequent_indent="    "), ""]
     return "\n".join([*lines, NOTES.format(shared=shared_lines())])
@@ -83,12 +82,11 @@ def cached_table(found: Seq[Cached]) -> str:
     """A line for each repository of the cache."""
     if not found:
         return "No model was found in the Hugging Face cache."
-    rows = [("repository", "architecture", "on disk", "runs")]
+    rows = []
     for each in found:
         through = "through the transformers fallback, if its attention uses transformers' attention interface: see nanovllm check"
         rows.append((each.name, each.architecture or "-", size(each.size), f"no: {each.against}" if each.against else _runs(each, through)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(aligned(("repository", "architecture", "on disk", "runs"), rows, left=range(4)))
 
 
 def _runs(each: Cached, through: str) -> str:
@@ -98,7 +96,3 @@ def _runs(each: Cached, through: str) -> str:
 def _cells(each: Listed) -> tuple[str, ...]:
     how = (FAST[i] if not why else f"{PLAIN[i]}: {why}" for i, why in enumerate((each.gpu, each.cpu)))
     return (each.architecture, each.file, str(each.lines), *how, "yes" if each.composes else "no")
-
-
-def _aligned(row: Seq[str], widths: Seq[int]) -> str:
-    return "  ".join(cell.rjust(w) if i == 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
