@@ -216,7 +216,7 @@ def test_bad_room(room):
 
 def test_impossible_sessions_are_refused_and_cost_nothing():
     state = engine(num_pages=4, max_num_seqs=2)
-    with pytest.raises(InvalidRequestError, match="room=10 exceeds this engine's 16"):
+    with pytest.raises(InvalidRequestError, match="room=10 exceeds this engine's limit of 16"):
         begin(MODEL, state, [IDS], greedy(), room=10)
     with pytest.raises(InvalidRequestError, match="3 contexts exceed max_num_seqs=2"):
         begin(MODEL, state, [IDS] * 3, greedy(), room=1)

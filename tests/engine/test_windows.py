@@ -187,7 +187,7 @@ def test_a_request_that_gives_pages_up_cannot_become_a_chunk():
     state = engine(MISTRAL, 20)
     state, rid = nv.submit(MISTRAL, state, PROMPTS[2], greedy(8))
     state, _ = nv.step(MISTRAL, state)
-    with pytest.raises(InvalidRequestError, match="not queued to be kept"):
+    with pytest.raises(InvalidRequestError, match="queue it with keep=True"):
         detach(MISTRAL, state, rid)
     state, (kept,) = submit_many(MISTRAL, state, [PROMPTS[0]], [greedy(8)], keep=True)
     for _ in range(4):

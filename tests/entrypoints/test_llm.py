@@ -436,7 +436,7 @@ def test_a_detached_request_is_a_chunk_of_what_it_filled(steps, num_pages, budge
             assert state.stats.prefill_tokens + state.stats.decode_tokens - ran == len(tokens) - len(chunk) + rerun
             state = nv.release(state, gen.chunk)
         state = nv.release(state, chunk)
-    with pytest.raises(nv.InvalidRequestError, match="neither kept, waiting nor running"):
+    with pytest.raises(nv.InvalidRequestError, match="not kept, waiting or running"):
         detach(model, state, rid)
     while state.running or state.waiting:
         state, _ = nv.step(model, state)

@@ -177,7 +177,7 @@ def test_chunks_work_but_for_those_whose_keys_would_turn(made: Made, model: Mode
         assert made_of.token_ids == greedy(made.theirs, tokens, 10)
     with pytest.raises(InvalidRequestError, match=r"how positions enter StableLmForCausalLM is not known.*not allow compose"):
         nv.compose(model, state, [head, kept])
-    with pytest.raises(InvalidRequestError, match=r"how positions enter.*does not allow drop"):
+    with pytest.raises(InvalidRequestError, match=r"it is unknown how.*does not support drop"):
         nv.drop(model, state, chunk, 2, 5, mode="shift")
     state, gapped = nv.drop(model, state, chunk, 2, 5, mode="gap")
     assert len(gapped) == len(ids) - 3
