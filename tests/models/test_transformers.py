@@ -197,7 +197,7 @@ def test_steps_of_a_caller(made: Made, model: Model) -> None:
 
 
 def test_it_says_that_it_is_slow_once_and_has_no_compiled_form(made: Made, model: Model) -> None:
-    with pytest.warns(UserWarning, match="StableLmForCausalLM is not built in.*slowly") as told:
+    with pytest.warns(UserWarning, match="StableLmForCausalLM has no built-in implementation.*slow") as told:
         nv.init_state(model, num_pages=8)
     assert len(told) == 1
     with pytest.raises(InvalidRequestError, match=r"compile=True.*through transformers"):

@@ -48,16 +48,16 @@ def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False)
         sequences: sequences that own no page yet.
         logits: the last token runs even if its KV is filled, so it does not count as reused.
     """
-    pool, held, reused = state.pool, [], 0
+    pool, owners, reused = state.pool, [], 0
     for asked in sequences:
         matched, _ = pools.reusable(pool, asked.tokens.array(), whole=True)
         better = worth_taking(pool, matched, asked, state.config.page_size)
         sequence = asked.restart(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
         pool = pools.acquire(pool, sequence.pages)
-        there = min(sequence.num_filled, len(sequence.tokens) - logits)
-        held.append(replace(sequence, most_filled=there))
-        reused += there
-    return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), held
+        filled = min(sequence.num_filled, len(sequence.tokens) - logits)
+        owners.append(replace(sequence, most_filled=filled))
+        reused += filled
+    return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), owners
 
 
 def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken) -> tuple[EngineState, list[Sequence]]:
@@ -66,19 +66,19 @@ def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int],
     Raises:
         OutOfPagesError: too few pages are available; nothing was written.
     """
-    pool, held, copies, pages = state.pool, list(sequences), [], []
+    pool, owners, copies, pages = state.pool, list(sequences), [], []
     for i, length in enumerate(lengths):
-        done = reserve(pool, held[i], length, state.config.page_size)
+        done = reserve(pool, owners[i], length, state.config.page_size)
         if done is None:
-            missing = pages_for(length, state.config.page_size) - len(held[i].pages)
+            missing = pages_for(length, state.config.page_size) - len(owners[i].pages)
             raise pools.too_few(pool, f"a context of {length} tokens needs {missing} more pages")
-        pool, held[i], copied, fresh = done
+        pool, owners[i], copied, fresh = done
         pages.extend(fresh)
         copies.extend(copied)
     taken.note(pool, pages)  # only after all is reserved: pages that a refused call would have taken over keep their KV
     kv = copy_pages(state.kv, tuple(copies), frames_of_copies(pool, copies))
     pool = pools.release(pool, [source for source, _ in copies])
-    return replace(state, kv=kv, pool=pool), held
+    return replace(state, kv=kv, pool=pool), owners
 
 
 def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: int = 0) -> tuple[EngineState, list[Sequence]]:

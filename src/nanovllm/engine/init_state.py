@@ -1,4 +1,4 @@
-"""`init_state`: an engine's first state, its KV pool and its runtime."""
+"""`init_state`: the first state of an engine, with its KV pool and its runtime."""
 
 import os
 import warnings
@@ -41,41 +41,61 @@ def init_state(
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EngineState:
-    """An empty engine for `model`.
+    """Create an empty engine for a model.
 
-    `num_pages` (excluding the dummy page): None takes what `max_num_seqs` sequences of full length need, at most 4 GiB on a CPU and
-    what `memory_fraction` of a GPU's memory leaves beside the weights and what the largest steps hold, which is measured. `num_frames`:
-    for how many pages layers with a window keep KV (where it is None, `state/pool_sizes.py` says how many that are); where all layers have
-    one, `num_pages` says it. `max_num_batched_tokens`: None is 8,192, and
-    on a GPU of 64 GiB or more what takes a prompt of 16k and a question. `compile`: None is on for CUDA and off for a CPU, where decode
-    steps run in C if there is a compiler; False is the plain reference on any device. `cascade`: whether pages that
-    requests share are read once for all of them; None does it where that is faster, True for every whole page, on a CPU too.
-    `check`: whether the fast form of each decode layer is compared with the plain one on the model's own weights before it is used; a
-    layer beyond the error bound runs in plain torch, with one warning for all. None does it on a GPU; True on a CPU too, but not with
-    `compile=True` there, which runs compiled layers in the place of the fast ones. With `compile=False` nothing is fast, or compared.
-    Compared are batches of 1, 8 and 24 rows, and of up to 6 more numbers of rows, 256 at most, for which a tuning file has cuts.
-    `tuning`: how the kernels of a GPU cut their work: None as the file says that `nanovllm tune` wrote for this GPU, model and version,
-    where it is there; True where it must be; False by the defaults; a path as the file there says. Cuts by which a layer errs beyond the
-    bound, or no kernel can be made, are dropped for the defaults, with a warning; the latter are an error where the file was asked for.
-    `progress`: None draws bars on a terminal.
-    Raises `InvalidRequestError` for a limit below 1 and for options that exclude each other, and `OutOfPagesError` where the pool does not
-    fit into memory, `TuningFileError` for a tuning file that was asked for and cannot be used.
+    Args:
+        model: a model of `load_model`.
+        num_pages: pages of the KV pool, without the dummy page. None: enough for `max_num_seqs` sequences of full length, within a limit.
+            The limit is 4 GiB on a CPU. On a GPU it is `memory_fraction` without the weights and the measured need of the largest steps.
+        num_frames: pages for which sliding-window layers keep KV; only for models with such layers. None: enough for the windows of
+            `max_num_seqs` sequences and one chunk of full length. If every layer has a window, set `num_pages` instead.
+        page_size: tokens per page.
+        max_model_len: the maximum length of a sequence, prompt and reply, in tokens. None: the model's own.
+        max_num_seqs: the maximum number of sequences that run at the same time.
+        max_num_batched_tokens: the maximum number of tokens per step. None: 8,192, or 16,896 on a GPU with at least 64 GiB.
+        memory_fraction: the fraction of a GPU's memory to use, in (0, 1]. Used only if `num_pages` is None.
+        seed: the seed of requests that give none, in [0, 2**63).
+        compile: how decode steps run. None: like True on CUDA; on a CPU, in C if there is a compiler. True: as fused kernels in CUDA
+            graphs, or by `torch.compile` for models and devices without them. False: in plain torch on any device.
+        cascade: whether attention reads pages that several requests share only once. None: where that is faster. True: for all whole pages,
+            also on a CPU.
+        check: whether to compare each fast decode layer with the plain one on the model's own weights before it is used. A layer beyond the
+            error bound runs in plain torch, with one warning for all. None: only on a GPU. Batches of 1, 8 and 24 rows are compared, and up
+            to 6 more batch sizes of the tuning file. This option is not `nv.check`.
+        tuning: tile configurations of the GPU kernels. None: those of the `nanovllm tune` file for this GPU, model and version, if the
+            user's cache has one. True: the same, but the file must exist. False: the defaults. A path: those of that file.
+            Configurations that fail or exceed the error bound are replaced by the defaults, with a warning.
+        progress: whether to draw progress bars. None: only on a terminal.
+
+    Returns:
+        The first state of the engine.
+
+    Raises:
+        InvalidRequestError: a limit is invalid, or options exclude each other.
+        OutOfPagesError: the KV pool does not fit into memory.
+        TuningFileError: a tuning file was requested and cannot be used.
+
+    Examples:
+        >>> nv.init_state(model, num_pages=64, max_model_len=512)
+        EngineState(0 of 64 pages used, 0 chunks, 0 requests, epoch 0)
     """
     require_model(model)
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):
         if value is not None and not isinstance(value, bool):
             raise InvalidRequestError(f"{name}={value!r} must be True, False or None")
     if check and compile and model.device.type != "cuda":
-        why = "compiled layers run there, not the fast ones that check compares"
-        raise InvalidRequestError(f"check=True with compile=True on a CPU: {why}; give one of the two")
+        why = "check compares the layers in C, but compile=True replaces them"
+        raise InvalidRequestError(f"check=True with compile=True on a CPU: {why}; set only one of the two")
     require_tuning(tuning)
     if model.foreign:
         if compile:
-            raise InvalidRequestError(f"compile=True: {model.config.architecture} runs through transformers, whose module is not compiled")
-        where = "on a CPU in C" if model.device.type == "cpu" else "in captured graphs of fused kernels"
+            raise InvalidRequestError(
+                f"compile=True: {model.config.architecture} runs through transformers, whose modules are not compiled"
+            )
+        where = "in C" if model.device.type == "cpu" else "as fused kernels in CUDA graphs"
         warnings.warn(
-            f"{model.config.architecture} is not built in: it runs through transformers' module with attention in plain torch, slowly; "
-            f"built-in ones run {where}",
+            f"{model.config.architecture} has no built-in implementation: it runs through transformers with plain torch attention, which "
+            f"is slow; built-in architectures run {where}",
             stacklevel=3,
         )
     config = model.config
@@ -83,7 +103,7 @@ def init_state(
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
         raise InvalidRequestError(f"memory_fraction={memory_fraction!r} must be in (0, 1]")
     if num_frames is not None and not config.widest_window:
-        raise InvalidRequestError(f"num_frames={num_frames!r} is for layers with a window, of which {model.name} has none")
+        raise InvalidRequestError(f"num_frames={num_frames!r}: {model.name} has no sliding-window layers; leave it out")
     if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
         raise InvalidRequestError(f"num_frames={num_frames!r} must be an integer of at least 1")
     limits = EngineConfig(
@@ -96,12 +116,12 @@ def init_state(
         seed=seed,
     )
     if max_model_len > config.max_position_embeddings:
-        more = "; load_model(..., max_model_len=...) loads it for longer requests" if loaded_for_short(config) else ""
+        more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
     choice, cuts = checked_choice(
         model, limits, compile, check, cuts, tuning
-    )  # before the pool takes the memory that it needs for a moment
+    )  # before the KV pool is allocated, because the check needs memory for a moment
     budget = None
     if num_pages is None:
         needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
@@ -112,7 +132,9 @@ def init_state(
         kv = init_kv(config, num_pages=num_pages, num_frames=frames, page_size=page_size, dtype=model.dtype, device=model.device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = bytes_of(config, limits, model.dtype)
-        raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
+        raise OutOfPagesError(
+            f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, more than {model.device} has free: set it lower"
+        ) from error
     executor, cuts = build_executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
     runtime = Runtime(Lease(model_key(model)), executor, cuts)
     windows = {"window": config.widest_window, "alone": config.all_windowed}
