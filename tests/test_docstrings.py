@@ -65,11 +65,9 @@ def entries(lines: list[str]) -> list[str]:
 
 def faults_of(value: Any) -> list[str]:
     """The rules that the docstring of a public name breaks."""
-    text = inspect.getdoc(value) if inspect.isclass(value) or value.__doc__ else None
-    if inspect.isclass(value) and value.__doc__ is None:
-        text = None
-    if not text:
+    if not value.__doc__:  # `inspect.getdoc` alone would return an inherited one
         return ["it has no docstring"]
+    text = inspect.cleandoc(value.__doc__)
     sections, faults = sections_of(text), []
     if not sections[""] or not sections[""][0].strip():
         faults.append("it has no summary line")
@@ -114,7 +112,7 @@ def test_examples_print_the_lines_that_they_show(name, model, tmp_path, monkeypa
     """Each docstring has a new state and an empty folder of its own; all share one model."""
     monkeypatch.chdir(tmp_path)
     names = {"nv": nv, "np": np, "torch": torch, "model": model, "state": nv.init_state(model, num_pages=64)}
-    example = doctest.DocTestParser().get_doctest(inspect.getdoc(PUBLIC[name]) or "", names, name, None, None)
+    example = doctest.DocTestParser().get_doctest(inspect.cleandoc(PUBLIC[name].__doc__), names, name, None, None)
     report: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS).run(example, out=report.append)
     assert not report, "".join(report)

@@ -142,8 +142,8 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
         raise DonatedStateError(f"session {ticket} was committed already, or began in another engine: call begin for a new one")
     require_fresh(carry.log)
     num_steps = min(num_run, session.room)
-    drawn = carry.log.token_ids.cpu().numpy()[:, :num_steps]
-    rows = [_settled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, drawn, strict=True)]
+    sampled = carry.log.token_ids.cpu().numpy()[:, :num_steps]
+    rows = [_settled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, sampled, strict=True)]
     prompt = rerun = 0
     if num_steps:
         counts = [counted(s, 1) for s in session.sequences]
