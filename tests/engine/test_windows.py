@@ -208,7 +208,7 @@ def test_models_without_windows_have_one_pool_and_no_frames():
     model = random_model(tiny_config())
     state = nv.init_state(model, num_pages=4, page_size=SIZE)
     assert state.pool.frames is None and len(state.kv.pools) == 1 and state.config.num_frames == 0
-    with pytest.raises(InvalidRequestError, match="num_frames=3: .* has no sliding-window layers"):
+    with pytest.raises(InvalidRequestError, match=r"num_frames=3: .* has no sliding-window layers"):
         nv.init_state(model, num_pages=4, num_frames=3)
     for wrong in (0, -1, True):
         with pytest.raises(InvalidRequestError, match="must be an integer of at least 1"):
