@@ -18,7 +18,7 @@ class InvalidRequestError(NanoVLLMError, ValueError):
 
 
 class OutOfPagesError(NanoVLLMError):
-    """The page pool is too small for a call, even after evicting all idle pages of the prefix index, or the device ran out of memory."""
+    """The page pool is too small for a call, even without idle pages of the prefix index, or the device ran out of memory."""
 
 
 class DonatedStateError(NanoVLLMError):

@@ -105,8 +105,8 @@ def commit_state(state: EngineState, **changes) -> EngineState:
 def guarded(state: EngineState) -> Iterator[Taken]:
     """Guard the device work of one call up to its commit, and yield the record of the pages that it takes.
 
-    If the block raises, Ctrl-C included, the old state loses the decode carry, and the pages that the call took over from the index or
-    from preempted sequences.
+    If the block raises, Ctrl-C included, the old state loses the decode carry. It also loses the pages that the call took over from the
+    index or from preempted sequences.
 
     Raises:
         OutOfPagesError: the device ran out of memory.

@@ -61,10 +61,11 @@ def init_state(
             also on a CPU.
         check: whether to compare each fast decode layer with the plain one on the model's own weights before it is used. A layer beyond the
             error bound runs in plain torch, with one warning for all. None: only on a GPU. Batches of 1, 8 and 24 rows are compared, and up
-            to 6 more batch sizes of the tuning file. This option is not `nv.check`.
+            to 6 more batch sizes of the tuning file. True excludes `compile=True` on a CPU. This option is not `nv.check`.
         tuning: tile configurations of the GPU kernels. None: those of the `nanovllm tune` file for this GPU, model and version, if the
             user's cache has one. True: the same, but the file must exist. False: the defaults. A path: those of that file.
-            Configurations that fail or exceed the error bound are replaced by the defaults, with a warning.
+            Configurations beyond the error bound, or without a working kernel, are replaced by the defaults, with a warning. The latter
+            are an error if the file was requested.
         progress: whether to draw progress bars. None: only on a terminal.
 
     Returns:

@@ -42,7 +42,7 @@ class Plan:
         stuck: sequences that cannot get another page while the live chunks exist; they end with the tokens that they have.
         grew: whether a decoding sequence has new pages.
         num_preempted: sequences that this plan preempts.
-        num_reused: tokens whose KV comes from the prefix index.
+        num_reused: tokens of admitted sequences whose KV is already filled.
     """
 
     pool: Pool
@@ -95,8 +95,9 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
     """The sequences as a `Steady`, with the number of steps in which `schedule` would only choose one token of each.
 
     Returns:
-        None if there are no such steps: a request could be admitted, a page to write is missing or shared, or a sequence has a prompt,
-        tokens lost to preemption, stop strings or log-probabilities. A sequence that has all its pages does not limit the others.
+        None if there are no such steps: a request could be admitted, or a page to write is missing or shared. The same holds if a
+        sequence has a prompt, tokens lost to preemption, stop strings or log-probabilities. A sequence that has all its pages does
+        not limit the others.
     """
     size, steps = config.page_size, config.max_model_len
     if not running or len(running) > config.max_num_batched_tokens:
@@ -266,7 +267,7 @@ class _Draft:
             return False
         if not self.running:
             return True
-        # This first estimate counts pages of the index as missing; the exact one below is more expensive.
+        # This first estimate counts reusable pages of the index as missing. The lookup below is more expensive.
         wanted = pages_for(first.tokens.length + 1, self.config.page_size)
         if wanted - len(first.pages) <= self.pool.num_available:
             return True
