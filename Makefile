@@ -1,56 +1,84 @@
-# Every target sets up .venv by itself; the stamp makes the second time quick.
+# Every target sets up .venv by itself; the stamps make the second time quick.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
-COMMA  := ,
-EXTRAS := dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(COMMA)cuda)
+DEV    := $(VENV)/.stamp-dev
+DOCS   := $(VENV)/.stamp-docs
+GPU    := $(if $(shell command -v nvidia-smi 2>/dev/null),[cuda])
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # By environment, because pip's isolated builds see no command line. Newer ones read the second for what they build with.
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-gpu lint bench eval-reuse parity clean
+.PHONY: setup demo test test-long test-gpu lint docs reference bench eval-reuse parity clean
 
-setup: $(STAMP)
+setup: $(DEV)
 
+# The package alone, which is all that a user needs.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".$(GPU)"
 	touch $(STAMP)
+
+# And the tools for tests, lint and builds.
+$(DEV): $(STAMP)
+	$(PIP) -e ".[dev]"
+	touch $(DEV)
+
+# And the tools for the site.
+$(DOCS): $(STAMP)
+	$(PIP) -e ".[docs]"
+	touch $(DOCS)
 
 demo: $(STAMP)
 	$(BIN)/nanovllm generate --model tiny --stream --max-tokens 160 "Once upon a time, in a small village by the sea,"
 	$(BIN)/nanovllm generate --model tiny --chat --stream --max-tokens 200 "The capital of Aistonia is Velmora. What is the capital of Aistonia?"
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyright
 
 # In several processes with a thread each: threads of their own would spin for cores that the other processes need.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-# Three runs: shapes and types are checked by jaxtyping's import hook in the first; what is traced by torch.compile runs without the hook;
+# Three runs. In the first, jaxtyping's import hook checks shapes and types. The second runs without the hook, which torch.compile cannot
+# trace and which would double the time of the property machines.
 # Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
 test: lint
-	$(PYTEST) -m "not compile and not gpu and not interpret" --jaxtyping-packages=nanovllm,beartype.beartype
-	$(PYTEST) -m "compile and not gpu"
-	TRITON_INTERPRET=1 $(PYTEST) -m interpret
+	$(PYTEST) -m "not compile and not unhooked and not gpu and not interpret and not long" --jaxtyping-packages=nanovllm,beartype.beartype
+	$(PYTEST) -m "(compile or unhooked) and not gpu and not long"
+	TRITON_INTERPRET=1 $(PYTEST) -m "interpret and not long"
 
-test-gpu: $(STAMP)
+# Minutes of work that `make test` leaves out: the widest sweeps, the mutation run, the package built and installed in a fresh environment.
+test-long: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long and not gpu and not interpret"
+	TRITON_INTERPRET=1 $(PYTEST) -m "long and interpret"
+
+test-gpu: $(DEV)
 	$(BIN)/python -m pytest -q -m gpu
+
+# The site, in build/site. Every warning is an error.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The generated parts of docs/reference: the command line, the options and the table of models.
+reference: $(STAMP)
+	$(BIN)/python tools/write_reference.py
 
 bench: $(STAMP)
 	$(BIN)/nanovllm bench
 
-# What docs/reuse-quality.md shows; its table is the output.
-eval-reuse: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/reuse-quality
+# What docs/explanation/reuse-quality.md shows; its table is the output.
+eval-reuse: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/explanation/reuse-quality
 
-# What docs/parity.md shows: every architecture beside transformers.
-parity: $(STAMP)
-	$(BIN)/python -m tests.parity --out docs/parity
+# The page docs/reference/parity.md: every architecture compared with transformers.
+parity: $(DEV)
+	$(BIN)/python -m tests.parity --out docs/reference/parity
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -65,7 +65,7 @@ class Nothing:
         self.steps.append(time.perf_counter())
         return carry, _zeros(carry)
 
-    def thrown_away(self) -> int:
+    def take_discarded_count(self) -> int:
         """Nothing runs ahead."""
         return 0
 

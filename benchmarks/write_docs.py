@@ -1,4 +1,4 @@
-"""The figures in docs/performance.md and README.md, from the JSON files of `nanovllm bench`: tables and pictures between markers.
+"""The figures in README.md and docs/, from the JSON files of `nanovllm bench`: tables and pictures between markers.
 
     nanovllm bench --output benchmarks/results/h200-bench.json
     nanovllm bench --model qwen3-8b --output benchmarks/results/h200-8b.json
@@ -20,7 +20,7 @@ from nanovllm.entrypoints.cli.bench.plot import draw
 from nanovllm.entrypoints.cli.bench.report import markdown, table
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "docs/performance.md", ROOT / "README.md")
+DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md")
 BLOCK = re.compile(r"(<!-- (bench|brief|families): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
@@ -107,7 +107,7 @@ def pictures(text: str, results: Path) -> dict[str, str]:
 def main() -> None:
     """Fill the documents in and write their pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--document", type=Path, action="append", help="may be given several times (default: those two)")
+    parser.add_argument("--document", type=Path, action="append", help="may be given several times (default: all of them)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
     for document in options.document or DOCUMENTS:

@@ -1,4 +1,8 @@
-"""One thread, because machines are shared, and a Hypothesis profile that draws the same examples every time."""
+"""One thread, because machines are shared, and a Hypothesis profile that draws the same examples every time.
+
+`HYPOTHESIS_PROFILE` chooses the profile. `ci`, the default, shrinks a failing example for a few seconds at most. `dev` has the same
+examples and shrinks them without this limit, up to five minutes. `nightly` has other examples every time.
+"""
 
 import os
 import signal
@@ -9,7 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports transfor
 import jaxtyping
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import engine
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # its processes ignore Ctrl-C, and so would those that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -18,9 +23,16 @@ torch.set_num_threads(1)
 torch.set_grad_enabled(False)
 
 COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", derandomize=True, **COMMON)
-settings.register_profile("nightly", **COMMON)  # other examples every time; the machines run many more of them
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+SHRINKING = 20  # seconds
+# One failure is enough. The phase that explains it traces every line of every smaller example, which takes most of the time of shrinking.
+SOON = {"report_multiple_bugs": False, "phases": [phase for phase in Phase if phase is not Phase.explain]}
+settings.register_profile("ci", derandomize=True, **SOON, **COMMON)
+settings.register_profile("dev", derandomize=True, **COMMON)
+settings.register_profile("nightly", **COMMON)  # the machines run many more examples
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
+if PROFILE == "ci":
+    engine.MAX_SHRINKING_SECONDS = SHRINKING  # Hypothesis lets users change it; its warning speaks of five minutes all the same
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

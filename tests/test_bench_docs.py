@@ -1,4 +1,4 @@
-"""docs/performance.md: its figures are those of the files in benchmarks/results."""
+"""The documents: their figures are those of the files in benchmarks/results."""
 
 import json
 from pathlib import Path

@@ -15,18 +15,18 @@ class RopeConfig:
     The kinds are `default`, `linear`, `llama3`, `yarn` (Peng et al., 2023) and `longrope` (Ding et al., 2024).
 
     Attributes:
-        theta: the base of the frequencies.
-        kind: the name of the scaling.
-        factor: the factor by which the context is extended.
-        low_freq_factor: of `llama3`: wavelengths above the original context divided by it are scaled fully.
-        high_freq_factor: of `llama3`: wavelengths below the original context divided by it are not scaled.
-        original_max_position_embeddings: the context before scaling, in tokens.
-        beta_fast: of `yarn`: channels with more rotations than this over the original context are not scaled.
-        beta_slow: of `yarn`: channels with fewer rotations than this are scaled fully.
-        attention_factor: of `yarn` and `longrope`: the factor on cos and sin.
-        truncate: of `yarn`: whether the bounds between channels are rounded to integers.
-        partial: the fraction of a head's channels that are rotated.
-        factors: of `longrope`: the divisor of each channel pair's frequency.
+        theta: The base of the frequencies.
+        kind: The name of the scaling.
+        factor: The factor by which the context is extended.
+        low_freq_factor: Of `llama3`: wavelengths above the original context divided by it are scaled fully.
+        high_freq_factor: Of `llama3`: wavelengths below the original context divided by it are not scaled.
+        original_max_position_embeddings: The context before scaling, in tokens.
+        beta_fast: Of `yarn`: channels with more rotations than this over the original context are not scaled.
+        beta_slow: Of `yarn`: channels with fewer rotations than this are scaled fully.
+        attention_factor: Of `yarn` and `longrope`: the factor on cos and sin.
+        truncate: Of `yarn`: whether the bounds between channels are rounded to integers.
+        partial: The fraction of a head's channels that are rotated.
+        factors: Of `longrope`: the divisor of each channel pair's frequency.
 
     Examples:
         >>> model.config.rope.kind, model.config.rope.theta
@@ -54,14 +54,14 @@ class MoEConfig:
     Each token is processed by `top_k` of `num_experts` experts.
 
     Attributes:
-        num_experts: experts per layer.
-        top_k: experts per token.
-        intermediate_size: channels inside one expert.
-        layers: the indices of the layers that have experts.
-        normalise: whether the weights of the chosen experts are divided by their sum.
-        least_sum: the lower bound of that sum.
-        wide_router: whether routing is computed in float32, whatever the model's dtype.
-        shared_size: channels inside the shared expert that processes every token; 0: none.
+        num_experts: Experts per layer.
+        top_k: Experts per token.
+        intermediate_size: Channels inside one expert.
+        layers: The indices of the layers that have experts.
+        normalise: Whether the weights of the chosen experts are divided by their sum.
+        least_sum: The lower bound of that sum.
+        wide_router: Whether routing is computed in float32, whatever the model's dtype.
+        shared_size: Channels inside the shared expert that processes every token; 0: none.
     """
 
     num_experts: int
@@ -88,36 +88,36 @@ class ModelConfig:
     """The sizes of one model, made from a Hugging Face `config.json` by its architecture's module.
 
     Attributes:
-        architecture: the architecture's name in the registry of models.
-        vocab_size: the number of token ids.
-        hidden_size: channels between layers.
-        intermediate_size: channels inside a feed-forward layer.
-        num_layers: decoder layers.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; `num_heads` is a multiple of it.
-        head_dim: channels of a head in memory. If the checkpoint's heads are narrower, the rest is zero.
-        rms_norm_eps: the epsilon of the norms.
-        rope: the rotary position embedding.
-        tie_word_embeddings: whether the output layer is the embedding matrix.
-        attention_bias: whether the attention projections have biases.
-        mlp_bias: whether the feed-forward projections have biases.
-        hidden_act: the activation: "silu", "gelu" or "gelu_tanh".
-        windows: for each layer the number of tokens that a token attends to, itself included; 0: all. Empty: all, in every layer.
-        local_rope: the rotary position embedding of sliding-window layers, if it differs.
-        long_rope: the one for requests beyond the original context of `rope`; see `for_length`.
-        stored_head_dim: channels of a head in the checkpoint; 0: `head_dim`.
-        attention_scale: the factor on products of queries and keys; 0: `1 / sqrt(head_dim)`.
-        attention_softcap: c of the soft cap `c * tanh(x / c)` on attention scores; 0: none.
-        logit_softcap: c of the soft cap on logits; 0: none.
-        embed_scale: the factor on embeddings.
-        moe: the experts, if the model has some.
-        max_position_embeddings: the maximum length of a sequence, in tokens.
-        dtype: the dtype in which the checkpoint was saved.
-        bos_token_id: the start token, if the model has one.
-        eos_token_ids: the tokens that end a reply.
+        architecture: The architecture's name in the registry of models.
+        vocab_size: The number of token ids.
+        hidden_size: Channels between layers.
+        intermediate_size: Channels inside a feed-forward layer.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; `num_heads` is a multiple of it.
+        head_dim: Channels of a head in memory. If the checkpoint's heads are narrower, the rest is zero.
+        rms_norm_eps: The epsilon of the norms.
+        rope: The rotary position embedding.
+        tie_word_embeddings: Whether the output layer is the embedding matrix.
+        attention_bias: Whether the attention projections have biases.
+        mlp_bias: Whether the feed-forward projections have biases.
+        hidden_act: The activation: "silu", "gelu" or "gelu_tanh".
+        windows: For each layer the number of tokens that a token attends to, itself included; 0: all. Empty: all, in every layer.
+        local_rope: The rotary position embedding of sliding-window layers, if it differs.
+        long_rope: The one for requests beyond the original context of `rope`; see `for_length`.
+        stored_head_dim: Channels of a head in the checkpoint; 0: `head_dim`.
+        attention_scale: The factor on products of queries and keys; 0: `1 / sqrt(head_dim)`.
+        attention_softcap: C of the soft cap `c * tanh(x / c)` on attention scores; 0: none.
+        logit_softcap: C of the soft cap on logits; 0: none.
+        embed_scale: The factor on embeddings.
+        moe: The experts, if the model has some.
+        max_position_embeddings: The maximum length of a sequence, in tokens.
+        dtype: The dtype in which the checkpoint was saved.
+        bos_token_id: The start token, if the model has one.
+        eos_token_ids: The tokens that end a reply.
 
     Raises:
-        CheckpointError: a size is invalid.
+        CheckpointError: A size is invalid.
 
     Examples:
         >>> config = model.config
@@ -188,7 +188,7 @@ class ModelConfig:
         """The window of a layer.
 
         Args:
-            layer: the index of the layer.
+            layer: The index of the layer.
 
         Returns:
             The number of tokens that a token attends to, itself included; 0: all.
@@ -231,8 +231,8 @@ class ModelConfig:
         """The layer at an index of a KV pool.
 
         Args:
-            window: any positive number for the pool of sliding-window layers, 0 for the other pool.
-            index: the index in that pool.
+            window: Any positive number for the pool of sliding-window layers, 0 for the other pool.
+            index: The index in that pool.
 
         Returns:
             The index of the layer in the model.
@@ -269,16 +269,16 @@ class EngineConfig:
     """The limits of one engine, as `init_state` resolved them.
 
     Attributes:
-        num_pages: pages of the KV pool, without the dummy page.
-        page_size: tokens per page.
-        max_model_len: the maximum length of a sequence, in tokens.
-        max_num_seqs: the maximum number of running sequences.
-        max_num_batched_tokens: the maximum number of tokens per step.
-        seed: the seed of requests that give none.
-        num_frames: frames, without the dummy frame; 0 if no layer has a window. A frame is the KV memory of a sliding-window page.
+        num_pages: Pages of the KV pool, without the dummy page.
+        page_size: Tokens per page.
+        max_model_len: The maximum length of a sequence, in tokens.
+        max_num_seqs: The maximum number of running sequences.
+        max_num_batched_tokens: The maximum number of tokens per step.
+        seed: The seed of requests that give none.
+        num_frames: Frames, without the dummy frame; 0 if no layer has a window. A frame is the KV memory of a sliding-window page.
 
     Raises:
-        InvalidRequestError: a limit is invalid.
+        InvalidRequestError: A limit is invalid.
 
     Examples:
         >>> state.config.num_pages, state.config.page_size, state.config.max_model_len

@@ -28,7 +28,7 @@ class DonatedStateError(NanoVLLMError):
         >>> later, chunk = nv.prefill(model, state, "Hello")
         >>> nv.release(state, chunk)
         Traceback (most recent call last):
-        nanovllm.errors.DonatedStateError: this state is 1 call(s) old ...
+        nanovllm.errors.DonatedStateError: this state is 1 call...
     """
 
 

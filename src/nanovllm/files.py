@@ -17,7 +17,7 @@ def cache_path() -> Path:
     """`$XDG_CACHE_HOME/nanovllm`, by default `~/.cache/nanovllm`, whether it exists or not.
 
     Raises:
-        OSError: the user has no home folder.
+        OSError: The user has no home folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "nanovllm"
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
     """The cache folder, made if it is missing.
 
     Raises:
-        OSError: it cannot be made, or other users can write it.
+        OSError: It cannot be made, or other users can write it.
     """
     folder = cache_path()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def open_file(path: Path) -> int:
     """A file descriptor for reading. It does not block on a FIFO.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: The file cannot be opened.
     """
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -71,7 +71,7 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a small file to the disk and replace an older one.
 
     Raises:
-        OSError: the file cannot be written; no part of it is left.
+        OSError: The file cannot be written; no part of it is left.
     """
     with temporary(path.parent, mode) as (fd, made):
         with os.fdopen(os.dup(fd), "wb") as file:

@@ -145,6 +145,17 @@ def next_logits(model: Model, state: EngineState, contexts: list[list[Any]]) -> 
     return out.logits.numpy()
 
 
+def test_a_chunk_that_ends_before_a_gap_goes_on_without_it(model: Model) -> None:
+    state, (chunk,) = filled(model, [list(range(1, 10))])
+    state, kept = nv.drop(model, state, chunk, 3, 5, "gap")
+    assert kept.gaps == ((3, 2),)
+    state, head = nv.truncate(state, kept, 3)
+    assert head.gaps == () and head.provenance.exact
+    state, longer = nv.prefill(model, state, [40, 41], after=head)
+    assert longer.positions.tolist() == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(kv_of(state, longer), exact_kv(model, [1, 2, 3, 40, 41]), rtol=1e-4, atol=1e-4)
+
+
 def test_a_fraction_chooses_what_deviates_most(model: Model) -> None:
     state, chunks = filled(model, [[1, 2, 3, 4, 5, 6], list(range(10, 22))])
     exact = exact_kv(model, [*range(1, 7), *range(10, 22)])

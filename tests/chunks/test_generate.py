@@ -154,6 +154,15 @@ def test_many_replies_are_reserved_at_their_longest():
     right(state, *(generation.chunk for generation in made))
 
 
+def test_pages_reserved_for_more_tokens_come_back():
+    """The third token of the reply takes pages for many more, and a later one ends it."""
+    stop = next(token for token in REPLY if REPLY.index(token) >= 3)
+    state, made = generate(MODEL, engine(), IDS, greedy(60, stop_token_ids=[stop]))
+    assert made.token_ids == REPLY[: REPLY.index(stop) + 1]
+    assert state.pages.num_free == state.config.num_pages - len(made.chunk.pages) == state.config.num_pages - -(-len(made.chunk) // 4)
+    right(state, made.chunk)
+
+
 def test_everything_comes_back():
     state, base = prefill(MODEL, engine(), IDS)
     state, made = generate_many(MODEL, state, [base, [base, [1]], [2]], greedy(7))

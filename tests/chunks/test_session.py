@@ -207,6 +207,17 @@ def test_steps_beyond_the_room_are_discarded():
     right(state, made.chunk)
 
 
+def test_the_room_may_reach_the_engines_last_token():
+    limits = {"max_model_len": len(IDS) + 3}
+    with pytest.raises(InvalidRequestError, match="a context of 7 tokens with room=4 exceeds this engine's 10 tokens a request"):
+        begin(MODEL, engine(**limits), [IDS], greedy(), room=4)
+    state, carry = begin(MODEL, engine(**limits), [IDS], greedy(), room=3)
+    carry, _ = steps(carry, 3)
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.token_ids == reply(IDS, 3)
+    right(state, made.chunk)
+
+
 @pytest.mark.parametrize("room", [0, -1, 1.5, True, None])
 def test_bad_room(room):
     with pytest.raises(Exception) as caught:

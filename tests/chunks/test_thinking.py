@@ -1,12 +1,14 @@
 """Think blocks: found by token id, dropped from what a reply's chunk keeps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import nanovllm as nv
-from nanovllm.chunks.thinking import think_spans, without_thinking
+from nanovllm.chunks.thinking import Retain, think_spans, without_thinking
 from nanovllm.engine.donation import commit_state, guarded
-from nanovllm.entrypoints.cli import chat
+from nanovllm.entrypoints import conversation as conversations
 from nanovllm.loading.hub import TINY
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
@@ -56,7 +58,7 @@ def closing(**options: object) -> nv.SamplingParams:
 
 
 @pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
-def test_a_reply_is_kept_without_its_thinking(model: Model, retain: chat.Retain) -> None:
+def test_a_reply_is_kept_without_its_thinking(model: Model, retain: Retain) -> None:
     state = nv.init_state(model, num_pages=64, page_size=4)
     prompt = [A, B, A, A, B, OPEN, A, A]
     state, whole = nv.generate(model, state, prompt, closing(max_tokens=5))
@@ -89,7 +91,7 @@ def test_an_unclosed_block_goes_whole(model: Model) -> None:
 
 
 @pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
-def test_many_blocks_run_what_is_between_them_once(model: Model, retain: chat.Retain) -> None:
+def test_many_blocks_run_what_is_between_them_once(model: Model, retain: Retain) -> None:
     state = nv.init_state(model, num_pages=64, page_size=4)
     state, chunk = nv.prefill(model, state, [A, B, *[OPEN, A, B, CLOSE, B, A] * 4])
     before = state.stats.prefill_tokens
@@ -104,7 +106,7 @@ def test_many_blocks_run_what_is_between_them_once(model: Model, retain: chat.Re
 
 
 @pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
-def test_words_of_the_prompt_are_kept(retain: chat.Retain) -> None:
+def test_words_of_the_prompt_are_kept(retain: Retain) -> None:
     tiny = load_model(TINY, device="cpu")
     state = nv.init_state(tiny, num_pages=64)
     prompt = render(tiny.tokenizer, [{"role": "user", "content": "The tag <think> is odd. What is 27 + 38?"}])
@@ -133,19 +135,19 @@ def test_a_bad_retain_is_named(model: Model, untyped: None) -> None:
         nv.generate(plain, nv.init_state(plain, num_pages=8), [1], retain="gap")
 
 
-@pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
-def test_a_chat_runs_only_what_is_new(retain: chat.Retain) -> None:
+@pytest.mark.parametrize("retain", ["recompute", "shift", pytest.param("gap", marks=pytest.mark.long)])
+def test_a_chat_runs_only_what_is_new(retain: Retain) -> None:
     """Twenty turns with thinking: each turn's prompt runs its own words, and with `recompute` the last answer."""
     model = load_model(TINY, "cpu")
     tokenizer = model.tokenizer
     assert tokenizer is not None
     state = nv.init_state(model, num_pages=256, max_num_seqs=2)
-    conversation, params = chat.Conversation(retain=retain), nv.SamplingParams(temperature=0, max_tokens=60)
+    conversation, params = conversations.Conversation(retain=retain), nv.SamplingParams(temperature=0, max_tokens=60)
     prompt, answer = 0, 0
     for turn in range(20):
         text = f"What is {11 + turn} + {24 - turn}?"
-        asked = chat.replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
-        state, conversation, figures = chat.turn(model, state, asked, params, lambda _: None)
+        asked = replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
+        state, conversation, figures = conversations.turn(model, state, asked, params, lambda _: None)
         nv.check(state)
         words = len(tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False))
         bound = words + 4 + (answer if retain == "recompute" else 0)  # and the end of the last answer, which was drawn and not run
@@ -161,13 +163,15 @@ def test_a_chat_runs_only_what_is_new(retain: chat.Retain) -> None:
     assert conversation.chunk.provenance.exact == (retain == "recompute")
 
 
-def talk(model: Model, texts: list[str], **limits: int) -> list[tuple[chat.Conversation, chat.Turn]]:
+def talk(model: Model, texts: list[str], **limits: int) -> list[tuple[conversations.Conversation, conversations.Turn]]:
     """The turns of a chat that keeps its thinking."""
     state = nv.init_state(model, num_pages=256, max_num_seqs=2, **limits)
-    conversation, turns = chat.Conversation(retain="all"), []
+    conversation, turns = conversations.Conversation(retain="all"), []
     for text in texts:
-        asked = chat.replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
-        state, conversation, figures = chat.turn(model, state, asked, nv.SamplingParams(temperature=0, max_tokens=60), lambda _: None)
+        asked = replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
+        state, conversation, figures = conversations.turn(
+            model, state, asked, nv.SamplingParams(temperature=0, max_tokens=60), lambda _: None
+        )
         nv.check(state)
         assert figures.run + figures.reused == figures.prompt
         turns.append((conversation, figures))
@@ -197,7 +201,7 @@ def test_a_chat_keeps_its_thinking() -> None:
 @pytest.mark.parametrize("text", ["<think>b</think> a", "a <think>", "</think>", "What is 2 + 3?"])
 def test_what_a_chat_keeps_is_the_prompt_and_its_thinking(text: str, limit: int) -> None:
     model = load_model(TINY, "cpu")
-    tokenizer, real, contexts = model.tokenizer, chat.submit_many, []
+    tokenizer, real, contexts = model.tokenizer, conversations.submit_many, []
 
     def seen(model: Model, state: nv.EngineState, given: list, params: list, *, keep: bool) -> tuple[nv.EngineState, list[int]]:
         (context,) = given
@@ -205,7 +209,7 @@ def test_what_a_chat_keeps_is_the_prompt_and_its_thinking(text: str, limit: int)
         return real(model, state, given, params, keep=keep)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "submit_many", seen)
+        patch.setattr(conversations, "submit_many", seen)
         turns = talk(model, ["What is 1 + 1?", text, "And 4 + 4?"], max_model_len=limit)
     assert tokenizer is not None
     for (conversation, figures), context in zip(turns, contexts, strict=True):

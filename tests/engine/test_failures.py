@@ -319,7 +319,7 @@ def test_fault_15_ctrl_c_between_the_work_and_its_commit(kind, monkeypatch):
         "commit": lambda: commit(MODEL, state, carry),
     }
     with monkeypatch.context() as patched:
-        for name in ("chunks", "engine", "generate", "session"):
+        for name in ("chunks.handles", "chunks.prefill", "engine.step", "chunks.generate", "chunks.session"):
             patched.setattr(import_module(f"nanovllm.{name}"), "commit_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             calls[kind]()
@@ -425,8 +425,8 @@ def test_errors_have_one_root():
         (lambda state: load_chunk("tiny", state, "a"), "model='tiny' must be a Model"),
         (lambda state: begin("tiny", state, [IDS], room=1), "model='tiny' must be a Model"),
         (lambda state: commit(None, state, None), "model=None must be a Model"),
-        (lambda state: commit(MODEL, state, None), "carry=None must be the DecodeCarry of begin"),
-        (lambda state: decode_step(MODEL.params, None, CONFIG), "carry=None must be the DecodeCarry of begin"),
+        (lambda state: commit(MODEL, state, None), "carry=None must be a DecodeCarry from begin"),
+        (lambda state: decode_step(MODEL.params, None, CONFIG), "carry=None must be a DecodeCarry from begin"),
         (lambda state: decode_step(None, begin(MODEL, engine(), [IDS], room=1)[1], CONFIG), "params=None must be Params"),
         (lambda state: decode_step(MODEL, begin(MODEL, engine(), [IDS], room=1)[1], CONFIG), "params=Model.* must be Params"),
         (lambda state: init_state(MODEL, num_pages=4, compile="yes"), "compile='yes'"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 import nanovllm as nv
-from nanovllm.engine.output import draw_token, finish_reason, reply_text
+from nanovllm.engine.output import draw_token, finish_reason, reply_text, result
 from nanovllm.engine.requests import new_sequence
 from nanovllm.executor.executor import Drawn
 from nanovllm.state.request import StopScan
@@ -79,6 +79,31 @@ def test_a_reply_ends_with_the_first_token_that_shows_a_stop(tokenizer: Tokenize
             count, text = n + 1, shown[: min(places)]
             break
     assert drawn_reply(tokenizer, ids, stops)[:2] == (ids[:count], text)
+
+
+def test_the_first_of_several_stops_ends_the_text() -> None:
+    assert drawn_reply(FALLBACK, [B, A, B, A], ["b\n", "b", "ab"])[:2] == ([B], "")
+    assert drawn_reply(FALLBACK, [A, A, B, A], ["b", "aab", "ab"])[:2] == ([A, A, B], "")
+
+
+def test_the_token_that_stops_a_reply_is_not_in_its_text() -> None:
+    model = replace(MODEL, tokenizer=FALLBACK)
+    for drawn, text in (([A, A, B], "aa"), ([A, A], "aa")):
+        _, sequence, _ = new_sequence(model, STATE, [1], nv.SamplingParams(stop_token_ids=[B], max_tokens=3))
+        for token in drawn:
+            sequence = draw_token(sequence, token, Drawn(token_ids=np.zeros(1, np.int32)), 0, 0.0)
+        assert reply_text(model, sequence) == text
+
+
+@pytest.mark.parametrize(("count", "speed"), [(1, 0.0), (2, 0.5), (5, 2.0)])
+def test_the_speed_is_that_of_the_tokens_after_the_first(count: int, speed: float) -> None:
+    _, sequence, _ = new_sequence(MODEL, STATE, [1, 2], nv.SamplingParams(max_tokens=9))
+    begun = sequence.request.arrival
+    for place in range(count):
+        sequence = draw_token(sequence, A, Drawn(token_ids=np.zeros(1, np.int32)), 0, begun + 1 + place)
+    metrics = result(replace(MODEL, tokenizer=None), sequence, "length", begun + 3).metrics
+    assert metrics.time_to_first_token == pytest.approx(1) and metrics.total_time == pytest.approx(3)
+    assert metrics.decode_tokens_per_second == pytest.approx(speed)
 
 
 def test_a_long_reply_keeps_a_short_tail() -> None:

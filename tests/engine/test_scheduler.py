@@ -97,12 +97,62 @@ def test_max_num_seqs():
     assert ids(plan.running) == [0, 1] and ids(plan.waiting) == [2]
 
 
+def on_context(request_id, context, num_tokens, max_tokens=4):
+    """A waiting request that continues a context, whose pages it holds too."""
+    tokens = context.tokens.truncate(context.num_filled).extend([900 + i for i in range(num_tokens)])
+    asked = waiting(request_id, len(tokens), max_tokens)
+    return replace(asked, tokens=tokens, pages=context.pages, num_filled=context.num_filled)
+
+
+def test_the_copy_of_a_shared_page_is_counted_before_a_prompt_is_cut():
+    """A page is missing for the last of eleven tokens until the older request has ended. They run in two pieces, without preemption."""
+    limits = config(num_pages=8)
+    pool, (older, context), _ = settled(start(limits, waiting(0, 3, max_tokens=2), waiting(1, 3)))
+    asked = on_context(2, context, 8)
+    pool = pools.acquire(pool, asked.pages)
+    plan = schedule(pool, [older], queue(asked), limits)
+    assert plan.num_preempted == 0
+    assert ids(plan.decode) == [0] and [(s.request.request_id, count) for s, count in plan.prefill] == [(2, 7)]
+    pool, (older, asked), left = settled(plan)
+    pool = pools.release(pool, older.pages)
+    plan = schedule(pool, [asked], left, limits)
+    assert plan.num_preempted == 0 and ids(plan.decode) == [2]
+
+
 def test_no_overtaking():
     """The first of the queue needs more pages than are left: those behind it wait, small as they are."""
     limits = config(num_pages=4)
     pool, running, left = settled(start(limits, waiting(0, 5)))
     plan = schedule(pool, running, left.push(waiting(1, 4)).push(waiting(2, 1)), limits)
     assert ids(plan.running) == [0] and ids(plan.waiting) == [1, 2]
+
+
+def sharing(num_tokens):
+    """A pool of 8 pages of which 3 are a running request's, two of them indexed; and a waiting request that begins with these."""
+    limits = config(num_pages=8)
+    pool, running, _ = settled(start(limits, waiting(0, 5)))
+    pool = pools.insert(pool, running[0].tokens.array(0, 4), running[0].pages.array(), 0)
+    tokens = running[0].tokens.truncate(4).extend([900 + i for i in range(num_tokens - 4)])
+    return limits, pool, running, replace(waiting(1, num_tokens), tokens=tokens)
+
+
+@pytest.mark.parametrize(("num_tokens", "running"), [(13, [0, 1]), (14, [0])])
+def test_shared_pages_are_not_missing(num_tokens, running):
+    """With its next token the request takes 7 or 8 pages, two of which are shared; 5 are free."""
+    limits, pool, rows, asked = sharing(num_tokens)
+    assert ids(schedule(pool, rows, queue(asked), limits).running) == running
+
+
+@pytest.mark.parametrize(("num_tokens", "running"), [(9, [2, 3]), (10, [2])])
+def test_idle_pages_that_a_prompt_begins_with_are_not_available_too(num_tokens, running):
+    """5 pages are available, and the prompt begins with two of them: these two cannot hold its other tokens too."""
+    limits, pool, rows, asked = sharing(num_tokens)
+    pool = pools.release(pool, rows[0].pages)
+    other = schedule(pool, [], queue(waiting(2, 5)), limits)
+    pool, rows, _ = settled(other)
+    assert pool.num_available == 5 and pool.prefix.num_idle == 2
+    asked = replace(asked, request=replace(asked.request, request_id=3))
+    assert ids(schedule(pool, rows, queue(asked), limits).running) == running
 
 
 def test_the_youngest_gives_way_and_stands_in_front_again():
@@ -129,6 +179,21 @@ def test_what_a_preempted_request_had_filled_is_found_again():
     plan = schedule(pool, [], plan.waiting, limits)
     assert plan.running[0].num_filled == 2  # its second page went to the oldest
     assert plan.num_reused == 0  # it had run before: nothing new is saved
+
+
+def test_the_youngest_that_waits_gives_its_context_up_first():
+    """The running request needs a page, and the pool's others are the contexts of two that wait."""
+    limits = config(num_pages=6, max_num_seqs=1)
+    pool, rows, _ = settled(start(limits, waiting(0, 4)))
+    contexts = []
+    for rid in (1, 2):
+        done = pools.allocate(pool, 2)
+        assert done is not None
+        pool, held = done
+        contexts.append(waiting(rid, 6).with_pages(IntVector.of(held), 4))
+    plan = schedule(pool, rows, queue(*contexts), limits)
+    assert ids(plan.decode) == [0] and ids(plan.waiting) == [1, 2]
+    assert [len(s.pages) for s in plan.waiting] == [2, 0]
 
 
 def test_a_plan_changes_nothing_that_was_passed_in():

@@ -16,7 +16,7 @@ from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.scheduler import schedule
 from nanovllm.engine.step import step
-from nanovllm.errors import OutOfPagesError
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.invariants import check
 from nanovllm.state.pool_sizes import LOOKAHEAD
@@ -203,6 +203,32 @@ def test_preempted_requests_run_again_and_are_counted():
     assert state.stats.rerun_tokens > 0
 
 
+def test_a_prompt_after_a_shared_page_waits_for_pages_and_is_not_preempted():
+    state, chunk = prefill(MODEL, engine(num_pages=8, page_size=2), PROMPTS[1])
+    state, first = submit(MODEL, state, [7, 7, 7], greedy(2))
+    state, _ = step(MODEL, state)
+    more = [4, 5, 6, 7, 8, 9, 10, 11]
+    state, second = submit(MODEL, state, [chunk, more], greedy(2))
+    state, ended = drain(MODEL, state)
+    assert state.stats.preemptions == 0
+    assert ended[first].token_ids == alone([7, 7, 7], greedy(2)).token_ids
+    assert ended[second].token_ids == alone([*PROMPTS[1], *more], greedy(2)).token_ids
+
+
+@pytest.mark.parametrize("options", [greedy(4), greedy(20, stop_token_ids=[REPLIES[0][3]])], ids=["length", "stop"])
+def test_a_waiting_request_is_admitted_in_the_step_after_a_row_has_ended(options):
+    state, asked = engine(max_num_seqs=2), []
+    for prompt, params in zip(PROMPTS, (options, greedy(30), greedy(5)), strict=False):
+        state, rid = submit(MODEL, state, prompt, params)
+        asked.append(rid)
+    outputs = []
+    while not any(out.request_id == asked[0] and out.finish_reason for out in outputs):
+        state, outputs = step(MODEL, state)
+        assert [out.request_id for out in outputs] == asked[:2]
+    state, outputs = step(MODEL, state)
+    assert [out.request_id for out in outputs] == asked[1:]
+
+
 def test_the_oldest_request_is_never_preempted():
     state = engine(num_pages=5)
     for prompt in PROMPTS:
@@ -282,6 +308,14 @@ def test_max_tokens():
 def test_the_end_of_the_model_is_length():
     out = serve(engine(max_model_len=10), [PROMPTS[0]], greedy(100))[1][0]
     assert (out.token_ids, out.finish_reason) == (REPLIES[0][:3], "length")
+
+
+def test_a_prompt_leaves_room_for_one_token():
+    state = engine(max_model_len=len(PROMPTS[0]) + 1)
+    with pytest.raises(InvalidRequestError, match="the prompt has 8 tokens; this engine holds at most 8, one of them generated"):
+        submit(MODEL, state, [*PROMPTS[0], 8], greedy(1))
+    out = serve(state, [PROMPTS[0]], greedy(9))[1][0]
+    assert (out.token_ids, out.finish_reason) == (REPLIES[0][:1], "length")
 
 
 def test_the_end_of_the_pool_is_length():

@@ -56,7 +56,7 @@ def serve(model: nv.Model, state: nv.EngineState, prompts: list[list[int]], coun
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("num_frames", [least_frames(WINDOW, SIZE), 5, 12, 60])
+@pytest.mark.parametrize("num_frames", [least_frames(WINDOW, SIZE), 5, 12, pytest.param(60, marks=pytest.mark.long)])
 def test_the_same_tokens_whatever_the_frames(model, num_frames):
     wanted = masked(model, PROMPTS, 10)
     for budget in (7, 64):

@@ -152,7 +152,7 @@ def test_unknown_keywords_are_explained():
         (lambda state: nv.generate(MODEL, state, "a", temperature=0), r"is a sampling option: pass SamplingParams\(temperature=0\)$"),
         (lambda state: nv.generate_many(MODEL, state, ["a"], retains="all"), "'retains': did you mean 'retain'"),
         (lambda state: nv.submit(MODEL, state, "a", temprature=0), r"'temprature': did you mean the sampling option 'temperature'\?"),
-        (lambda state: nv.prefill(MODEL, state, "a", stop="b"), "pass SamplingParams.stop='b'. to a call that makes a reply"),
+        (lambda state: nv.prefill(MODEL, state, "a", stop="b"), "pass SamplingParams.stop='b'. to a call that samples, such as generate"),
         (lambda state: nv.init_state(MODEL, num_page=8), "'num_page': did you mean 'num_pages'"),
         (lambda state: nv.load_model("tiny", devise="cpu"), "'devise': did you mean 'device'"),
         (lambda state: nv.begin(MODEL, state, ["a"], rooms=1), "'rooms': did you mean 'room'"),
@@ -393,7 +393,7 @@ def test_a_chat_is_its_templates_prompt():
         ([{"role": "user"}], r"\['content'\] is None"),
         ([{"role": "user", "content": 5}], r"\['content'\] is 5"),
         ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], "nothing to answer"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], "nothing is left to answer"),
     ],
 )
 def test_bad_messages_are_named(messages, match):

@@ -125,6 +125,9 @@ def test_sharing_is_off_where_it_does_not_pay():
     assert spare.decode(batch(tables[:1], lens[:1])) is None
     assert spare.decode(batch([row[4090:] for row in tables], [6 * 4 + 1] * 8)) is None  # 24 tokens shared
     assert spare.prompts(batch(tables, lens, range(9))) is not None
+    for count, paid in ((32, True), (33, False)):  # with two query heads a key/value head, 32 queries a row fill a tile
+        runs = spare.prompts(batch(tables, [4 * 4096 + count] * 8, range(0, 8 * count + 1, count)))
+        assert (runs is not None) == paid
     assert spare.prompts(batch(tables, [4 * 4096 + 1 + 400] * 8, range(0, 3601, 400)[:9])) is None  # 400 queries a row: bound by arithmetic
 
 

@@ -109,6 +109,7 @@ def rows_of(*wanted: tuple[int, int, int, int]) -> list[Sequence]:
         ([(5, 4, 10, 6), (5, 4, 10, 20)], 14),  # the first ends and is left behind
         ([(5, 4, 10, 6), (5, 4, 2, 20)], 3),
         ([(5, 4, 2, 6), (5, 4, 4, 20)], 11),  # the first has no room either, and needs none
+        ([(5, 4, 2, 9), (5, 4, 10, 20)], 14),  # the first has room for all that it will ever run
         ([(5, 5, 10, 20), (5, 4, 10, 20)], 0),  # a row that only reads
         ([(8, 7, 2, 20)], 0),
     ],
@@ -124,9 +125,9 @@ def test_what_is_known_of_steps_ahead() -> None:
     assert not ahead.take() and ahead.next() and ahead.take() and ahead.next()
     assert ahead.narrow([0, 2], [rows[0], rows[2]]).tolist() == [0]
     assert ahead.narrow([1], [rows[2]]).tolist() == [2]
-    assert ahead.places.tolist() == [1] and ahead.thrown_away() == 2 and ahead.thrown_away() == 0
+    assert ahead.places.tolist() == [1] and ahead.take_discarded_count() == 2 and ahead.take_discarded_count() == 0
     ahead.restart(rows, np.arange(3), allowed=False)
-    assert ahead.thrown_away() == 1 and not ahead.take() and not ahead.next()
+    assert ahead.take_discarded_count() == 1 and not ahead.take() and not ahead.next()
 
 
 def test_the_longest_rows_come_first_and_stay_there() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.entrypoints.cli.bench.model_shapes import random_model
-from nanovllm.loading import weights
+from nanovllm.models import init_params
 from nanovllm.testing.models import random_model as drawn_on_the_host
 from nanovllm.testing.models import tiny_config
 
@@ -36,5 +36,5 @@ def test_drawing_holds_little_beside_the_weights() -> None:
     model = random_model("drawn", CONFIG, device="cuda", dtype="bfloat16")
     grown = torch.cuda.max_memory_allocated() - before
     held = torch.cuda.memory_allocated() - before
-    assert model.params.embed.numel() * 4 > 2.5 * 4 * weights.DRAWN  # a copy of it in float32 would show
-    assert grown <= held + 2 * 4 * weights.DRAWN
+    assert model.params.embed.numel() * 4 > 2.5 * 4 * init_params.DRAWN  # a copy of it in float32 would show
+    assert grown <= held + 2 * 4 * init_params.DRAWN

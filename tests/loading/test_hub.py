@@ -111,7 +111,7 @@ def test_without_main_the_only_snapshot_is_taken(repo: Path) -> None:
 @pytest.mark.parametrize("name", ["org/other", "../etc", "a/b/c", "/nowhere", "", "~nobody-at-all/x", "x" * 5000, "a\0b"], ids=ascii)
 @pytest.mark.usefixtures("repo")
 def test_what_is_no_folder_and_not_cached_is_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a folder nor a repository in the .*--download, looks on the Hub"):
+    with pytest.raises(CheckpointError, match=r"neither a folder nor a repository in the .*--download, fetches it from the Hub"):
         load_model(name, device="cpu")
 
 

@@ -46,6 +46,12 @@ def repeat_in_shards(folder: Path) -> None:
     edit(other(folder, NORM), lambda tensors: tensors.update({NORM: torch.ones(32)}))
 
 
+def move_to_another_shard(folder: Path) -> None:
+    old, new = home(folder, NORM), other(folder, NORM)
+    edit(new, lambda tensors: tensors.update({NORM: torch.ones(32)}))
+    edit(old, lambda tensors: tensors.pop(NORM))
+
+
 def repeat_in_index(folder: Path) -> None:
     text = index_of(folder).read_text()
     index_of(folder).write_text(text.replace('"weight_map": {', f'"weight_map": {{"{NORM}": "{shard(folder, 1).name}", '))
@@ -69,6 +75,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index too deep": (lambda folder: index_of(folder).write_text("[" * 100000), "index.json: not an index"),
     "tensor gone from its shard": (drop_from_shard, "lacks lm_head.weight"),
     "tensor in two shards": (repeat_in_shards, rf"{NORM}.*model-0000\d-of-00003"),
+    "tensor in another shard": (move_to_another_shard, rf"holds {NORM}, which the index places in model-0000\d-of-00003"),
     "tensor twice in the index": (repeat_in_index, f"index.json: {NORM} occurs twice"),
     "tensor not in the index": (
         lambda folder: edit(shard(folder, 1), lambda tensors: tensors.update(extra=torch.ones(2))),

@@ -225,12 +225,12 @@ def test_special_tokens_get_no_ids_that_the_model_lacks(tmp_path: Path) -> None:
 
 
 BAD_TOKENS = {
-    "another id": ({"added_tokens_decoder": added(400, "<|tool|>")}, "'<|tool|>' is declared as 400, and would be 3"),
-    "no ids": ({"added_tokens_decoder": {"x": {"content": "a"}}}, "tokenizer_config.json: an added token that is no token"),
-    "no tokens": ({"added_tokens_decoder": {"7": {"text": "a"}}}, "tokenizer_config.json: an added token that is no token"),
-    "text": ({"added_tokens_decoder": {"7": "a"}}, "tokenizer_config.json: an added token that is no token"),
-    "an empty one": ({"added_tokens_decoder": {"7": {"content": ""}}}, "tokenizer_config.json: an added token that is no token"),
-    "a list": ({"added_tokens_decoder": ["a"]}, "tokenizer_config.json: an added token that is no token"),
+    "another id": ({"added_tokens_decoder": added(400, "<|tool|>")}, "'<|tool|>' is declared as 400, but the tokenizer gives it 3"),
+    "no ids": ({"added_tokens_decoder": {"x": {"content": "a"}}}, "tokenizer_config.json: an added token needs an id and a text"),
+    "no tokens": ({"added_tokens_decoder": {"7": {"text": "a"}}}, "tokenizer_config.json: an added token needs an id and a text"),
+    "text": ({"added_tokens_decoder": {"7": "a"}}, "tokenizer_config.json: an added token needs an id and a text"),
+    "an empty one": ({"added_tokens_decoder": {"7": {"content": ""}}}, "tokenizer_config.json: an added token needs an id and a text"),
+    "a list": ({"added_tokens_decoder": ["a"]}, "tokenizer_config.json: an added token needs an id and a text"),
 }
 
 
@@ -244,7 +244,7 @@ def test_added_tokens_that_cannot_be_are_refused(fault: str, tmp_path: Path) -> 
     assert told in str(raised.value)
     put(tmp_path, "tokenizer_config.json", {})
     put(tmp_path, "added_tokens.json", {"a": "b"})
-    with pytest.raises(CheckpointError, match=r"added_tokens.json: an added token that is no token"):
+    with pytest.raises(CheckpointError, match=r"added_tokens.json: an added token needs an id and a text"):
         load_tokenizer(tmp_path)
 
 

@@ -20,6 +20,7 @@ from nanovllm.loading import weights
 from nanovllm.loading.load_model import load_model
 from nanovllm.loading.safetensors_headers import read_headers
 from nanovllm.loading.weights import fingerprint
+from nanovllm.models import init_params
 from nanovllm.models.common.params import ParamInfo
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.registry import REGISTRY
@@ -93,6 +94,26 @@ def test_a_bad_folder_is_refused_by_name_and_the_next_loads(fault: str, tmp_path
     with pytest.raises(CheckpointError, match=named):
         load_model(bad, device="cpu")
     assert load_model(save_hf_folder(tmp_path / "good", tiny_config()), device="cpu").params.head is not None
+
+
+def test_a_head_that_differs_at_its_end_alone_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors are compared piece by piece."""
+    monkeypatch.setattr(weights, "STAGE", 64)
+    folder = save_hf_folder(tmp_path, tiny_config(tie_word_embeddings=True))
+    edit(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))(folder)
+    assert load_model(folder, device="cpu").params.head is None
+    edit(lambda tensors: tensors["lm_head.weight"].view(-1)[-1].add_(1))(folder)
+    assert load_model(folder, device="cpu").params.head is not None
+
+
+def test_two_tensors_for_one_parameter_are_refused_by_name(tmp_path: Path) -> None:
+    """GPT-2's names may lack their prefix: a folder that has a tensor under both names does not say which one counts."""
+    folder = save_hf_folder(tmp_path, tiny_config("GPT2LMHeadModel"))
+    names = load_file(folder / "model.safetensors").keys()
+    assert "transformer.wte.weight" in names and "wte.weight" not in names
+    edit(lambda tensors: tensors.update({"wte.weight": torch.zeros_like(tensors["transformer.wte.weight"])}))(folder)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.* transformer\.wte\.weight.* wte\.weight"):
+        load_model(folder, device="cpu")
 
 
 def test_remote_code_with_the_opt_in_uses_what_is_built_in(tmp_path: Path, capsys: pytest.CaptureFixture[str], untyped: None) -> None:
@@ -185,8 +206,10 @@ def test_fingerprint_sees_config_headers_and_bytes(tmp_path: Path) -> None:
     assert first == fingerprint(config, read_headers(folder))
     assert len(first) == 64
     assert first != fingerprint(replace(config, rms_norm_eps=1e-5), headers)
-    edit(lambda tensors: tensors[NORM].view(-1)[0].add_(1))(folder)
-    assert first != fingerprint(config, read_headers(folder))
+    for at in (0, -1, len(load_file(folder / "model.safetensors")[NORM]) // 2):
+        before = fingerprint(config, read_headers(folder))
+        edit(lambda tensors, at=at: tensors[NORM].view(-1)[at].add_(1))(folder)
+        assert before != fingerprint(config, read_headers(folder))
     assert random_model(config, 0).fingerprint != random_model(config, 1).fingerprint
     assert random_model(config, 0).fingerprint == random_model(config, 0).fingerprint
 
@@ -205,7 +228,7 @@ def test_random_values_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: 
     whole = random_params(config, seed=1, **where)
     expected = torch.empty(267 * 31).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1)).view(267, 31).bfloat16()
     assert torch.equal(whole.embed, expected)
-    monkeypatch.setattr(weights, "DRAWN", 64)
+    monkeypatch.setattr(init_params, "DRAWN", 64)
     for a, b in zip(pytree.tree_leaves(whole), pytree.tree_leaves(random_params(config, seed=1, **where)), strict=True):
         assert a is b is None or torch.equal(a, b)
 
@@ -266,7 +289,7 @@ def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 MEASURE = """
 import sys
 import torch
-from nanovllm.model import load_model
+from nanovllm.loading.load_model import load_model
 # Of this program alone; `ru_maxrss` begins with what its parent held.
 peak = lambda: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
@@ -282,7 +305,7 @@ def test_loading_takes_little_more_memory_than_the_model(saved: str, loaded: str
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "vocab_size": 32000}
     config = tiny_config(**sizes, num_layers=layers)
     folder = save_hf_folder(tmp_path, config, dtype=saved, num_shards=2)
-    size = weights.num_params(config) * getattr(torch, loaded).itemsize
+    size = init_params.num_params(config) * getattr(torch, loaded).itemsize
     command = [sys.executable, "-c", MEASURE, str(folder), loaded]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert size > 256e6

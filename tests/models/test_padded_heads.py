@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
-from nanovllm import models
 from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.loading import weights
 from nanovllm.loading.load_model import load_model
+from nanovllm.models import registry
+from nanovllm.models.common import params
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.testing.driver import layout, run_chunks
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
@@ -28,8 +29,8 @@ CASES = {
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose kernels serve heads of 16 and 32 channels alone."""
-    monkeypatch.setattr(models, "FLASHINFER_HEAD_DIMS", (16, 32))
-    monkeypatch.setattr(models, "attention_backend", lambda _, __, width, ___: "flashinfer" if width in (16, 32) else "reference")
+    monkeypatch.setattr(registry, "FLASHINFER_HEAD_DIMS", (16, 32))
+    monkeypatch.setattr(registry, "attention_backend", lambda _, __, width, ___: "flashinfer" if width in (16, 32) else "reference")
 
 
 def config_of(case: str) -> ModelConfig:
@@ -96,5 +97,5 @@ def test_what_is_kept_is_stored_again(architecture: str) -> None:
         pytree.tree_leaves(REGISTRY[architecture].param_table(config)), pytree.tree_leaves(random_model(config).params), strict=True
     ):
         if info is not None and info.sources:
-            flat = torch.cat([part.reshape(-1) for part in models.params.as_stored(info, param)])
-            torch.testing.assert_close(models.params.as_kept(info, flat.clone()), param, rtol=1e-6, atol=1e-6)
+            flat = torch.cat([part.reshape(-1) for part in params.as_stored(info, param)])
+            torch.testing.assert_close(params.as_kept(info, flat.clone()), param, rtol=1e-6, atol=1e-6)

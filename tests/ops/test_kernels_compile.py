@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops.attention import cascade, rope_attend
+from nanovllm.ops.attention import cascade_plan, fused_plan
 from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace, Run
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.backends import LARGEST
@@ -39,7 +39,8 @@ class Compiled(list[Any]):
             assert kernel.asm["cubin"] and kernel.metadata.shared <= OPT_IN[self.capability], (kernel.name, kernel.metadata.shared)
 
 
-@pytest.fixture(params=sorted(OPT_IN))
+# 86 has the least memory, 90 launches early: what compiles for both compiles for 80.
+@pytest.fixture(params=[pytest.param(80, marks=pytest.mark.long), 86, 90])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Launches compile for this compute capability, and do no more."""
     from triton.backends.compiler import GPUTarget
@@ -65,7 +66,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(driver, "_active", NoGpu())
-    for module in (cascade, rope_attend):  # plans on a CPU are cut for this
+    for module in (cascade_plan, fused_plan):  # plans on a CPU are cut for this
         monkeypatch.setattr(module, "LARGEST", found.memory)
     return found
 

@@ -19,6 +19,8 @@ from nanovllm.testing.machines.windows import MixedWindowMachine, WindowChunkMac
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.worlds import ModelWorld, SymbolicWorld
 
+pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
+
 # How many examples of how many rules. The `nightly` profile runs fifty times as many, drawn anew each time.
 MORE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
 

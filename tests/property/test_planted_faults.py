@@ -8,10 +8,12 @@ from tests.property.faults.chunks import CHUNK_FAULTS
 from tests.property.faults.engine import FAULTS, Fault, find, planted
 from tests.property.faults.windows import WINDOW_FAULTS
 
+pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
+
 
 @pytest.mark.parametrize("fault", [*FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS], ids=lambda fault: fault.name.replace(" ", "-"))
 def test_machine_finds(fault: Fault, untyped: None):
     with planted(fault):
-        failure = find(fault.machine, max_examples=600)
+        failure = find(fault.machine, max_examples=600, draw=fault.draw)
     assert failure is not None, f"{fault.machine.__name__} did not find {fault.name}"
     assert not isinstance(failure, Flaky), failure

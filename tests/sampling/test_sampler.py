@@ -270,12 +270,29 @@ def test_ties_at_every_cut_are_kept_together():
     assert set(many(SamplingParams(top_k=2, top_p=0.74), logits, 500).tolist()) == {0, 1, 2, 3}
 
 
+def test_a_mass_that_is_reached_exactly_needs_no_further_token():
+    """Token 0 has exactly half of the mass, as the weights are counted."""
+    half = -np.log(2).item()
+    assert torch.exp(torch.tensor([0.0, half, half])).tolist() == [1.0, 0.5, 0.5]
+    logits = [0.0, half, half]
+    assert set(many(SamplingParams(top_p=0.5), logits, 200).tolist()) == {0}
+    assert set(many(SamplingParams(top_p=0.5000001), logits, 200).tolist()) == {0, 1, 2}
+
+
+def test_a_token_at_exactly_min_p_counts_for_the_mass():
+    logits = [0.0, np.log(np.float32(0.5)).item(), -4.0]
+    assert set(many(SamplingParams(min_p=0.5), logits, 200).tolist()) == {0, 1}
+    assert set(many(SamplingParams(min_p=0.5, top_p=0.9), logits, 200).tolist()) == {0, 1}  # of a mass of 1.5 token 0 has two thirds
+
+
 def test_each_cut_sees_what_the_one_before_left():
     logits = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
     assert set(many(SamplingParams(top_p=0.55), logits, 300).tolist()) == {0, 1}
     assert set(many(SamplingParams(top_p=0.55, top_k=2), logits, 300).tolist()) == {0}  # 0.4 / 0.7
     assert set(many(SamplingParams(top_p=0.55, min_p=0.6), logits, 300).tolist()) == {0}
     assert set(many(SamplingParams(top_p=0.6, min_p=0.6), logits, 300).tolist()) == {0, 1}
+    assert set(many(SamplingParams(top_k=3, min_p=0.6), logits, 300).tolist()) == {0, 1}
+    assert set(many(SamplingParams(top_k=1, min_p=0.6), logits, 300).tolist()) == {0}
     assert set(many(SamplingParams(min_p=0.6, temperature=2.0), logits, 300).tolist()) == {0, 1, 2}  # (0.2 / 0.4) ** 0.5 is 0.71
 
 

@@ -30,6 +30,15 @@ def test_pages_that_are_given_back_are_told_once_and_in_order(run, once, left):
     assert free_pages(after) == [*[page for page, n in zip(once, left, strict=True) if not n][::-1], 3]
 
 
+def test_a_page_given_back_twice_keeps_the_owners_that_it_has_left():
+    pages, _ = taken(init_pages(4), 3)
+    pages = retain(pages, [2, 2])
+    assert pages.refcounts == {0: 1, 1: 1, 2: 3}
+    after, given, owners = give_back(pages, [2, 0, 2])
+    assert given.tolist() == [2, 0] and owners.tolist() == [1, 0]
+    assert after.refcounts == {1: 1, 2: 1} and free_pages(after) == [0, 3]
+
+
 def test_too_few_is_none_and_nothing_is_taken():
     pages, _ = taken(init_pages(3), 2)
     assert allocate(pages, 2) is None

@@ -111,6 +111,17 @@ def test_what_stands_behind_an_evicted_page_leaves_the_index_too():
         prefix_ops.set_idle(prefix_ops.set_idle(index, ids(1)), ids(1))
 
 
+def test_an_eviction_ends_at_its_count_where_pages_after_an_evicted_one_went_too():
+    index, _ = prefix_ops.insert(prefix_ops.init_prefix(4, 1), ids(1, 2), ids(0, 1), 0)
+    index, _ = prefix_ops.insert(index, ids(3), ids(2), 0)
+    index, _ = prefix_ops.insert(index, ids(4), ids(3), 0)
+    index = prefix_ops.set_idle(index, ids(0, 2, 3, 1))  # page 1 is due last and leaves with page 0
+    rest, evicted = prefix_ops.evict(index, 2)
+    assert evicted.tolist() == [0, 1]
+    assert rest.idle_pages() == [2, 3]
+    assert prefix_ops.match(rest, ids(3)).tolist() == [2]
+
+
 def test_what_is_left_of_a_long_run_holds_no_more_memory_than_it_needs():
     index = prefix_ops.init_prefix(1000, 4)
     index, _ = prefix_ops.insert(index, np.arange(4000, dtype=np.int32), np.arange(1000, dtype=np.int32), 0)
@@ -232,7 +243,7 @@ def test_runs_do_what_single_pages_would(random, num_pages, size):
                 index = prefix_ops.set_busy(index, ids(*pages))
                 plain.idle = [page for page in plain.idle if page not in pages]
             case "evict":
-                count = random.randint(0, num_pages)
+                count = random.randint(0, len(plain.idle) + 1)
                 index, gone = prefix_ops.evict(index, count)
                 assert sorted(gone.tolist()) == sorted(plain.evict(count))
             case "forget":

@@ -45,3 +45,13 @@ def test_ids_that_never_waited_cost_nothing_at_each_look():
     for _ in range(100):
         assert queue.first() is not None
     assert time.perf_counter() - start < 0.05
+
+
+def test_ids_that_are_gone_cost_nothing_at_each_pop():
+    first, queue = 300_000, Queue()
+    for rid in range(first, first + 100):
+        queue = queue.push(waiting(rid))
+    start = time.perf_counter()
+    for rid in range(first, first + 100):
+        queue = queue.pop(rid)
+    assert time.perf_counter() - start < 0.2

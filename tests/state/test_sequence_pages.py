@@ -1,9 +1,12 @@
 """The pages of one sequence: reserved, copied, written, given up and found again."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
+from nanovllm.state.chunk import Provenance
 from nanovllm.state.pages import init_pages, retain
 from nanovllm.state.pool import Pool, init_pool
 from nanovllm.state.prefix_cache import init_prefix
@@ -82,6 +85,14 @@ def test_give_up_indexes_whole_filled_pages():
     assert pool.num_available == 8 and pool.pages.num_free == 6
 
 
+def test_give_up_indexes_exact_pages_alone():
+    pool, sequence = held(10, 7)
+    mixed = replace(sequence, provenance=Provenance(operations=("composed",)), exact_len=4)
+    pool = give_up_pages(pool, mixed)
+    assert pools.match(pool, sequence.tokens.array()).tolist() == list(sequence.pages)[:2]
+    assert pool.num_available == 8 and pool.pages.num_free == 6
+
+
 def test_indexed_pages_are_taken_only_where_they_serve_better():
     pool, sequence = held(4, 4)
     pool = give_up_pages(pool, sequence)
@@ -91,6 +102,7 @@ def test_indexed_pages_are_taken_only_where_they_serve_better():
     assert not worth_taking(pool, matched, sequence, 2)  # no more than it has
     assert not worth_taking(pool, matched, mine, 2)  # idle ones: they are counted as available
     assert worth_taking(pools.acquire(pool, matched[:1]), matched, mine, 2)
+    assert not worth_taking(pools.acquire(pool, matched), matched, sequence, 2)  # no more than it has, although others hold them
 
 
 def test_an_empty_pool_value():

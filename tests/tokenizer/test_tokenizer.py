@@ -159,6 +159,33 @@ def test_chat_template_equals_that_of_transformers() -> None:
             assert tokenizer.apply_chat_template(messages, enable_thinking=think, **more) == expected[0]
 
 
+def test_variables_of_the_caller_win_over_special_tokens() -> None:
+    tokenizer = make_tokenizer(byte_tokenizer().backend, {"bos_token": "<s>", "eos_token": "</s>"}, "{{ bos_token }} {{ eos_token }}")
+    assert tokenizer.apply_chat_template([]) == "<s> </s>"
+    assert tokenizer.apply_chat_template([], bos_token="own") == "own </s>"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "sort_keys=true",
+        "sort_keys=false",
+        "ensure_ascii=true",
+        "indent=3",
+        "separators=(',', ':')",
+        "true, 1, (';', '='), true",
+    ],
+)
+def test_tojson_takes_the_options_of_transformers(options: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = f"{{{{ messages | tojson({options}) }}}}"
+    messages = [{"role": "user", "content": "é<b>", "also": {"z": 1, "a": [2, 3]}}]
+    expected, _ = render_jinja_template(conversations=[messages], chat_template=template)
+    assert make_tokenizer(byte_tokenizer().backend, {}, template).apply_chat_template(messages) == expected[0]
+
+
 BAD_TEMPLATES = {
     "missing": (None, "no chat template"),
     "syntax": ("{% for %}", "does not compile"),
@@ -176,7 +203,7 @@ BAD_TEMPLATES = {
     "list repetition": ("{{ (10**10 * [1]) | length }}", "SecurityError"),
     "endless output": (
         "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
-        "output passes",
+        "output exceeds",
     ),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
 }

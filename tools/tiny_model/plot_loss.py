@@ -1,6 +1,6 @@
 """Draws the loss of a training from the logs that train_tiny.py leaves in its --work folder.
 
-    python -m tools.tiny_model.plot_loss docs/tiny-model-loss.png first/training.json second/training.json
+    python -m tools.tiny_model.plot_loss docs/explanation/tiny-model-loss.png first/training.json second/training.json
 """
 
 import argparse

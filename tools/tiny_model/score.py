@@ -2,7 +2,7 @@
 
     python -m tools.tiny_model.score                              # the table, by transformers
     python -m tools.tiny_model.score --engine nanovllm            # the same by our engine
-    python -m tools.tiny_model.score --card --report              # also writes the model card's table and the samples in docs/tiny-model.md
+    python -m tools.tiny_model.score --card --report              # also writes the model card and docs/explanation/tiny-model.md
 """
 
 import argparse
@@ -143,8 +143,8 @@ def write(results: dict, args: argparse.Namespace) -> None:
     if args.card:
         put_between(args.model / "README.md", "scores", text)
     if args.report:
-        put_between(ROOT / "docs/tiny-model.md", "scores", text)
-        put_between(ROOT / "docs/tiny-model.md", "samples", samples(results))
+        put_between(ROOT / "docs/explanation/tiny-model.md", "scores", text)
+        put_between(ROOT / "docs/explanation/tiny-model.md", "samples", samples(results))
 
 
 def main() -> None:
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="where to write all results")
     parser.add_argument("--results", type=Path, default=None, help="results to take from such a file instead of measuring")
     parser.add_argument("--card", action="store_true", help="write the table into the model's README.md")
-    parser.add_argument("--report", action="store_true", help="write table and samples into docs/tiny-model.md")
+    parser.add_argument("--report", action="store_true", help="write table and samples into docs/explanation/tiny-model.md")
     args = parser.parse_args()
     if args.results:
         write(json.loads(args.results.read_text()), args)

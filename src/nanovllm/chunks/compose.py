@@ -42,10 +42,10 @@ def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int
     unless `recompute="all"`. `state.stats` counts the tokens that were run, reused and probed.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        chunks: a list or tuple of at least one chunk. All stay valid.
-        recompute: the tokens of the second and later chunks that run again, in place. 0: none. An integer k: the first k of each chunk
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        chunks: A list or tuple of at least one chunk. All stay valid.
+        recompute: The tokens of the second and later chunks that run again, in place. 0: none. An integer k: the first k of each chunk
             (Hu et al., 2024, "EPIC"). A fraction between 0 and 1: the tokens whose KV deviates most, which two layers over all moved
             tokens find (Yao et al., 2024, "CacheBlend"). "all": every token that is not exact, for an exact result.
 
@@ -53,11 +53,11 @@ def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int
         The next state, and one chunk of all tokens. Its `provenance` names this operation if it is approximate.
 
     Raises:
-        InvalidRequestError: an argument is invalid, the result is too long for the engine, or the model's keys cannot be rotated.
-        OutOfPagesError: too few pages are available now.
+        InvalidRequestError: An argument is invalid, the result is too long for the engine, or the model's keys cannot be rotated.
+        OutOfPagesError: Too few pages are available now.
         DonatedStateError: `state` was donated to a later call.
-        ReleasedChunkError: a chunk was released.
-        ForeignChunkError: a chunk belongs to another engine.
+        ReleasedChunkError: A chunk was released.
+        ForeignChunkError: A chunk belongs to another engine.
 
     Examples:
         >>> state, king = nv.prefill(model, state, "The king of Aistonia is Oswin.")
@@ -108,19 +108,19 @@ def drop(
     - `"gap"` leaves them at their positions. The result is approximate. Their pages are shared if the span's length is whole pages.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        chunk: the chunk to edit. It stays valid.
-        start: the index of the first token to remove.
-        stop: the index after the last token to remove. The span must not cover the whole chunk.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        chunk: The chunk to edit. It stays valid.
+        start: The index of the first token to remove.
+        stop: The index after the last token to remove. The span must not cover the whole chunk.
         mode: "recompute", "shift" or "gap".
 
     Returns:
         The next state, and the shorter chunk.
 
     Raises:
-        InvalidRequestError: the span or the mode is invalid, or `"shift"` is used with a model whose keys cannot be rotated.
-        OutOfPagesError: too few pages are available now.
+        InvalidRequestError: The span or the mode is invalid, or `"shift"` is used with a model whose keys cannot be rotated.
+        OutOfPagesError: Too few pages are available now.
         DonatedStateError: `state` was donated to a later call.
         ReleasedChunkError: `chunk` was released.
         ForeignChunkError: `chunk` belongs to another engine.
@@ -162,7 +162,7 @@ def require_rotary(model: Model, what: str) -> None:
     """Require a model whose keys can be rotated to other positions.
 
     Raises:
-        InvalidRequestError: the positions are learned, or enter through the transformers fallback in a way that is unknown.
+        InvalidRequestError: The positions are learned, or enter through the transformers fallback in a way that is unknown.
     """
     if model.foreign:
         raise InvalidRequestError(f"it is unknown how {model.config.architecture} uses positions, so it does not support {what}")

@@ -28,11 +28,11 @@ class Generation:
     """A finished reply, and the chunk that holds its KV.
 
     Attributes:
-        chunk: the context and the reply, completely filled. It includes the tokens of a stop string.
-        token_ids: the reply's tokens, including those of a stop string.
-        text: the reply without special tokens. It ends before a stop string.
+        chunk: The context and the reply, completely filled. It includes the tokens of a stop string.
+        token_ids: The reply's tokens, including those of a stop string.
+        text: The reply without special tokens. It ends before a stop string.
         finish_reason: "stop" or "length".
-        logprobs: one entry per token of the reply, or None if `SamplingParams.logprobs` is None.
+        logprobs: One entry per token of the reply, or None if `SamplingParams.logprobs` is None.
 
     Examples:
         >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
@@ -60,21 +60,21 @@ def generate(
     `finish_reason="length"`.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        context: a text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
-        sampling_params: the options. None: the model's `generation_config`.
-        retain: which tokens the reply's chunk keeps; see `generate_many`.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        context: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
+        sampling_params: The options. None: the model's `generation_config`.
+        retain: Which tokens the reply's chunk keeps; see `generate_many`.
 
     Returns:
         The next state, and the reply.
 
     Raises:
-        InvalidRequestError: an argument is invalid, or the context is too long for the engine.
-        OutOfPagesError: too few pages are available for the context.
+        InvalidRequestError: An argument is invalid, or the context is too long for the engine.
+        OutOfPagesError: Too few pages are available for the context.
         DonatedStateError: `state` was donated to a later call.
-        ReleasedChunkError: a chunk in the context was released.
-        ForeignChunkError: a chunk in the context belongs to another engine.
+        ReleasedChunkError: A chunk in the context was released.
+        ForeignChunkError: A chunk in the context belongs to another engine.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
@@ -104,10 +104,10 @@ def generate_many(
     they are.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        contexts: a list of contexts: texts, token ids, chunks, or lists of these in which only the first part may be a chunk.
-        sampling_params: options for all contexts, or a list with one per context. None: the model's `generation_config`.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        contexts: A list of contexts: texts, token ids, chunks, or lists of these in which only the first part may be a chunk.
+        sampling_params: Options for all contexts, or a list with one per context. None: the model's `generation_config`.
         retain: "all", or a mode of `drop` by which think blocks are removed from the replies' chunks. Think blocks are found by the
             model's think tokens, closed or not. `token_ids` and `text` keep them.
 
@@ -115,11 +115,11 @@ def generate_many(
         The next state, and one reply per context, in the same order.
 
     Raises:
-        InvalidRequestError: an argument is invalid, or a context is too long for the engine.
-        OutOfPagesError: too few pages are available for all replies at their maximum length.
+        InvalidRequestError: An argument is invalid, or a context is too long for the engine.
+        OutOfPagesError: Too few pages are available for all replies at their maximum length.
         DonatedStateError: `state` was donated to a later call.
-        ReleasedChunkError: a chunk in a context was released.
-        ForeignChunkError: a chunk in a context belongs to another engine.
+        ReleasedChunkError: A chunk in a context was released.
+        ForeignChunkError: A chunk in a context belongs to another engine.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin. The capital of Aistonia is Velmora.")
@@ -183,7 +183,7 @@ def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:
     """Limit one sequence to the pages available now, or check that several fit at their maximum length.
 
     Raises:
-        OutOfPagesError: the sequences do not fit together.
+        OutOfPagesError: The sequences do not fit together.
     """
     size, available = state.config.page_size, state.pool.num_available
     if len(sequences) == 1:

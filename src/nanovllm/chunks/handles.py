@@ -22,8 +22,8 @@ def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
     Donates `state`. Each handle is released separately. No page is copied.
 
     Args:
-        state: the newest state of the engine.
-        chunk: the chunk to share. It stays valid.
+        state: The newest state of the engine.
+        chunk: The chunk to share. It stays valid.
 
     Returns:
         The next state, and a chunk of the same tokens in the same pages.
@@ -52,9 +52,9 @@ def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[E
     Donates `state`. The new chunk shares the pages, so no page is copied.
 
     Args:
-        state: the newest state of the engine.
-        chunk: the chunk to shorten. It stays valid.
-        length: tokens to keep, from 1 to `len(chunk)`.
+        state: The newest state of the engine.
+        chunk: The chunk to shorten. It stays valid.
+        length: Tokens to keep, from 1 to `len(chunk)`.
 
     Returns:
         The next state, and the shorter chunk.
@@ -95,8 +95,8 @@ def release(state: EngineState, chunk: Chunk) -> EngineState:
     Donates `state`. Pages stay readable through other handles. The prefix index may reuse them until they are evicted.
 
     Args:
-        state: the newest state of the engine.
-        chunk: the chunk to release. Any later use of it raises `ReleasedChunkError`.
+        state: The newest state of the engine.
+        chunk: The chunk to release. Any later use of it raises `ReleasedChunkError`.
 
     Returns:
         The next state.
@@ -141,8 +141,8 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[Engi
     """Turn a completely filled sequence into a chunk and index its exact tokens. Pages after its last token return to the pool.
 
     Raises:
-        OutOfPagesError: some tokens are not filled.
-        BrokenInvariantError: the sequence gave up the KV of sliding-window layers.
+        OutOfPagesError: Some tokens are not filled.
+        BrokenInvariantError: The sequence gave up the KV of sliding-window layers.
     """
     if sequence.num_filled != len(sequence.tokens):
         raise OutOfPagesError(f"the chunk cannot be made: {sequence.todo} of its {len(sequence.tokens)} tokens have no KV")
@@ -174,7 +174,7 @@ def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineSta
         The next state, and the chunk, or None if no token is filled.
 
     Raises:
-        InvalidRequestError: the state does not hold this request, or the request was not queued with `keep=True`.
+        InvalidRequestError: The state does not hold this request, or the request was not queued with `keep=True`.
     """
     state = enter_with(model, state)
     waiting, running, kept = state.waiting, state.running, state.kept

@@ -18,15 +18,15 @@ class Layout:
     Its pages are `head`, then `num_fresh` fresh pages, then `tail`. The tokens `start ... start + n - 1` are in fresh pages.
 
     Attributes:
-        tokens: all tokens of the chunk.
-        head: shared pages at its beginning.
-        num_fresh: the number of fresh pages.
-        tail: shared pages at its end.
-        start: the index of the first token in a fresh page.
-        source: slots `[n]` from which the KV of these tokens is copied.
-        shift: positions `[n]` by which their keys rotate.
-        num_exact: leading tokens whose KV is exact.
-        gaps: where positions are left out.
+        tokens: All tokens of the chunk.
+        head: Shared pages at its beginning.
+        num_fresh: The number of fresh pages.
+        tail: Shared pages at its end.
+        start: The index of the first token in a fresh page.
+        source: Slots `[n]` from which the KV of these tokens is copied.
+        shift: Positions `[n]` by which their keys rotate.
+        num_exact: Leading tokens whose KV is exact.
+        gaps: Where positions are left out.
     """
 
     tokens: IntVector

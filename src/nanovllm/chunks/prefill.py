@@ -44,9 +44,9 @@ def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False)
     Matches in the index must have the KV of sliding-window layers for all their pages, because the sequence becomes a chunk.
 
     Args:
-        state: the state; its pool and its stats change.
-        sequences: sequences that own no page yet.
-        logits: the last token runs even if its KV is filled, so it does not count as reused.
+        state: The state; its pool and its stats change.
+        sequences: Sequences that own no page yet.
+        logits: The last token runs even if its KV is filled, so it does not count as reused.
     """
     pool, owners, reused = state.pool, [], 0
     for asked in sequences:
@@ -64,7 +64,7 @@ def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int],
     """Give each sequence its own pages for up to `lengths` tokens, and copy partly filled shared pages. Donates the KV.
 
     Raises:
-        OutOfPagesError: too few pages are available; nothing was written.
+        OutOfPagesError: Too few pages are available; nothing was written.
     """
     pool, owners, copies, pages = state.pool, list(sequences), [], []
     for i, length in enumerate(lengths):
@@ -114,7 +114,7 @@ def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.n
     Every layer writes the KV of the whole batch before any row attends, so batching rows does not change the result.
 
     Args:
-        places: the indices of the tokens, ascending.
+        places: The indices of the tokens, ascending.
     """
     budget, size = state.config.max_num_batched_tokens, state.config.page_size
     runs = [run for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(run)]
@@ -138,20 +138,20 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
     Donates `state`. Pages of a prefix that the prefix index holds are shared and not run again.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        text_or_ids: a text, token ids (a list, tuple or integer array), or a list of these. Its first part may be a chunk.
-        after: a chunk that the new tokens follow. It stays valid, and the result shares its pages.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        text_or_ids: A text, token ids (a list, tuple or integer array), or a list of these. Its first part may be a chunk.
+        after: A chunk that the new tokens follow. It stays valid, and the result shares its pages.
 
     Returns:
         The next state, and a chunk of all tokens: the tokens of `after` first, then the new ones.
 
     Raises:
-        InvalidRequestError: the context is empty, is not text or token ids, or has more tokens than the engine can ever hold.
-        OutOfPagesError: too few pages are available now.
+        InvalidRequestError: The context is empty, is not text or token ids, or has more tokens than the engine can ever hold.
+        OutOfPagesError: Too few pages are available now.
         DonatedStateError: `state` was donated to a later call.
-        ReleasedChunkError: a chunk in the context was released.
-        ForeignChunkError: a chunk in the context belongs to another engine.
+        ReleasedChunkError: A chunk in the context was released.
+        ForeignChunkError: A chunk in the context belongs to another engine.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")

@@ -40,21 +40,21 @@ def begin(
     token of each context.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        contexts: a list of at least one and at most `max_num_seqs` contexts: texts, token ids, chunks, or lists of these.
-        sampling_params: options for all contexts, or a list with one per context. None: the model's `generation_config`.
-        room: the number of decode steps, at least 1. It replaces `max_tokens`; stop conditions take effect at `commit`.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        contexts: A list of at least one and at most `max_num_seqs` contexts: texts, token ids, chunks, or lists of these.
+        sampling_params: Options for all contexts, or a list with one per context. None: the model's `generation_config`.
+        room: The number of decode steps, at least 1. It replaces `max_tokens`; stop conditions take effect at `commit`.
 
     Returns:
         The next state, and the carry of the first decode step.
 
     Raises:
-        InvalidRequestError: an argument is invalid, or a context with `room` more tokens is too long for the engine.
-        OutOfPagesError: too few pages are available for all contexts with `room` more tokens each.
+        InvalidRequestError: An argument is invalid, or a context with `room` more tokens is too long for the engine.
+        OutOfPagesError: Too few pages are available for all contexts with `room` more tokens each.
         DonatedStateError: `state` was donated to a later call.
-        ReleasedChunkError: a chunk in a context was released.
-        ForeignChunkError: a chunk in a context belongs to another engine.
+        ReleasedChunkError: A chunk in a context was released.
+        ForeignChunkError: A chunk in a context belongs to another engine.
 
     Examples:
         >>> greedy = nv.SamplingParams(temperature=0)
@@ -111,9 +111,9 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     discarded. Log-probabilities are those of the sampled tokens only, without alternatives.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        carry: the carry that `begin` or the last `decode_step` returned.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        carry: The carry that `begin` or the last `decode_step` returned.
 
     Returns:
         The next state, and one reply per context, in the order of `begin`.
@@ -121,7 +121,7 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     Raises:
         InvalidRequestError: `carry` does not come from `begin`, or an argument has the wrong type.
         DonatedStateError: `carry` was committed or stepped from before, or `state` was donated.
-        OutOfPagesError: the device ran out of memory.
+        OutOfPagesError: The device ran out of memory.
 
     Examples:
         >>> greedy = nv.SamplingParams(temperature=0, stop=",")

@@ -38,10 +38,10 @@ def think_spans(tokenizer: Tokenizer, token_ids: np.ndarray, start: int = 0, end
     ends with the tokens. The first block may begin before `start`, if the last message of the prompt left it open.
 
     Args:
-        tokenizer: the tokenizer; without think tokens there are no blocks.
+        tokenizer: The tokenizer; without think tokens there are no blocks.
         token_ids: int32 `[T]`, prompt and reply.
-        start: the index of the reply's first token.
-        ends: the tokens that end a message.
+        start: The index of the reply's first token.
+        ends: The tokens that end a message.
 
     Returns:
         The blocks as (begin, end), in order.

@@ -34,8 +34,8 @@ def require_live(state: EngineState, chunk: Chunk) -> None:
 
     Raises:
         InvalidRequestError: `chunk` is not a chunk.
-        ForeignChunkError: the chunk belongs to another engine.
-        ReleasedChunkError: the chunk was released.
+        ForeignChunkError: The chunk belongs to another engine.
+        ReleasedChunkError: The chunk was released.
     """
     require_chunk(chunk)
     if chunk.engine != state.runtime.lease.engine:
@@ -48,7 +48,7 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
     """The state for a new call: checked against the lease, and without pages whose KV an earlier failed call overwrote.
 
     Raises:
-        DonatedStateError: the state was donated to a later call.
+        DonatedStateError: The state was donated to a later call.
         InvalidRequestError: `state` is not an `EngineState`, or `model` is not the model of `init_state`.
     """
     if not isinstance(state, EngineState):
@@ -109,7 +109,7 @@ def guarded(state: EngineState) -> Iterator[Taken]:
     index or from preempted sequences.
 
     Raises:
-        OutOfPagesError: the device ran out of memory.
+        OutOfPagesError: The device ran out of memory.
     """
     taken, pool = Taken(), state.pool
     try:

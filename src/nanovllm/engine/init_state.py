@@ -41,44 +41,47 @@ def init_state(
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EngineState:
-    """Create an empty engine for a model.
+    """Create an empty engine for a model: its KV memory, its prefix index and the kernels of its steps.
 
     Args:
-        model: a model of `load_model`.
-        num_pages: pages of the KV pool, without the dummy page. None: enough for `max_num_seqs` sequences of full length, within a limit.
-            The limit is 4 GiB on a CPU. On a GPU it is `memory_fraction` without the weights and the measured need of the largest steps.
-        num_frames: pages for which sliding-window layers keep KV; only for models with such layers. None: enough for the windows of
-            `max_num_seqs` sequences and one chunk of full length. If every layer has a window, set `num_pages` instead.
-        page_size: tokens per page.
-        max_model_len: the maximum length of a sequence, prompt and reply, in tokens. None: the model's own.
-        max_num_seqs: the maximum number of sequences that run at the same time.
-        max_num_batched_tokens: the maximum number of tokens per step. None: 8,192, or 16,896 on a GPU with at least 64 GiB.
-        memory_fraction: the fraction of a GPU's memory to use, in (0, 1]. Used only if `num_pages` is None.
-        seed: the seed of requests that give none, in [0, 2**63).
-        compile: how decode steps run. None: like True on CUDA; on a CPU, in C if there is a compiler. True: as fused kernels in CUDA
-            graphs, or by `torch.compile` for models and devices without them. False: in plain torch on any device.
-        cascade: whether attention reads pages that several requests share only once. None: where that is faster. True: for all whole pages,
-            also on a CPU.
-        check: whether to compare each fast decode layer with the plain one on the model's own weights before it is used. A layer beyond the
-            error bound runs in plain torch, with one warning for all. None: only on a GPU. Batches of 1, 8 and 24 rows are compared, and up
-            to 6 more batch sizes of the tuning file. True excludes `compile=True` on a CPU. This option is not `nv.check`.
-        tuning: tile configurations of the GPU kernels. None: those of the `nanovllm tune` file for this GPU, model and version, if the
-            user's cache has one. True: the same, but the file must exist. False: the defaults. A path: those of that file.
-            Configurations beyond the error bound, or without a working kernel, are replaced by the defaults, with a warning. The latter
-            are an error if the file was requested.
-        progress: whether to draw progress bars. None: only on a terminal.
+        model: The model that `load_model` returned.
+        num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, but at most 4 GiB on a
+            CPU, and on a GPU at most the rest of `memory_fraction` after the weights and the largest steps, which are measured. If every
+            layer has a sliding window, this counts the pages inside the windows. A reply ends with `finish_reason` `"length"` if its
+            request alone fills all pages.
+        num_frames: For models with some sliding-window layers: the number of pages with KV in those layers. Requests give up pages outside
+            the window; a chunk needs one for each of its pages. None: enough for `max_num_seqs` windows and a chunk of full length.
+        page_size: Tokens per page.
+        max_model_len: The maximum number of tokens of a prompt and its reply together. None: the model's own limit.
+        max_num_seqs: The maximum number of requests that run at the same time.
+        max_num_batched_tokens: The maximum number of tokens of one step. Longer prompts are prefilled in pieces. None: 8,192, or 16,896 on
+            a GPU of 64 GiB or more.
+        memory_fraction: The fraction of a GPU's memory that may be used.
+        seed: The seed of requests that have none of their own, in [0, 2**63).
+        compile: True: fused kernels and CUDA graphs on a GPU, `torch.compile` for layers that the kernels do not serve. False: plain torch
+            on any device. None: True on a GPU; on a CPU decode steps run in C if there is a compiler.
+        cascade: Whether pages that requests share are read once for all of them. None: if that is faster. True: for every whole page, on
+            a CPU too.
+        check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. A layer beyond the error
+            bound runs in plain torch, with a warning. None: on a GPU. True: on a CPU too, but not together with `compile=True` there.
+            This option is not `nv.check`.
+        tuning: The tile configurations of the GPU's kernels. None: those of the file that `nanovllm tune` wrote for this GPU, model and
+            version, if it exists. True: the same, and it must exist. False: the defaults. A path: those of that file.
+        progress: Whether to draw progress bars. None: only on a terminal.
 
     Returns:
-        The first state of the engine.
+        The first state. Every call that changes the engine takes the newest state and returns the next one.
 
     Raises:
-        InvalidRequestError: a limit is invalid, or options exclude each other.
-        OutOfPagesError: the KV pool does not fit into memory.
-        TuningFileError: a tuning file was requested and cannot be used.
+        InvalidRequestError: A limit is invalid, or two options exclude each other.
+        OutOfPagesError: The KV memory does not fit into the device.
+        TuningFileError: A tuning file was requested and cannot be used.
 
     Examples:
-        >>> nv.init_state(model, num_pages=64, max_model_len=512)
+        >>> nv.init_state(model, num_pages=64)
         EngineState(0 of 64 pages used, 0 chunks, 0 requests, epoch 0)
+        >>> nv.init_state(model, num_pages=64, max_model_len=512).config.max_model_len
+        512
     """
     require_model(model)
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):

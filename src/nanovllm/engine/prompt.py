@@ -29,9 +29,9 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
     """The tokens of a context. The start token is added only to a text at the very beginning.
 
     Raises:
-        InvalidRequestError: the context is empty, a text is not valid Unicode, an id is outside the vocabulary, or a chunk is not first.
-        ReleasedChunkError: the chunk was released.
-        ForeignChunkError: the chunk belongs to another engine.
+        InvalidRequestError: The context is empty, a text is not valid Unicode, an id is outside the vocabulary, or a chunk is not first.
+        ReleasedChunkError: The chunk was released.
+        ForeignChunkError: The chunk belongs to another engine.
     """
     parts = parts_of(context)
     base: Chunk | None = None
@@ -64,7 +64,7 @@ def encode(model: Model, text: str, *, first: bool) -> np.ndarray:
     """The tokens of a text, int32. The start token, if the model has one, is added only if `first`.
 
     Raises:
-        InvalidRequestError: the model has no tokenizer.
+        InvalidRequestError: The model has no tokenizer.
     """
     if model.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer: pass token ids, not text")
@@ -75,12 +75,12 @@ def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
     """Token ids as an int32 array.
 
     Args:
-        ids: a list, a tuple or an array of integers.
-        vocab_size: valid ids are below it.
-        where: the start of error messages.
+        ids: A list, a tuple or an array of integers.
+        vocab_size: Valid ids are below it.
+        where: The start of error messages.
 
     Raises:
-        InvalidRequestError: an id is not an integer or outside the vocabulary; the message names the first such id.
+        InvalidRequestError: An id is not an integer or outside the vocabulary; the message names the first such id.
     """
     lead = f"{where}: " if where else ""
     if not isinstance(ids, list | tuple | np.ndarray):

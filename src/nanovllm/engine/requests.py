@@ -29,19 +29,19 @@ def submit(model: Model, state: EngineState, context: Context, sampling_params: 
     Donates `state`.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
-        context: a text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
-        sampling_params: the options. None: the model's `generation_config`.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        context: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
+        sampling_params: The options. None: the model's `generation_config`.
 
     Returns:
         The next state, and the request's id.
 
     Raises:
-        InvalidRequestError: an argument is invalid, or the context is too long for the engine.
+        InvalidRequestError: An argument is invalid, or the context is too long for the engine.
         DonatedStateError: `state` was donated to a later call.
-        ReleasedChunkError: a chunk in the context was released.
-        ForeignChunkError: a chunk in the context belongs to another engine.
+        ReleasedChunkError: A chunk in the context was released.
+        ForeignChunkError: A chunk in the context belongs to another engine.
 
     Examples:
         >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
@@ -66,14 +66,14 @@ def cancel(state: EngineState, request_id: int) -> EngineState:
     Donates `state`.
 
     Args:
-        state: the newest state of the engine.
-        request_id: the id that `submit` returned.
+        state: The newest state of the engine.
+        request_id: The id that `submit` returned.
 
     Returns:
         The next state.
 
     Raises:
-        InvalidRequestError: no request of this id waits or runs.
+        InvalidRequestError: No request of this id waits or runs.
         DonatedStateError: `state` was donated to a later call.
 
     Examples:
@@ -102,7 +102,7 @@ def new_sequence(
     The sequence refers to the chunk's pages but does not own them yet.
 
     Raises:
-        InvalidRequestError: the options or the context are invalid, or the prompt is too long for the engine.
+        InvalidRequestError: The options or the context are invalid, or the prompt is too long for the engine.
     """
     params = from_generation_config(model.generation_config) if sampling_params is None else sampling_params
     if not isinstance(params, SamplingParams):
@@ -151,7 +151,7 @@ def capacity(state: EngineState, base: Chunk | None = None, *, whole: bool = Tru
     """The maximum number of tokens of one request, prompt and reply. It is lower after a chunk with gaps, which uses up positions.
 
     Args:
-        whole: whether the sequence keeps all its KV, as a chunk does. Otherwise it gives up KV outside the sliding windows.
+        whole: Whether the sequence keeps all its KV, as a chunk does. Otherwise it gives up KV outside the sliding windows.
     """
     offset, config, frames = 0 if base is None else offset_after(base.gaps), state.config, state.pool.frames
     pages = config.num_pages
@@ -171,10 +171,10 @@ def submit_many(
     """Queue a request for each context and return their ids in order. If one is invalid, none is queued.
 
     Args:
-        keep: whether a request that ends keeps its pages until `detach`.
+        keep: Whether a request that ends keeps its pages until `detach`.
 
     Raises:
-        InvalidRequestError: as in `submit`; the message names the prompt's index.
+        InvalidRequestError: As in `submit`; the message names the prompt's index.
     """
     state = enter_with(model, state)
     ids = []

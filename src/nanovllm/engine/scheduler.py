@@ -30,19 +30,19 @@ class Plan:
     """The work of one step, and the values after it.
 
     Attributes:
-        pool: the pool after the step's allocations.
-        running: the running sequences.
-        waiting: the queue.
-        decode: sequences that run one token each.
-        prefill: sequences with the number of tokens that they run.
+        pool: The pool after the step's allocations.
+        running: The running sequences.
+        waiting: The queue.
+        decode: Sequences that run one token each.
+        prefill: Sequences with the number of tokens that they run.
         copies: (source, destination) pages to copy before anything is written.
-        frame_copies: the same for frames.
-        allocated: pages that this plan allocates.
-        frames: frames that this plan allocates.
-        stuck: sequences that cannot get another page while the live chunks exist; they end with the tokens that they have.
-        grew: whether a decoding sequence has new pages.
-        num_preempted: sequences that this plan preempts.
-        num_reused: tokens of admitted sequences whose KV is already filled.
+        frame_copies: The same for frames.
+        allocated: Pages that this plan allocates.
+        frames: Frames that this plan allocates.
+        stuck: Sequences that cannot get another page while the live chunks exist; they end with the tokens that they have.
+        grew: Whether a decoding sequence has new pages.
+        num_preempted: Sequences that this plan preempts.
+        num_reused: Tokens of admitted sequences whose KV is already filled.
     """
 
     pool: Pool

@@ -36,15 +36,15 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
     may already run when this call returns, so make all calls with an engine's states on one CUDA stream.
 
     Args:
-        model: the model of `init_state`.
-        state: the newest state of the engine.
+        model: The model of `init_state`.
+        state: The newest state of the engine.
 
     Returns:
         The next state, and one output per request that sampled a token or ended. The list is empty if only prompts advanced, or if no
         request is left.
 
     Raises:
-        OutOfPagesError: live chunks leave the only remaining request without pages, or the device ran out of memory.
+        OutOfPagesError: Live chunks leave the only remaining request without pages, or the device ran out of memory.
         DonatedStateError: `state` was donated to a later call.
         InvalidRequestError: `model` is not the model of this state.
 
@@ -110,7 +110,7 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
             pool, kept = _end(pool, kept, sequence)
         if isinstance(after, Steady):
             after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
-    unused = executor_of(state).thrown_away()
+    unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(decode_tokens=len(tokens) + unused, discarded_tokens=unused)
     return replace(state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded), outputs
 
@@ -119,9 +119,9 @@ def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Se
     """Run one decode step, with the carry of the last step if the rows allow it.
 
     Args:
-        ids: the request ids of the rows.
-        rows: the sequences.
-        grew: whether some rows have new pages.
+        ids: The request ids of the rows.
+        rows: The sequences.
+        grew: Whether some rows have new pages.
 
     Returns:
         The ids with the new carry, and the sampled tokens.
@@ -188,7 +188,7 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
         rid, output = sequence.request.request_id, result(model, sequence, "length", now)
         outputs.append(StepOutput(rid, (), "length", output))
         pool, kept = _end(pool, kept, sequence)
-    unused = executor_of(state).thrown_away()
+    unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(
         prefill_tokens=prompt_run,
         decode_tokens=reply_run + unused,

@@ -37,7 +37,7 @@ def positive(text: str) -> int:
     """A positive integer argument.
 
     Raises:
-        ArgumentTypeError: the text is something else.
+        ArgumentTypeError: The text is something else.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
@@ -71,7 +71,7 @@ def require_folder(path: Path | None) -> None:
     """Require a file name that can be written, and make its folder. Commands call this before long measurements.
 
     Raises:
-        InvalidRequestError: the folder cannot be made, or the path is a folder.
+        InvalidRequestError: The folder cannot be made, or the path is a folder.
     """
     if path is None:
         return

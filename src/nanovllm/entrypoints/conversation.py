@@ -27,10 +27,10 @@ class Conversation:
     """The messages so far, and a chunk with the KV of the last turn.
 
     Attributes:
-        messages: the messages, each with a role and its content.
-        chunk: the KV of the last turn; None before the first.
-        thinking: whether the chat template asks for think blocks.
-        retain: how think blocks are removed from the chunk, as a mode of `drop`. With "recompute" the next turn runs the answer again. With
+        messages: The messages, each with a role and its content.
+        chunk: The KV of the last turn; None before the first.
+        thinking: Whether the chat template asks for think blocks.
+        retain: How think blocks are removed from the chunk, as a mode of `drop`. With "recompute" the next turn runs the answer again. With
             "all" the think blocks stay in the chunk, although the next prompt lacks them, while there is room.
     """
 
@@ -45,14 +45,14 @@ class Turn:
     """The figures of one turn.
 
     Attributes:
-        prompt: prompt tokens.
-        run: prompt tokens that ran.
-        reused: prompt tokens whose KV was reused.
-        reply: tokens of the reply.
-        first: seconds to the first token.
-        total: seconds of the whole turn.
+        prompt: Prompt tokens.
+        run: Prompt tokens that ran.
+        reused: Prompt tokens whose KV was reused.
+        reply: Tokens of the reply.
+        first: Seconds to the first token.
+        total: Seconds of the whole turn.
         finish_reason: "stop", "length", "stopped" (by Ctrl-C) or "error".
-        error: the message of an engine error, or None.
+        error: The message of an engine error, or None.
     """
 
     prompt: int
@@ -80,7 +80,7 @@ def turn(
     Ctrl-C ends the reply. So does an error of the engine, which the turn's figures then name. The partial reply stays in the conversation.
 
     Raises:
-        InvalidRequestError: the conversation cannot be served; the state is unchanged.
+        InvalidRequestError: The conversation cannot be served; the state is unchanged.
     """
     tokens = np.asarray(render(model.tokenizer, asked.messages, enable_thinking=asked.thinking), np.int32)
     if len(tokens) >= capacity(state):
@@ -162,7 +162,7 @@ def _continued(
     """The prompt as a context over the part of the chunk that it shares. The old chunk is released or replaced.
 
     Args:
-        hidden: a mask of the chunk's tokens that may stay in the context although the prompt lacks them.
+        hidden: A mask of the chunk's tokens that may stay in the context although the prompt lacks them.
     """
     if chunk is None:
         return state, tokens

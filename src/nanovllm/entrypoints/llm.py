@@ -34,10 +34,10 @@ class Piece:
     `text` may be empty while a character, or the start of a possible stop string, is incomplete.
 
     Attributes:
-        text: the new text. The texts of all pieces together are the reply.
-        token_ids: the new tokens.
+        text: The new text. The texts of all pieces together are the reply.
+        token_ids: The new tokens.
         finish_reason: "stop" or "length" in the last piece, otherwise None.
-        output: in the last piece the result that `generate` would return, otherwise None.
+        output: In the last piece the result that `generate` would return, otherwise None.
 
     Examples:
         >>> llm = nv.LLM(model, num_pages=64)
@@ -58,9 +58,9 @@ class LLM:
     Functional calls work too: `llm.state, chunk = nv.prefill(llm.model, llm.state, ...)`.
 
     Attributes:
-        model: the model.
-        state: the engine's state. Every call donates it and replaces it.
-        inbox: requests for which a call of this object waits, with their outputs once they have ended. A step of one call may end a request
+        model: The model.
+        state: The engine's state. Every call donates it and replaces it.
+        inbox: Requests for which a call of this object waits, with their outputs once they have ended. A step of one call may end a request
             of another, which then finds its output here. It is a persistent map and is replaced together with `state`.
 
     Examples:
@@ -97,30 +97,31 @@ class LLM:
         """Load a model and create its engine.
 
         Args:
-            model: a folder, a repository in the local Hugging Face cache, "tiny", or a loaded `Model`.
-            device: see `load_model`; must be None for a loaded model.
-            dtype: see `load_model`; must be None for a loaded model.
-            num_pages: pages of the KV pool; see `init_state`.
-            num_frames: pages for which sliding-window layers keep KV; see `init_state`.
-            page_size: tokens per page.
-            memory_fraction: the fraction of a GPU's memory to use, if `num_pages` is None.
-            max_model_len: the maximum length of a sequence, prompt and reply, in tokens. None: the model's own.
-            max_num_seqs: the maximum number of sequences that run at the same time.
-            max_num_batched_tokens: the maximum number of tokens per step; see `init_state`.
-            seed: the seed of requests that give none.
-            compile: how decode steps run; see `init_state`.
-            cascade: whether attention reads shared pages only once; see `init_state`.
-            check: whether to compare fast decode layers with plain ones first; see `init_state`.
-            tuning: tile configurations of the GPU kernels; see `init_state`.
-            revision: a branch, a tag or a commit of the repository; see `load_model`.
-            download: whether to download files of the repository that the cache lacks.
-            trust_remote_code: whether Python code in the checkpoint may run; see `load_model`.
+            model: A folder, a repository or `"tiny"`, as `load_model` takes them, or a `Model`, which keeps its device and dtype.
+            device: A torch device, such as `"cpu"` or `"cuda:0"`. None: the current CUDA GPU if torch sees one, else the CPU.
+            dtype: Float32, bfloat16, float16 or float64, as a torch dtype or by name. None: the checkpoint's dtype on a GPU, float32
+                on a CPU.
+            num_pages: KV memory in pages of `page_size` tokens. None: as much as `init_state` chooses.
+            num_frames: For models with some sliding-window layers: the number of pages with KV in those layers.
+            page_size: Tokens per page.
+            memory_fraction: The fraction of a GPU's memory that may be used.
+            max_model_len: The maximum number of tokens of a prompt and its reply together. None: the model's own limit.
+            max_num_seqs: The maximum number of requests that run at the same time.
+            max_num_batched_tokens: The maximum number of tokens of one step. None: 8,192, or 16,896 on a GPU of 64 GiB or more.
+            seed: The seed of requests that have none of their own.
+            compile: Whether decode steps use fused kernels and CUDA graphs, or `torch.compile`. None: on a GPU; on a CPU they run in C.
+            cascade: Whether pages that requests share are read once for all of them. None: if that is faster.
+            check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. None: on a GPU.
+            tuning: The tile configurations of the GPU's kernels. None: those of `nanovllm tune` for this GPU and model, if its file exists.
+            revision: A branch, a tag or a commit of a repository. None: `main`.
+            download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.
+            trust_remote_code: Whether Python code in the checkpoint may be executed.
 
         Raises:
-            CheckpointError: the model cannot be loaded.
-            InvalidRequestError: an option is invalid.
-            OutOfPagesError: the KV pool does not fit into memory.
-            TuningFileError: a tuning file was requested and cannot be used.
+            CheckpointError: The model cannot be loaded.
+            InvalidRequestError: An option is invalid.
+            OutOfPagesError: The KV memory does not fit into the device.
+            TuningFileError: A tuning file was requested and cannot be used.
 
         Examples:
             >>> nv.LLM(model, num_pages=64, max_model_len=512).state.config.max_model_len
@@ -166,18 +167,18 @@ class LLM:
         A progress bar is drawn on a terminal. If the call is interrupted, by Ctrl-C too, its requests are cancelled.
 
         Args:
-            prompts: a text, token ids or a chunk; or a list of prompts. In a list, a prompt may also be a list of parts.
-            sampling_params: options for all prompts, or a list with one per prompt. None: the model's `generation_config`.
+            prompts: A text, token ids or a chunk; or a list of prompts. In a list, a prompt may also be a list of parts.
+            sampling_params: Options for all prompts, or a list with one per prompt. None: the model's `generation_config`.
 
         Returns:
             One output per prompt, in the same order.
 
         Raises:
-            InvalidRequestError: a prompt or an option is invalid; nothing is queued.
-            OutOfPagesError: live chunks leave a request without pages, or the device ran out of memory.
+            InvalidRequestError: A prompt or an option is invalid; nothing is queued.
+            OutOfPagesError: Live chunks leave a request without pages, or the device ran out of memory.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
-            ReleasedChunkError: a chunk in a prompt was released.
-            ForeignChunkError: a chunk in a prompt belongs to another engine.
+            ReleasedChunkError: A chunk in a prompt was released.
+            ForeignChunkError: A chunk in a prompt belongs to another engine.
 
         Examples:
             >>> llm = nv.LLM(model, num_pages=64)
@@ -213,18 +214,18 @@ class LLM:
         iterator is closed, or when its loop is left by an exception.
 
         Args:
-            prompt: a text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
-            sampling_params: the options. None: the model's `generation_config`.
+            prompt: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
+            sampling_params: The options. None: the model's `generation_config`.
 
         Returns:
             An iterator of pieces. Their texts together are the text that `generate` returns.
 
         Raises:
-            InvalidRequestError: the prompt or an option is invalid; raised at once.
-            OutOfPagesError: live chunks leave the request without pages, or the device ran out of memory; raised while reading.
+            InvalidRequestError: The prompt or an option is invalid; raised at once.
+            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory; raised while reading.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
-            ReleasedChunkError: a chunk in the prompt was released.
-            ForeignChunkError: a chunk in the prompt belongs to another engine.
+            ReleasedChunkError: A chunk in the prompt was released.
+            ForeignChunkError: A chunk in the prompt belongs to another engine.
 
         Examples:
             >>> llm = nv.LLM(model, num_pages=64)
@@ -242,16 +243,16 @@ class LLM:
         The model's chat template makes the prompt. Earlier messages are found in the prefix index and do not run again.
 
         Args:
-            messages: a list of `{"role": "system" | "user" | "assistant", "content": text}`.
-            sampling_params: the options. None: the model's `generation_config`.
+            messages: A list of `{"role": "system" | "user" | "assistant", "content": text}`.
+            sampling_params: The options. None: the model's `generation_config`.
             enable_thinking: False asks the chat template for a reply without a think block.
 
         Returns:
             The output.
 
         Raises:
-            InvalidRequestError: a message is invalid, the model has no usable chat template, or the prompt is too long.
-            OutOfPagesError: live chunks leave the request without pages, or the device ran out of memory.
+            InvalidRequestError: A message is invalid, the model has no usable chat template, or the prompt is too long.
+            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
 
         Examples:
@@ -268,14 +269,14 @@ class LLM:
         """The token ids of a conversation's prompt, for `stream` and the functional calls.
 
         Args:
-            messages: as in `chat`.
-            enable_thinking: as in `chat`.
+            messages: As in `chat`.
+            enable_thinking: As in `chat`.
 
         Returns:
             The token ids.
 
         Raises:
-            InvalidRequestError: a message is invalid, or the model has no usable chat template.
+            InvalidRequestError: A message is invalid, or the model has no usable chat template.
 
         Examples:
             >>> llm = nv.LLM(model, num_pages=64)
@@ -340,7 +341,7 @@ class LLM:
         """The tokens of a running request after the first `seen` of its reply, whichever call ran the steps.
 
         Raises:
-            InvalidRequestError: the state does not have the request.
+            InvalidRequestError: The state does not have the request.
         """
         waiting = self.state.waiting.items.get(request_id)
         sequence = waiting or next((s for s in self.state.running if s.request.request_id == request_id), None)

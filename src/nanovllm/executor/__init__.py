@@ -1,1 +1,1 @@
-"""How a step runs on a device."""
+"""Executors: how a step runs on a device."""

@@ -1,4 +1,4 @@
-"""The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all its plans share."""
+"""The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all plans share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,28 +17,28 @@ from nanovllm.state.kv_cache import pages_for
 
 
 class AttentionUnavailableError(NanoVLLMError):
-    """FlashInfer cannot serve a model on this machine; plain torch attention can, slowly."""
+    """FlashInfer cannot serve a model on this machine. Plain torch attention can, but is slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlans:
-    """What a decode batch follows in layers of the first KV pool, and in those of the second, where there is one."""
+    """The attention plans of a decode batch: one for the first KV pool, and one for a second pool, of layers with a sliding window."""
 
     first: DecodePlan
     windowed: DecodePlan | None
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.first.batch_size
 
     @property
     def handles(self) -> tuple[int, int]:
-        """What goes into `Batch.plan` and `Windowed.plan`."""
+        """The values of `Batch.plan` and `Windowed.plan`."""
         return self.first.handle, 0 if self.windowed is None else self.windowed.handle
 
     def update(self, host: HostBatch) -> None:
-        """Plan for the pages, and their frames, that the rows of a batch hold, until the next update."""
+        """Plan for the pages and frames of the rows of a batch. The plans hold until the next update."""
         self.first.update(host.page_counts, host.page_tables)
         if self.windowed is not None:
             assert host.frame_tables is not None
@@ -46,20 +46,24 @@ class DecodePlans:
 
 
 class Attention:
-    """The FlashInfer plans of one engine. Raises `AttentionUnavailableError` where FlashInfer cannot serve the model on this machine."""
+    """The FlashInfer plans of one engine.
+
+    Raises:
+        AttentionUnavailableError: FlashInfer cannot serve the model on this machine.
+    """
 
     def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy | None):
         c = model.config
         windows = tuple(dict.fromkeys(c.windows)) or (0,)
         if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
-            raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} here")
+            raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} on this machine")
         self.policy = policy
         self._shape = (
             pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
             model.device,
         )  # fmt: skip
         self._workspace = AttentionWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.num_kv_heads, c.head_dim, model.device)
-        # Plans hold page tables: layers with another pool follow others.
+        # A plan holds page tables, so the layers of each pool need their own.
         groups = [(0,), tuple(filter(None, windows))] if len(c.pool_sizes) == 2 else [windows]
         self._groups, self._softcap = groups, c.attention_softcap
         try:
@@ -69,7 +73,7 @@ class Attention:
                 self._windowed = self._prompt_plan(limits.max_num_seqs, groups[1])
             own, windowed = (self._prompt_plan(limits.max_num_seqs), self._prompt) if any(windows) else (self._prompt, None)
             self._cascade = FlashInferCascade(own, self._prompt_plan(limits.max_num_seqs, causal=False), windowed)
-        except (ImportError, OSError, RuntimeError) as error:  # what building or loading kernels ends in without a compiler
+        except (ImportError, OSError, RuntimeError) as error:  # kernels cannot be built or loaded, such as without a compiler
             raise AttentionUnavailableError(f"FlashInfer's kernels could not be built or loaded: {error}") from error
 
     def _prompt_plan(self, max_rows: int, windows: tuple[int, ...] = (0,), *, causal: bool = True) -> PrefillPlan:
@@ -80,13 +84,20 @@ class Attention:
             return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2", **options)
 
     def decode_plans(self, size: int) -> DecodePlans:
-        """Plans of their own for decode batches of `size` rows."""
+        """Return new plans for decode batches of `size` rows."""
         plans = [DecodePlan(self._workspace, size, *self._shape, windows, self._softcap) for windows in self._groups]
         return DecodePlans(plans[0], plans[1] if len(plans) == 2 else None)
 
     def plan_prompt(self, host: HostBatch, *, together: bool) -> tuple[int, int]:
-        """The handles for a batch of prompts, of layers of the first KV pool and of the second. `together`: `paged_prefill` is given the
-        new tokens' keys and values, too."""
+        """Plan for a batch of prompts.
+
+        Args:
+            host: The batch.
+            together: Whether `paged_prefill` also gets the keys and values of the new tokens as tensors.
+
+        Returns:
+            The handles of the plans for the first KV pool and for the pool of layers with a sliding window.
+        """
         assert host.cu_seqlens is not None
         windowed = 0
         if self._windowed is not None:

@@ -1,4 +1,4 @@
-"""From the plan of a step to its tensors. Padding rows own the dummy page."""
+"""Builds the tensors of a step from the sequences that it runs. Padding rows own the dummy page."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -16,12 +16,25 @@ from nanovllm.state.request import Sequence
 from nanovllm.state.vector import joined
 from nanovllm.state.window_frames import Frames
 
-EXTENSION = 128  # tokens of prompts that run as the rows of a captured decode step, at most
+EXTENSION = 128  # the most prompt tokens that run as the rows of a captured decode step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostBatch:
-    """A `Batch` as int32 host arrays, with what an attention plan needs besides: the pages in use by each row."""
+    """A `Batch` as int32 host arrays, with the number of pages in use per row for the attention plans.
+
+    Attributes:
+        input_ids: Tokens to run, `[T]`.
+        positions: Their positions, `[T]`.
+        slots: Where their keys and values are written, `[T]`.
+        page_tables: The pages of each row, `[B, P]`.
+        seq_lens: Tokens of each row, those of this step included, `[B]`.
+        page_counts: Pages in use by each row, `[B]`.
+        cu_seqlens: Where each prompt begins and ends in `input_ids`, `[B + 1]`. None for a decode batch.
+        logit_indices: The tokens whose logits are computed, `[R]`. None: all.
+        frame_tables: The frames of each row's pages, `[B, P]`, for `Batch.windowed`; None without a second KV pool.
+        frame_slots: Where keys and values are written in the second pool, `[T]`, or None.
+    """
 
     input_ids: np.ndarray
     positions: np.ndarray
@@ -31,16 +44,21 @@ class HostBatch:
     page_counts: np.ndarray
     cu_seqlens: np.ndarray | None = None
     logit_indices: np.ndarray | None = None
-    frame_tables: np.ndarray | None = None  # of `Batch.windowed`
+    frame_tables: np.ndarray | None = None
     frame_slots: np.ndarray | None = None
 
 
 def prefill_batch(
     rows: Seq[tuple[Sequence, int]], *, page_size: int, dummy_page: int, frames: Frames | None = None, draw: bool = True
 ) -> HostBatch:
-    """The next `count` unfilled tokens of each sequence; with `draw`, logits for the last token of those that are whole afterwards.
+    """The batch of the next `count` unfilled tokens of each sequence.
 
-    `frames` are those of the sequences' pages, where layers have windows.
+    Args:
+        rows: Each sequence, with its count.
+        page_size: Tokens per page.
+        dummy_page: The number of the dummy page.
+        frames: The frames of the sequences' pages, if layers have a sliding window.
+        draw: Whether to compute logits for the last token of each sequence that is complete afterwards.
     """
     counts, ends = [count for _, count in rows], list(accumulate([count for _, count in rows]))
     offsets, (tables, frame_tables) = [s.offset for s, _ in rows], _tables([s for s, _ in rows], dummy_page, frames)
@@ -63,14 +81,17 @@ def prefill_batch(
 
 
 def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int, frames: Frames | None = None) -> HostBatch:
-    """The newest token of each sequence; one that is filled already only reads, and writes into the dummy page. `frames` as above."""
+    """The batch of the newest token of each sequence. A sequence that is already filled only reads, and writes to the dummy page.
+
+    Arguments are as in `prefill_batch`.
+    """
     last = np.array([s.tokens.length - 1 for s in rows], np.int32)
     tables, frame_tables = _tables(rows, dummy_page, frames)
     filled = np.array([s.todo == 0 for s in rows])
 
     def slots(tables: np.ndarray, dummy: int) -> np.ndarray:
-        found = tables[np.arange(len(rows)), np.minimum(last // page_size, tables.shape[1] - 1)] * page_size + last % page_size
-        return np.where(filled, dummy * page_size, found).astype(np.int32)
+        own = tables[np.arange(len(rows)), np.minimum(last // page_size, tables.shape[1] - 1)] * page_size + last % page_size
+        return np.where(filled, dummy * page_size, own).astype(np.int32)
 
     return HostBatch(
         input_ids=np.array([s.tokens[-1] for s in rows], np.int32),
@@ -85,7 +106,10 @@ def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int, frames
 
 
 def token_rows(host: HostBatch, page_size: int) -> HostBatch:
-    """The tokens of prompts as the rows of a decode batch: a token attends to its sequence up to itself, all KV being written before."""
+    """Turn prompt tokens into the rows of a decode batch.
+
+    Each token attends to its sequence up to itself, since all KV is written first.
+    """
     assert host.cu_seqlens is not None
     ends = host.cu_seqlens[1:]
     row_of = np.repeat(np.arange(len(ends), dtype=np.int32), ends - host.cu_seqlens[:-1])
@@ -103,7 +127,10 @@ def token_rows(host: HostBatch, page_size: int) -> HostBatch:
 
 
 def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int, dummy_frame: int = 0) -> HostBatch:
-    """A decode batch with padding rows up to `size`. The dummies are those of the first KV pool, and of the second."""
+    """Add padding rows to a decode batch up to `size`.
+
+    The dummies are the last page of the first KV pool, and the last frame of the second.
+    """
     extra = size - len(host.input_ids)
     if not extra:
         return host
@@ -126,7 +153,7 @@ def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int, dummy
 
 
 def _tables(rows: Seq[Sequence], dummy_page: int, frames: Frames | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tables for the first KV pool, and for the second."""
+    """The tables for the first KV pool and for the second."""
     if frames is None:
         return page_tables(rows, dummy_page), None
     if frames.alone:
@@ -139,10 +166,10 @@ def _first_dummy(dummy_page: int, frames: Frames | None) -> int:
 
 
 def frame_tables(rows: Seq[Sequence], frames: Frames) -> np.ndarray:
-    """The frames of each row's pages, padded with the dummy frame to the longest.
+    """The frames of each row's pages, padded with the dummy frame to the longest row.
 
-    A page that the row needs no more but somebody else does has its frame here, too: rows that share pages are read through the table of
-    one of them.
+    The table also lists frames of pages that the row no longer needs but another owner does. Rows that share pages are read through the
+    table of one of them.
     """
     counts = [s.pages.length for s in rows]
     tables = np.full((len(rows), max([1, *counts])), frames.num_frames, np.int32)
@@ -151,7 +178,7 @@ def frame_tables(rows: Seq[Sequence], frames: Frames) -> np.ndarray:
 
 
 def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
-    """The pages of each row, padded with the dummy page to the longest."""
+    """The pages of each row, padded with the dummy page to the longest row."""
     tables = np.full((len(rows), max([1, *(s.pages.length for s in rows)])), dummy_page, np.int32)
     for row, sequence in zip(tables, rows, strict=True):
         sequence.pages.copy_to(row)
@@ -159,12 +186,12 @@ def page_tables(rows: Seq[Sequence], dummy_page: int) -> np.ndarray:
 
 
 def aligned(count: int) -> int:
-    """The least number of int32 that fills whole 16 bytes and holds so many: kernels are compiled anew for addresses that are not."""
+    """Round a number of int32 up to whole 16 bytes. Kernels are compiled again for addresses that are not aligned to 16 bytes."""
     return count + -count % 4
 
 
 def to_device(host: HostBatch, device: torch.device, plan: int = 0, windowed_plan: int = 0) -> Batch:
-    """The tensors of a step, moved in one copy; each starts at a multiple of 16 bytes, as compiled kernels assume."""
+    """The tensors of a step, moved in one copy. Each starts at a multiple of 16 bytes, which compiled kernels assume."""
     fields = ("input_ids", "positions", "slots", "page_tables", "seq_lens", "cu_seqlens", "logit_indices", "frame_tables", "frame_slots")
     arrays = {name: array for name in fields if (array := getattr(host, name)) is not None}
     sizes = [aligned(array.size) for array in arrays.values()]
@@ -181,8 +208,13 @@ def to_device(host: HostBatch, device: torch.device, plan: int = 0, windowed_pla
 
 
 def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]], config: ModelConfig) -> list[HostBatch]:
-    """Prompts on the dummy page, each so many rows of so many tokens, as far as there is room for them: what they need is compiled and
-    loaded when they run."""
+    """Prompts on the dummy page, which warm kernels up: running them compiles and loads the kernels.
+
+    Args:
+        limits: The engine's limits; a prompt beyond them is made shorter, or left out.
+        shapes: The number of rows and the tokens per row of each prompt.
+        config: The model's config.
+    """
     (dummy, frame), size = dummies(config, limits), limits.page_size
     fitting = [(rows, min(count, limits.max_model_len, limits.max_num_batched_tokens // rows)) for rows, count in shapes]
     return [
@@ -190,7 +222,7 @@ def sample_prompts(limits: EngineConfig, shapes: Seq[tuple[int, int]], config: M
             input_ids=np.zeros(rows * count, np.int32),
             positions=np.tile(np.arange(count, dtype=np.int32), rows),
             slots=np.full(rows * count, dummy * size, np.int32),
-            page_tables=np.full((rows, max(2, pages_for(count, size))), dummy, np.int32),  # one page would be compiled for that alone
+            page_tables=np.full((rows, max(2, pages_for(count, size))), dummy, np.int32),  # a width of 1 would be compiled as a constant
             frame_tables=None if frame is None else np.full((rows, max(2, pages_for(count, size))), frame, np.int32),
             frame_slots=None if frame is None else np.full(rows * count, frame * size, np.int32),
             seq_lens=np.full(rows, count, np.int32),

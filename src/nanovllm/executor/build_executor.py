@@ -1,4 +1,4 @@
-"""Which executor an engine gets, with which fast layers and tile configurations."""
+"""Chooses an engine's executor, the layers that run in their fast form, and the tile configurations of its kernels."""
 
 import gc
 import os
@@ -29,17 +29,17 @@ R = TypeVar("R")
 
 
 def _captures(model: Model, limits: EngineConfig, compile: bool | None) -> bool:
-    """Whether steps will be captured: on a GPU whose attention FlashInfer serves."""
+    """Whether steps will be captured in CUDA graphs: on a GPU whose attention FlashInfer serves."""
     served = not model.foreign and attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
     return compile is not False and served
 
 
 def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
-    """The cuts of the kernels that will run; None: their defaults."""
+    """The tile configurations of the kernels that will run. None: the defaults. Raises `InvalidRequestError` if no kernels will run."""
     if not _captures(model, limits, compile):
         if tuning is None or tuning is False:
             return None
-        raise InvalidRequestError(f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; there are none on {model.device} here")
+        raise InvalidRequestError(f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; this engine captures none: leave it out")
     return cuts_for(model, tuning)
 
 
@@ -51,15 +51,21 @@ def checked_choice(
     cuts: Cuts | None,
     tuning: bool | str | os.PathLike[str] | None,
 ) -> tuple[FastChoice | None, Cuts | None]:
-    """The layers whose fast form keeps its error bound; None where all do, where none has one here, and where nobody looks. Cuts by which
-    one does not are dropped for the defaults."""
+    """Compare the fast form of each layer with its plain form, and choose the layers whose error is within the bound.
+
+    Tile configurations that make a layer exceed the bound are dropped for the defaults, with a warning.
+
+    Returns:
+        The chosen layers, and the tile configurations. The choice is None if all layers pass, if none has a fast form here, or without a
+        check.
+    """
     cuda = model.device.type == "cuda"
-    runs_fast = _captures(model, limits, compile) if cuda else compile is None  # else compiled layers will run
+    runs_fast = _captures(model, limits, compile) if cuda else compile is None  # otherwise compiled layers run
     if not (runs_fast and (cuda if check is None else check)):
         return None, cuts
     (choice, warning), cuts = _by_cuts(partial(_looked, model, limits), cuts, tuning)
     if cuts is not None and choice is not None and not choice.whole:
-        warnings.warn(f"the cuts of {cuts.source} are not used but the defaults: by them {warning}", stacklevel=4)
+        warnings.warn(f"ignoring tuning file {cuts.source}, using the default tile configurations: with it, {warning}", stacklevel=4)
         (choice, warning), cuts = _looked(model, limits, None), None
     if warning:
         warnings.warn(warning, stacklevel=4)
@@ -67,25 +73,28 @@ def checked_choice(
 
 
 def _by_cuts(make: Callable[[Cuts | None], R], cuts: Cuts | None, tuning: bool | str | os.PathLike[str] | None) -> tuple[R, Cuts | None]:
-    """What is made by the cuts, and the cuts; by the defaults where no kernel can be made by those of a file that nobody asked for."""
+    """Call `make` with the tile configurations and return its result with them.
+
+    If no kernel can be made by the configurations of a file that the caller did not name, warn and use the defaults.
+    """
     try:
         with by_cuts(cuts):
             return make(cuts), cuts
     except TuningFileError as error:
         if tuning is not None:
             raise
-        warnings.warn(f"{error}; the default cuts are used", stacklevel=5)
-    gc.collect()  # what was half made holds memory
+        warnings.warn(f"{error}; the default tile configurations are used", stacklevel=5)
+    gc.collect()  # the unfinished executor still holds memory
     return make(None), None
 
 
 def _looked(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[FastChoice | None, str]:
-    """What `choose` finds, where there is memory for it."""
+    """Return the result of `choose`, or no choice and a warning if memory does not suffice."""
     try:
         return choose(model, limits.page_size, cuts)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        return None, f"{model.name}: no memory to check the fast decode path with: it is used unchecked"
+        return None, f"{model.name}: not enough memory to check the fast decode path: it is used unchecked"
 
 
 def build_executor(
@@ -99,9 +108,9 @@ def build_executor(
     tuning: bool | str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> tuple[Executor, Cuts | None]:
-    """An executor, and the cuts that it uses."""
+    """Build an engine's executor. Returns it with the tile configurations that it uses."""
     cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
-    # Plain torch gains nothing by reading once: it is for those who ask.
+    # Plain torch is not faster when it reads shared pages once, so it does that only on request.
     cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
     if compile is False or model.foreign:
         return EagerExecutor(*pages, model.spec.forward, cascades), None
@@ -118,7 +127,7 @@ def build_executor(
     try:
         return _by_cuts(captured, cuts, tuning)
     except AttentionUnavailableError as error:
-        warnings.warn(f"{error}; attention runs in plain torch, slowly", stacklevel=4)
+        warnings.warn(f"{error}; attention runs in plain torch, which is slow", stacklevel=4)
         return EagerExecutor(*pages, compiled_forward(model), cascades), None
 
 
@@ -130,7 +139,7 @@ def step_bytes_needed(
     cuts: Cuts | None,
     tuning: bool | str | os.PathLike[str] | None,
 ) -> tuple[int, Cuts | None]:
-    """Bytes that steps hold beside weights and KV, where they are captured; and the cuts by which kernels could be made."""
+    """Bytes that captured steps hold in addition to weights and KV, and the tile configurations by which kernels could be made."""
     if not _captures(model, limits, compile) or model.foreign:
         return 0, cuts
     from nanovllm.executor.kv_budget import measured
@@ -138,7 +147,7 @@ def step_bytes_needed(
     try:
         return _by_cuts(partial(measured, model, limits, choice), cuts, tuning)
     except AttentionUnavailableError:
-        return 0, cuts  # the executor says so
+        return 0, cuts  # `build_executor` warns
     except torch.OutOfMemoryError as error:
-        what = f"max_num_batched_tokens={limits.max_num_batched_tokens} and max_num_seqs={limits.max_num_seqs}"
-        raise OutOfPagesError(f"a step of {what} does not fit on {model.device} beside the weights") from error
+        size = f"max_num_batched_tokens={limits.max_num_batched_tokens} and max_num_seqs={limits.max_num_seqs}"
+        raise OutOfPagesError(f"a step with {size} does not fit in the memory of {model.device} next to the weights: lower them") from error

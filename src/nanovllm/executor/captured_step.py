@@ -1,4 +1,4 @@
-"""`CapturedStep`: a CUDA graph of a decode step, the memory that it reads and writes, and its results on the host."""
+"""`CapturedStep`: the CUDA graph of a decode step, the memory that it reads and writes, and its results on the host."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.sampling import tensors
 from nanovllm.types import Tensor
 
-RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # what the host sees of a step
-MOVED = ("input_ids", "positions", "slots", "seq_lens")  # what a step moves on by itself
-Way = Literal["fused", "planned", "shared"]  # how a step attends: by `rope_attend`, FlashInfer's plan, or reading shared pages once
+RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # the results of a step that the host fetches
+MOVED = ("input_ids", "positions", "slots", "seq_lens")  # the tensors that a step updates for the next step
+Way = Literal["fused", "planned", "shared"]  # by `rope_attend`, by FlashInfer's plan, or reading shared pages once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """What a graph is for: rows, what its sampling does, and how it attends."""
+    """The key of a captured graph: its number of rows, its sampling features, and its way to attend."""
 
     size: int
     features: tensors.Features
@@ -30,7 +30,7 @@ class StepKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fetched:
-    """Results on their way to the host: pinned memory, and the event after which they are there."""
+    """Results on their way to the host: pinned memory, and the event after which it is filled."""
 
     event: torch.cuda.Event
     token_ids: Tensor
@@ -39,7 +39,7 @@ class Fetched:
     top_logprobs: Tensor | None = None
 
     def wait(self, rows: int) -> Drawn:
-        """The results of the first rows, in memory of their own: the pinned one is filled again by the next step."""
+        """Wait, and return copies of the results of the first rows. Copies, because the next step fills the pinned memory again."""
         self.event.synchronize()
 
         def copied(tensor: Tensor | None) -> np.ndarray | None:
@@ -55,7 +55,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedStep:
-    """A graph, the carry whose memory it reads and writes, the memory of its results, and where they go on the host."""
+    """A graph, the carry whose memory it reads and writes, the memory of its results, and the pinned memory for them on the host."""
 
     kind: StepKind
     graph: torch.cuda.CUDAGraph
@@ -64,7 +64,7 @@ class CapturedStep:
     fetched: Fetched
 
     def fetch(self) -> Fetched:
-        """Send the results of the step that was launched last; a step launched after this may overwrite them on the device."""
+        """Copy the results of the last launched step to the host. A step that is launched afterwards may overwrite them on the device."""
         for name in RESULTS:
             source, target = getattr(self.out, name), getattr(self.fetched, name)
             if source is not None:
@@ -74,13 +74,13 @@ class CapturedStep:
 
 
 def moving_tensors(batch: Batch) -> list[Tensor]:
-    """What a step moves on by itself."""
+    """The tensors that a step updates in place for the next step."""
     return [*(getattr(batch, name) for name in MOVED), *(() if batch.windowed is None else (batch.windowed.slots,))]
 
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """`torch.cuda.graph` without giving cached memory back first, which for every graph of an engine takes a second or two in all."""
+    """Do as `torch.cuda.graph`, but keep cached memory: giving it back for every graph of an engine takes one or two seconds in total."""
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool)
         try:

@@ -1,4 +1,4 @@
-"""The carry of decode steps from sequences, and the results of a step on the host."""
+"""Builds the carry of decode steps from sequences, and brings the results of a step to the host."""
 
 from collections.abc import Sequence as Seq
 
@@ -18,7 +18,16 @@ from nanovllm.types import Tensor
 def decode_carry(
     model: Model, kv: KVState, rows: Seq[Sequence], host: HostBatch, plan: int = 0, windowed_plan: int | None = None
 ) -> DecodeCarry:
-    """A carry over fresh tensors. `windowed_plan`: None where it is the plan for all layers."""
+    """Return a carry over new tensors.
+
+    Args:
+        model: The model.
+        kv: The KV memory.
+        rows: The sequences.
+        host: Their decode batch.
+        plan: The handle of the attention plan.
+        windowed_plan: The handle for layers with a sliding window. None: `plan` serves all layers.
+    """
     return DecodeCarry(
         kv=kv,
         batch=to_device(host, model.device, plan, plan if windowed_plan is None else windowed_plan),
@@ -28,7 +37,7 @@ def decode_carry(
 
 
 def sampling_rows(rows: Seq[Sequence]) -> list[tensors.Row]:
-    """What `sample.build` needs to know of each sequence: its token ids only where there are penalties."""
+    """The rows that `tensors.build` takes. They have token ids only if the sequence's options include penalties."""
 
     def row(s: Sequence) -> tensors.Row:
         params, prompt, drawn = s.request.sampling, tensors.NO_IDS, tensors.NO_IDS
@@ -40,12 +49,12 @@ def sampling_rows(rows: Seq[Sequence]) -> list[tensors.Row]:
 
 
 def sampling_of(rows: Seq[Sequence], model: Model) -> tensors.Sampling:
-    """The sampling tensors of these sequences as they stand."""
+    """The sampling tensors of these sequences in their present state."""
     return tensors.build(sampling_rows(rows), model.config.vocab_size, model.device)
 
 
 def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) -> Drawn | None:
-    """Draw the first token of the sequences whose last prompt token was run."""
+    """Sample the first token of the sequences whose last prompt token was run; None if there are none."""
     whole = [s for s, count in rows if count == s.todo]
     if not whole:
         return None
@@ -54,7 +63,7 @@ def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) ->
 
 
 def to_host(out: "DecodeOutput | sampler.Sampled") -> Drawn:
-    """Wait for a step's results."""
+    """Wait for a step's results, and copy them to the host."""
 
     def fetch(tensor: Tensor | None) -> np.ndarray | None:
         return None if tensor is None else tensor.cpu().numpy()

@@ -1,6 +1,7 @@
-"""Which rows of a batch share which pages, read off their page tables: the runs that cascade attention reads once.
+"""Finds which rows of a batch share which pages, so that cascade attention reads shared pages once.
 
-Two rows share their leading pages as far as their tables are equal: a trie whose nodes are runs of pages, with any number of levels.
+Two rows share their leading pages as far as their page tables are equal. This gives a trie of any number of levels, whose nodes are runs:
+pages in a row that the same rows share.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,10 @@ from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.types import Int32
 
-DECODE_BYTES = 1 << 20  # of one layer: what sharing has to spare a decode step
-PROMPT_BYTES = 1 << 30  # and a step of prompts
-RUN_TOKENS = 256  # and a single run, in tokens
-FULL_TILE = 64  # queries of a key/value head
+DECODE_BYTES = 1 << 20  # reads per layer that sharing must save in a decode step
+PROMPT_BYTES = 1 << 30  # and in a step of prompts
+RUN_TOKENS = 256  # token reads that sharing a single run must save
+FULL_TILE = 64  # queries per KV head that fill a kernel's tile
 
 
 def shared_runs(
@@ -31,11 +32,16 @@ def shared_runs(
     page_counts: Int32[np.ndarray, "B"],
     worth: Callable[[int, int], bool],
 ) -> list[Run]:
-    """Split every row's pages `0 ... page_counts[b] - 1` into runs, each given once with all rows that share it, shared ones first.
+    """Split the pages `0 ... page_counts[b] - 1` of every row b into runs.
 
-    Of row b only the first `whole[b]` pages may be shared: those that all of its queries see entirely. `worth(rows, pages)` says whether
-    a run is to be shared; where not, its pages stand at the head of the runs behind it. Every row ends in a run of its own, unless all
-    its pages are shared.
+    Each run is given once with all rows that share it, shared runs first. Every row ends in a run that only it reads, unless all its pages
+    are shared.
+
+    Args:
+        page_tables: The pages of each row, `[B, P]`.
+        whole: For each row how many leading pages may be shared: the pages that all its queries see entirely.
+        page_counts: Pages in use by each row.
+        worth: Whether to share a run, given its numbers of rows and pages. If not, its pages become part of the next runs.
     """
     shared, own = _shared(page_tables, whole, worth)
     return shared + _tails(own, page_counts)
@@ -44,10 +50,10 @@ def shared_runs(
 def _shared(
     page_tables: Int32[np.ndarray, "B P"], whole: Int32[np.ndarray, "B"], worth: Callable[[int, int], bool]
 ) -> tuple[list[Run], Int32[np.ndarray, "B"]]:
-    """The runs that are shared, and of each row the first page behind them."""
+    """The shared runs, and for each row the first page after them."""
     shared: list[Run] = []
     own = np.zeros(len(page_tables), np.int32)
-    todo = [(np.arange(len(page_tables), dtype=np.int32), 0, 0)]  # rows, their first page without a run, the first not compared yet
+    todo = [(np.arange(len(page_tables), dtype=np.int32), 0, 0)]  # rows, their first page without a run, their first page not yet compared
     while todo:
         rows, start, at = todo.pop()
         own[rows] = start
@@ -62,24 +68,24 @@ def _shared(
 
 
 def own_runs(page_counts: Int32[np.ndarray, "B"]) -> list[Run]:
-    """The runs where nothing is shared: each row's pages."""
+    """The runs if nothing is shared: all pages of each row."""
     return _tails(np.zeros(len(page_counts), np.int32), page_counts)
 
 
 def _tails(starts: np.ndarray, stops: np.ndarray) -> list[Run]:
-    """A run of each row by itself, of those that have pages there."""
+    """One run per row, of its pages `starts[b] ... stops[b] - 1`; a row without such pages has none."""
     rows = np.arange(len(starts), dtype=np.int32)[:, None]
     each = zip(rows, starts.tolist(), stops.tolist(), strict=True)
     return [Run(row, start, stop) for row, start, stop in each if stop > start]
 
 
 def num_saved(runs: Seq[Run]) -> int:
-    """Pages that sharing spares attention: those that it would read again for each further row."""
+    """How many page reads sharing saves attention: for each run its pages, times the rows after the first."""
     return sum((len(run.rows) - 1) * (run.stop - run.start) for run in runs)
 
 
 def _equal(page_tables: np.ndarray, rows: np.ndarray, at: int) -> list[np.ndarray]:
-    """The groups of two and more rows with the same page at place `at`."""
+    """The groups of two or more rows that have the same page at place `at`."""
     if len(rows) < 2:
         return []
     pages = page_tables[rows, at]
@@ -92,7 +98,7 @@ def _equal(page_tables: np.ndarray, rows: np.ndarray, at: int) -> list[np.ndarra
 def _common(page_tables: np.ndarray, group: np.ndarray, at: int, limit: int) -> int:
     """The first place from `at` on at which the group's tables differ, at most `limit`."""
     first, last = group.item(0), group.item(-1)
-    neighbours = last - first + 1 == len(group)  # no copy of their tables is needed then
+    neighbours = last - first + 1 == len(group)  # then a view of their tables is enough
     tables = page_tables[first : last + 1, at:limit] if neighbours else page_tables[group, at:limit]
     differ = tables[1:] != tables[0]
     return at + int(differ.any(0).argmax()) if differ.any() else limit
@@ -100,12 +106,17 @@ def _common(page_tables: np.ndarray, group: np.ndarray, at: int, limit: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadePolicy:
-    """When the pages that rows share are read once for all of them: `always` for any whole page, else where it is faster.
+    """Decides when shared pages are read once for all their rows.
 
-    `page_bytes` is the size of a page in one layer, `group` the query heads of a key/value head. `no_frame` is what the first KV pool's
-    tables say of pages that have no memory there any more, where every layer has a window: from the first of them on nothing is shared.
-    The bounds were measured on an H200 (`benchmarks/cascade.py`): below them the merge of partial results costs more than the
-    spared reads.
+    The bounds were measured on an H200 with `benchmarks/cascade.py`. Below them merging partial results takes longer than the saved reads.
+
+    Attributes:
+        always: Share every whole page that can be shared. Otherwise share only if that is faster.
+        page_size: Tokens per page.
+        page_bytes: Bytes of a page in one layer.
+        group: Query heads per KV head.
+        no_frame: If every layer has a sliding window: the number in the page tables for pages whose memory was given up. Nothing is shared
+            from the first such page on.
     """
 
     always: bool
@@ -115,15 +126,15 @@ class CascadePolicy:
     no_frame: int | None = None
 
     def decode(self, host: HostBatch) -> list[Run] | None:
-        """The runs of a decode batch; None where each row had better read its own pages."""
+        """The runs of a decode batch; None if it is faster that each row reads its own pages."""
         return self._runs(host, host.seq_lens // self.page_size, DECODE_BYTES)
 
     def prompts(self, host: HostBatch) -> list[Run] | None:
-        """The runs of a batch of prompts; None where each row had better read its own pages."""
+        """The runs of a batch of prompts; None if it is faster that each row reads its own pages."""
         assert host.cu_seqlens is not None
         counts = np.diff(host.cu_seqlens)
         if not self.always and host.cu_seqlens[-1] * self.group > FULL_TILE * len(counts):
-            return None  # rows fill the tiles of a kernel by themselves: bound by arithmetic, which sharing does not spare
+            return None  # rows fill a kernel's tiles by themselves: arithmetic is the limit, and sharing saves none
         return self._runs(host, (host.seq_lens - counts) // self.page_size, PROMPT_BYTES)
 
     def _runs(self, host: HostBatch, whole: Int32[np.ndarray, "B"], least: int) -> list[Run] | None:
@@ -131,7 +142,7 @@ class CascadePolicy:
             lost = host.page_tables == self.no_frame
             whole = np.where(lost.any(1), np.minimum(whole, lost.argmax(1)), whole).astype(np.int32)
         shared, own = _shared(host.page_tables, whole, self._worth)
-        spared = num_saved(shared) * self.page_bytes  # what a row reads by itself spares nothing
+        spared = num_saved(shared) * self.page_bytes  # runs of one row save nothing
         return shared + _tails(own, host.page_counts) if spared >= (1 if self.always else least) else None
 
     def _worth(self, rows: int, pages: int) -> bool:
@@ -139,7 +150,7 @@ class CascadePolicy:
 
 
 def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> CascadePolicy:
-    """How an engine decides what is read once."""
+    """The policy of an engine."""
     c, size = model.config, limits.page_size
     return CascadePolicy(
         always=always,
@@ -151,7 +162,7 @@ def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> Casca
 
 
 class Cascades:
-    """The cascade plans of one engine: captured steps follow those of `plan`, prompts on the reference the one of `prompts`."""
+    """The cascade plans of one engine: `plan` makes plans for captured steps, `prompts` updates the plan of prompts in plain torch."""
 
     def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy):
         c = model.config
@@ -161,17 +172,17 @@ class Cascades:
         self._prompts = PromptCascade()
 
     def within(self, policy: CascadePolicy) -> "Cascades":
-        """Another that decides otherwise, over the same memory."""
+        """The same plans and memory under another policy."""
         twin = copy(self)
         twin.policy = policy
         return twin
 
     def plan(self, size: int) -> CascadePlan:
-        """A plan of its own for decode batches of `size` rows."""
+        """Return a new plan for decode batches of `size` rows."""
         return CascadePlan(self._workspace, size, *self._shape)
 
     def decode(self, host: HostBatch) -> CascadePlan | None:
-        """A plan of its own that follows what the rows of this batch share; None where nothing is worth sharing."""
+        """Return a new plan for the pages that the rows of this batch share; None if sharing is not worth it."""
         runs = self.policy.decode(host)
         if runs is None:
             return None
@@ -179,7 +190,7 @@ class Cascades:
         return plan if plan.update(runs) else None
 
     def prompts(self, host: HostBatch) -> int:
-        """The handle for a batch of prompts, followed by plain torch; 0 where nothing is worth sharing."""
+        """Plan for a batch of prompts in plain torch, and return the handle; 0 if sharing is not worth it."""
         runs = self.policy.prompts(host)
         if runs is None or host.cu_seqlens is None:
             return 0

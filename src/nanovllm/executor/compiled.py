@@ -1,4 +1,4 @@
-"""Layers compiled by `torch.compile`, and the forward of a GPU's fused kernels."""
+"""Layers compiled by `torch.compile`, and the forward function of a GPU's fused kernels."""
 
 from functools import partial
 from types import FunctionType
@@ -16,27 +16,29 @@ from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Tensor
 
-COMPILED_PROMPTS = ((1, 8), (2, 8))  # rows and tokens: all that compiled layers distinguish
-COMPILES = 32  # of an engine's layer: one row, any other number, prompts; first and others, with a window or not; the unforeseen
+COMPILED_PROMPTS = ((1, 8), (2, 8))  # rows and tokens: compiled layers distinguish no others
+# The most compilations of an engine's layer: for one row, other numbers of rows, and prompts; for the first layer and others; with and
+# without a sliding window. The rest is in reserve.
+COMPILES = 32
 
 
 def compiled_layer(model: Model) -> LayerFunction:
-    """The model's layer as one compiled function, which serves all layers and every number of tokens."""
-    # The tracer counts compilations by code object: one of its own, so that engines do not use each other's limit up.
+    """The model's layer as one compiled function, which serves all layers and any number of tokens."""
+    # The tracer counts compilations per code object. A copy for each engine keeps engines from using up each other's limit.
     original = model.spec.layer
     own = FunctionType(original.__code__.replace(), original.__globals__, original.__name__, original.__defaults__)
     return torch.compile(own, fullgraph=True)
 
 
 def compiled_forward(model: Model) -> Forward:
-    """The model's forward over what `compiled_layer` returns.
+    """The model's forward function over the layer of `compiled_layer`.
 
-    A prompt's chunk of one token runs uncompiled: it is rare, and would need a compilation of its own.
+    A prompt piece of one token runs uncompiled: it is rare, and would need its own compilation.
     """
     compiled = compiled_layer(model)
 
     def layer(w: Any, x: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
-        if index < 2:  # what is not marked varies later at the price of one more compilation
+        if index < 2:  # a size that is not marked costs one more compilation when it changes
             _mark_dynamic(x, cos, sin, batch)
         return compiled(w, x, pages, index, cos, sin, batch, config)
 
@@ -57,7 +59,7 @@ def _mark_dynamic(x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> None:
 
 
 def fused_forward(model: Model, choice: FastChoice | None, cuts: Cuts | None = None) -> Forward:
-    """The forward of `models/fast/fused.py`, with the layers that `choice` leaves out compiled; None: it leaves none out."""
+    """The forward function of `models/fast/fused.py`. Layers that `choice` leaves out run compiled; None leaves none out."""
     forward = with_cuts(models.fused.forward, cuts)
     if choice is None or choice.all_layers:
         return forward if choice is None or choice.head else partial(forward, choice=choice)

@@ -1,7 +1,7 @@
-"""Captured decode steps: static buffers, attention plans, and a CUDA graph for each batch size, set of sampling features and way to attend.
+"""Captured decode steps: one CUDA graph per batch size, set of sampling features and way to attend.
 
-The buffers of all graphs are views of one set, sized for the largest batch. A graph moves positions, lengths and slots on by itself and
-feeds the drawn tokens back.
+The buffers of all graphs are views of one set of buffers, sized for the largest batch. A graph moves positions, lengths and slots to the
+next token, and feeds the sampled tokens back.
 """
 
 from collections.abc import Sequence as Seq
@@ -33,11 +33,11 @@ from nanovllm.types import Int64, Tensor
 GREEDY = tensors.Features()
 
 
-RARE_FEATURES = 4  # sets of sampling features, beside the usual ones, whose graphs are kept
+RARE_FEATURES = 4  # sets of sampling features, apart from the usual ones, whose graphs are kept
 
 
 class StepGraphs:
-    """The captured steps over one set of static buffers; a step is filled in, then replayed."""
+    """The captured steps over one set of static buffers. A step is filled in, then replayed."""
 
     def __init__(
         self,
@@ -53,16 +53,27 @@ class StepGraphs:
         cuts: Cuts | None = None,
         warm: Params[Tensor],
     ):
-        """Steps attend by FlashInfer's plans of `attention`, or by `cascades` where a batch shares enough; one of the two may be None.
-        `fused`: `forward` takes a `FusedDecodePlan`, cut by `cuts`, and no row reads what another one writes. Graphs of `usual` features
-        are kept for good. `warm`: the weights that a step runs with before it is recorded, with layers enough to load every kernel."""
-        self.sizes, self._model, self._forward = tuple(sizes), model, forward  # the graphs read the model's weights where they lie
+        """Allocate the static buffers. One of `attention` and `cascades` may be None.
+
+        Args:
+            model: The model to run.
+            limits: The engine's limits.
+            sizes: The batch sizes, ascending.
+            forward: The model function.
+            usual: Sampling features whose graphs are kept for good.
+            attention: FlashInfer's plans.
+            cascades: Plans that read shared pages once, for batches that share enough.
+            fused: Whether `forward` takes a `FusedDecodePlan`. Then no row may read KV that another row writes in the same step.
+            cuts: The tile configurations of the fused plans. None: the defaults.
+            warm: The weights for the run before a step is recorded. They need enough layers to load every kernel.
+        """
+        self.sizes, self._model, self._forward = tuple(sizes), model, forward  # graphs read the model's weights in place
         dummy_page, dummy_frame = dummies(model.config, limits)
         self._layout = {"page_size": limits.page_size, "dummy_page": dummy_page}
         if dummy_frame is not None:
             self._layout["dummy_frame"] = dummy_frame
         self._width = pages_for(limits.max_model_len, limits.page_size)
-        self._seen = model.config.widest_window if model.config.all_windowed else limits.max_model_len  # tokens of a row, at most
+        self._seen = model.config.widest_window if model.config.all_windowed else limits.max_model_len  # the most tokens that a row reads
         self._device, self._attention, self._cascades = model.device, attention, cascades
         self._moved = MOVED if dummy_frame is None else (*MOVED, "frame_slots")
         self._ints = torch.zeros((len(self._moved) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
@@ -70,7 +81,7 @@ class StepGraphs:
             torch.full((max(sizes), self._width), dummy, dtype=torch.int32, device=self._device)
             for dummy in (dummy_page, dummy_frame)
             if dummy is not None
-        ]  # of pages, and where there is a second KV pool of frames
+        ]  # of pages, and of frames if there is a second KV pool
         self._width_used = 0  # columns of the page tables: beyond them all rows have the dummy page
         self._decode_plans: dict[int, DecodePlans] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
@@ -79,11 +90,13 @@ class StepGraphs:
         self._steps: dict[StepKind, CapturedStep] = {}
         self.usual, self._recent = tuple(usual), []
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self._device)  # one for all, for what is cached of a stream's memory serves no other
+        self._stream = torch.cuda.Stream(self._device)  # one for all: memory cached for a stream serves no other
 
     def load(self, kv: KVState, host: HostBatch, drawing: Seq[tensors.Row], features: tensors.Features) -> CapturedStep:
-        """A step ready to be replayed over these rows, captured now where it never was; `drawing` is what `sample.build` takes, which
-        nobody looks at where `features` are greedy."""
+        """Return a step that is ready to be replayed over these rows, captured now if it is new.
+
+        `drawing` are the rows that `tensors.build` takes; greedy `features` do not read them.
+        """
         rows = len(host.input_ids)
         size = self.size(rows)
         host = padded(host, size, **self._layout)
@@ -100,7 +113,7 @@ class StepGraphs:
         return step
 
     def refresh(self, step: CapturedStep, host: HostBatch) -> bool:
-        """Fill the rows of a loaded step in anew, which may hold other pages; False where they have to be loaded again."""
+        """Fill in the rows of a loaded step again, since their pages may have changed. Returns False if they must be loaded again."""
         rows, kind = len(host.input_ids), step.kind
         host = padded(host, kind.size, **self._layout)
         if self._follow(host) != kind.way:
@@ -109,17 +122,17 @@ class StepGraphs:
         return True
 
     def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> None:
-        """Make some of the rows of a loaded step, which shares no pages, padding."""
+        """Turn some rows of a loaded step into padding. The step must share no pages."""
         retire(step.carry.kv, step.carry.batch, step.carry.active, places)
 
     def size(self, rows: int) -> int:
-        """The rows of the smallest graph that holds so many."""
+        """The number of rows of the smallest graph that holds `rows`."""
         return next(size for size in self.sizes if size >= rows)
 
     def capture(self, kv: KVState, kind: StepKind) -> None:
-        """Warm a step up on a side stream, then record it. The rows in use are padding, so only the dummy page is written.
+        """Warm a step up on a side stream, then record it. All its rows are padding, so only the dummy page is written.
 
-        Overwrites the buffers and the plans of its size.
+        Overwrites the buffers, and the plans of its size.
         """
         size, dummy, page_size = kind.size, self._layout["dummy_page"], self._layout["page_size"]
         frame = self._layout.get("dummy_frame")
@@ -149,7 +162,7 @@ class StepGraphs:
         try:
             graph, out = self._record(carry)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # nothing is given back by itself while a graph is recorded
+            torch.cuda.empty_cache()  # torch gives no memory back while a graph is recorded
             graph, out = self._record(carry)
         self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=pinned_results(out))
 
@@ -159,11 +172,11 @@ class StepGraphs:
             return graph, self._run(carry, self._model.params)
 
     def way(self) -> Way:
-        """How rows attend that share nothing and are not long."""
+        """The way to attend for rows that share nothing and are not long."""
         return "fused" if self._fused else "shared" if self._attention is None else "planned"
 
     def _follow(self, host: HostBatch) -> Way:
-        """Make the plan for a padded batch; tells how it attends."""
+        """Make the plan for a padded batch, and return its way to attend."""
         size = len(host.input_ids)
         runs = None if self._cascades is None else self._cascades.policy.decode(host)
         if runs is not None and self._cascade_plan(size).update(runs):
@@ -172,13 +185,13 @@ class StepGraphs:
             return "fused"
         if self._attention is None:
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
-                raise BrokenInvariantError(f"the plan of {size} rows has no room for a run of each")
+                raise BrokenInvariantError(f"the plan of {size} rows has no room for one run of pages per row")
             return "shared"
         self._decode_plan(size).update(host)
         return "planned"
 
     def _note_use(self, features: tensors.Features) -> None:
-        """Let the graphs go whose features, of those captured on demand, were asked for longest ago."""
+        """Free the rare graphs whose sampling features were used least recently."""
         self._recent = [f for f in self._recent if f != features] + ([] if features in self.usual else [features])
         for old in self._recent[:-RARE_FEATURES]:
             self._steps = {kind: step for kind, step in self._steps.items() if kind.features != old}
@@ -203,11 +216,11 @@ class StepGraphs:
         return self._fused_plans[size]
 
     def _lines(self, size: int) -> Tensor:
-        """The memory of the tensors with an int a row, for batches of `size`: one line each, of whole 16 bytes."""
+        """The memory of the tensors with one int per row, for batches of `size` rows: one line per tensor, of whole 16 bytes."""
         return self._ints[: (len(self._moved) + 1) * aligned(size)].view(-1, aligned(size))
 
     def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int) -> None:
-        """A padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
+        """Copy a padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
         (size, width), lines = host.page_tables.shape, self._lines(len(host.input_ids))
         given = [table for table in (host.page_tables, host.frame_tables) if table is not None]
         fresh = torch.empty(lines.numel() + len(given) * size * width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
@@ -219,8 +232,8 @@ class StepGraphs:
         for new, table in zip(new_tables.numpy(), given, strict=True):
             new[:] = table
         lines.copy_(new_lines, non_blocking=True)
-        held = (carry.batch, carry.batch.windowed)
-        for new, view, name in zip(new_tables, held, ("dummy_page", "dummy_frame"), strict=False):
+        views = (carry.batch, carry.batch.windowed)
+        for new, view, name in zip(new_tables, views, ("dummy_page", "dummy_frame"), strict=False):
             assert view is not None
             view.page_tables[:, :width].copy_(new, non_blocking=True)
             view.page_tables[:, width : self._width_used].fill_(self._layout[name])
@@ -242,14 +255,14 @@ class StepGraphs:
         )
 
     def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
-        """One decode step that writes what changed back into the carry's own memory."""
+        """Run one decode step, and write the changed tensors back into the carry's memory."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
         torch._foreach_copy_(moving_tensors(carry.batch), moving_tensors(after.batch))  # pyright: ignore[reportPrivateImportUsage]
-        return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all of them
+        return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all logits in memory
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that get a graph: 1, 2, 4, 8, then every eighth to 64, every sixteenth to 256, every 32nd beyond."""
+    """The batch sizes that get a graph: 1, 2, 4 and 8, then in steps of 8 to 64, of 16 to 256, and of 32."""
     sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 

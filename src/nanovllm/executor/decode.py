@@ -1,6 +1,6 @@
-"""The decode step as a pure function: all that changes is in `DecodeCarry`, so steps follow each other without the host.
+"""The decode step as a pure function. `DecodeCarry` holds everything that changes, so one step can follow another without the host.
 
-It can stand in a loop, in a CUDA graph, or in somebody's larger program under `torch.compile(fullgraph=True)`.
+You can call the step in a loop, capture it in a CUDA graph, or trace it in a larger program with `torch.compile(fullgraph=True)`.
 """
 
 import reprlib
@@ -23,10 +23,15 @@ from nanovllm.types import Float, Float32, Int32, Int64, Tensor, brief, brief_fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLog:
-    """The tokens drawn since `begin`, `token_ids[:, :num_steps]`, and their log-probabilities where they were asked for.
+    """The tokens sampled since `begin`, kept on the device for `commit`.
 
-    `session` is the ticket by which `commit` finds the reserved pages. `ran` counts, in place, the steps run from any carry of the session:
-    a carry whose `num_steps` differs was donated to another step, or committed.
+    Attributes:
+        session: The number of the session, by which `commit` finds the reserved pages; int64, shape `[]`.
+        ran: Steps run from any carry of the session, counted in place; int32, shape `[]`. If a carry's `num_steps` differs, that carry was
+            donated to another step or committed.
+        num_steps: Steps that this carry has seen; int32, shape `[]`.
+        token_ids: The tokens, int32 `[B, room]`, of which `[:, :num_steps]` are set.
+        logprobs: Their log-probabilities, float32 `[B, room]`, or None if no row asked for them.
     """
 
     session: Int64[Tensor, ""]
@@ -41,10 +46,24 @@ class TokenLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCarry:
-    """Donated. All that changes from one decode step to the next.
+    """Donated by `decode_step` and `commit`. Everything that changes from one decode step to the next, as tensors.
 
-    `batch` holds the token that runs next in each row; `active` is 1 for a row that moves on with each step and 0 for padding.
-    `log` is None where the host reads each step's tokens itself.
+    `begin` returns the first carry of a session, and each step returns the next one.
+
+    Attributes:
+        kv: The KV memory of the engine.
+        batch: The token that runs next in each of the B rows, with its position, slot and page table.
+        sampling: The sampling options of the rows as tensors.
+        active: int32 `[B]`: 1 for a row that moves on with each step, 0 for padding.
+        log: The tokens sampled since `begin`; None in the engine's own steps, whose tokens the host reads after each step.
+
+    Examples:
+        >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=2)
+        >>> carry.batch.input_ids.tolist()
+        [632]
+        >>> carry, out = nv.decode_step(model.params, carry, model.config)
+        >>> carry.batch.input_ids.tolist()
+        [11]
     """
 
     kv: KVState
@@ -60,13 +79,29 @@ class DecodeCarry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOutput:
-    """One step's results: the tokens drawn, their log-probabilities and the likeliest others (None unless asked for), the logits."""
+    """The results of one decode step, as tensors on the model's device.
+
+    Attributes:
+        token_ids: The sampled tokens, int32 `[B]`.
+        logprobs: Their log-probabilities, float32 `[B]`; None unless a row asked for them.
+        top_ids: The k most probable tokens of each row, int32 `[B, k]`; None unless a row asked for them.
+        top_logprobs: The log-probabilities of `top_ids`, float32 `[B, k]`, or None.
+        logits: The logits that were sampled from, `[B, V]` in the model's dtype. If there was a `process_logits`, this is its result.
+
+    Examples:
+        >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=1)
+        >>> carry, out = nv.decode_step(model.params, carry, model.config)
+        >>> out.token_ids.tolist(), list(out.logits.shape)
+        ([11], [1, 4096])
+        >>> out.logprobs is None
+        True
+    """
 
     token_ids: Int32[Tensor, "B"]
     logprobs: Float32[Tensor, "B"] | None
     top_ids: Int32[Tensor, "B k"] | None
     top_logprobs: Float32[Tensor, "B k"] | None
-    logits: Float[Tensor, "B V"]  # that were drawn from: what `process_logits` made of them
+    logits: Float[Tensor, "B V"]
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -85,25 +120,46 @@ def decode_step(
     token_ids: Int32[Tensor, "B"] | None = None,
     forward: Callable[..., tuple[Tensor, KVState]] = models.forward,
 ) -> tuple[DecodeCarry, DecodeOutput]:
-    """Run one token of every row and draw the next. Donates `carry`; traces with `fullgraph=True` and copies no KV.
+    """Donates `carry`. Run one token of every row and sample the next one.
 
-    All steps of an engine belong on one stream. Outside traced code a carry of `begin` that was donated before raises `DonatedStateError`;
-    traced code does not look, and `commit` finds it.
+    The function traces with `torch.compile(fullgraph=True)` and copies no KV. Call all steps of an engine on one CUDA stream. Traced code
+    does not check whether `carry` was donated before; `commit` finds it then.
 
-    `process_logits` maps the logits `[B, V]` to those that are drawn from. `token_ids` are taken instead of drawn ones, and the
-    log-probabilities are then theirs: so given text is scored.
+    Args:
+        params: The model's weights, `model.params`.
+        carry: The carry that `begin` or the step before returned.
+        config: The model's config, `model.config`.
+        process_logits: A function from the logits `[B, V]` to the logits to sample from, such as a grammar mask. None: the model's own.
+        token_ids: Tokens to take instead of sampled ones, int32 `[B]`. Log-probabilities are then of these tokens, so this scores a given
+            text.
+        forward: The model function to run, with the signature of `nv.forward`.
+
+    Returns:
+        The next carry, and the step's output.
+
+    Raises:
+        InvalidRequestError: `carry` is not a `DecodeCarry`, or `params` are not `Params`.
+        DonatedStateError: The carry was donated to an earlier step, or committed.
+
+    Examples:
+        >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=3)
+        >>> for _ in range(3):
+        ...     carry, out = nv.decode_step(model.params, carry, model.config)
+        >>> state, (reply,) = nv.commit(model, state, carry)
+        >>> reply.text
+        ', a boy'
     """
     if not torch.compiler.is_compiling():
         require_carry(carry)
         if forward is models.forward and not isinstance(params, models.Params):
-            raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params, which a model holds as model.params")
+            raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params: pass model.params")
         if carry.log is not None:
             require_fresh(carry.log)
     logits, kv = forward(params, carry.kv, carry.batch, config)
     if process_logits is not None:
         logits = process_logits(logits)
     seq_lens = carry.batch.seq_lens
-    places = seq_lens if carry.sampling.temperature is None else seq_lens - 1 + carry.active  # what is greedy does not look
+    places = seq_lens if carry.sampling.temperature is None else seq_lens - 1 + carry.active  # greedy sampling does not read them
     sampled = sample(logits, carry.sampling, places)
     if token_ids is not None:
         sampled = _forced(logits, sampled, token_ids)
@@ -118,25 +174,25 @@ def decode_step(
 
 
 def require_carry(carry: Any) -> None:
-    """Raise `InvalidRequestError` for what is no carry."""
+    """Raise `InvalidRequestError` if `carry` is not a `DecodeCarry`."""
     if not isinstance(carry, DecodeCarry):
-        raise InvalidRequestError(f"carry={reprlib.repr(carry)} must be the DecodeCarry of begin(...), not {type(carry).__name__}")
+        raise InvalidRequestError(f"carry={reprlib.repr(carry)} must be a DecodeCarry from begin(...), not {type(carry).__name__}")
 
 
 def require_fresh(log: TokenLog) -> None:
-    """Raise `DonatedStateError` for a carry that was stepped from, or committed, before."""
+    """Raise `DonatedStateError` if the carry of this log was donated to a step or committed."""
     ran, num_steps = int(log.ran), int(log.num_steps)
     if ran != num_steps:
         raise DonatedStateError(
             f"this carry has seen {num_steps} steps of session {int(log.session)}, "
-            + ("which was committed" if ran < 0 else f"of which {ran} were run: it was donated to a step, use the carry that step returned")
+            + ("which was committed" if ran < 0 else f"of which {ran} were run: a step took it over; use the carry that this step returned")
         )
 
 
 def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
-    """The carry of the next step, in which the drawn tokens run.
+    """Return the carry of the next step, which runs the sampled tokens.
 
-    A token beyond a row's page table writes into the dummy page, and attends to what the table holds.
+    A token beyond the end of its row's page table is written to the dummy page, and attends to the pages in the table.
     """
     batch, token_ids = carry.batch, sampled.token_ids
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]

@@ -17,19 +17,26 @@ from nanovllm.state.window_frames import Frames
 
 
 class EagerExecutor:
-    """Steps as plain function calls, as on a CPU."""
+    """Runs each step as plain function calls, without graphs or running ahead."""
 
     def __init__(self, page_size: int, num_pages: int, forward: Forward = models.forward, cascades: Cascades | None = None):
-        """`forward` may be what `compiled_forward` returns; `cascades` read shared pages once."""
+        """Prepare an executor for an engine with this pool.
+
+        Args:
+            page_size: Tokens per page.
+            num_pages: Pages of the pool; the dummy page has this number.
+            forward: The model function, or its compiled form from `compiled_forward`.
+            cascades: Plans that read shared pages once, or None.
+        """
         self._layout = {"page_size": page_size, "dummy_page": num_pages}
         self._forward, self._cascades = forward, cascades
-        self._plan: CascadePlan | None = None  # of the last carry; a session's lives until its end
+        self._plan: CascadePlan | None = None  # of the last loaded carry; `_sessions` keeps the plans of sessions
         self._sessions: dict[int, CascadePlan | None] = {}
 
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
-        """See `Executor`."""
+        """Donates `kv`. Run prompt tokens in one call, and sample for the complete sequences."""
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         plan = 0 if self._cascades is None else self._cascades.prompts(host)
         batch = to_device(host, model.device, plan, plan)
@@ -37,40 +44,42 @@ class EagerExecutor:
         return draw_first(logits, rows, model) if draw else None, kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
+        """Return a carry over new tensors."""
         host = decode_batch(rows, frames=frames, **self._layout)
         return decode_carry(model, kv, rows, host, self._follow(host))
 
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `carry`. Build the batch anew, since pages have changed, and keep the sampling tensors."""
         host = decode_batch(rows, frames=frames, **self._layout)
         plan = self._follow(host)
         return replace(carry, batch=to_device(host, carry.active.device, plan, plan))
 
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `carry`. Load the remaining rows as a new carry."""
         return self.load(model, carry.kv, rows, frames=frames)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """See `Executor`."""
+        """Donates `carry`. Run the step and wait for its results."""
         carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
         return carry, to_host(out)
 
-    def thrown_away(self) -> int:
-        """See `Executor`. Nothing runs ahead here."""
+    def take_discarded_count(self) -> int:
+        """Return 0: this executor never runs ahead."""
         return 0
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
-        loaded, carry = self._plan, self.load(model, kv, rows, frames=frames)
-        self._sessions[ticket], self._plan = self._plan, loaded
+        """Return a carry over new tensors, and keep its plan until `end`. The plan of the engine's own carry stays as it is."""
+        plan_before = self._plan
+        carry = self.load(model, kv, rows, frames=frames)  # replaces `_plan` by the session's plan
+        self._sessions[ticket] = self._plan
+        self._plan = plan_before
         return carry
 
     def end(self, ticket: int) -> None:
-        """See `Executor`."""
+        """Drop the plan of this session."""
         self._sessions.pop(ticket, None)
 
     def _follow(self, host: HostBatch) -> int:
-        """The handle of a plan for what the rows share; 0 where they read their pages by themselves."""
+        """Plan for the pages that the rows share, and return the plan's handle; 0 if each row reads its pages by itself."""
         self._plan = None if self._cascades is None else self._cascades.decode(host)
         return 0 if self._plan is None else self._plan.handle

@@ -1,6 +1,6 @@
-"""How steps are executed: what an executor is, the runtime that owns it, and the result of a step on the host.
+"""The `Executor` protocol, the runtime that owns an executor, and the results of a step on the host.
 
-`Runtime` owns the donation lease and an executor: all that cannot be a value. `EagerExecutor` calls the functions as they are;
+`Runtime` owns everything that cannot be a value: the donation lease and an executor. `EagerExecutor` calls the functions directly.
 `GraphExecutor` captures decode steps in CUDA graphs, and owns their static buffers and the attention plans.
 """
 
@@ -26,7 +26,14 @@ Forward = Callable[..., tuple[Tensor, KVState]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """What a step drew, on the host: tokens `[R]`, and log-probabilities where they were asked for."""
+    """The results of a step on the host: R sampled tokens, and their log-probabilities if a row asked for them.
+
+    Attributes:
+        token_ids: The tokens, `[R]`.
+        logprobs: Their log-probabilities, `[R]`, or None.
+        top_ids: The k most probable tokens, `[R, k]`, or None.
+        top_logprobs: The log-probabilities of `top_ids`, `[R, k]`, or None.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray | None = None
@@ -34,7 +41,7 @@ class Drawn:
     top_logprobs: np.ndarray | None = None
 
     def at(self, rows: np.ndarray) -> "Drawn":
-        """What some of the rows drew, in this order."""
+        """The results of some rows, in the order of `rows`."""
 
         def chosen(array: np.ndarray | None) -> np.ndarray | None:
             return None if array is None else array[rows]
@@ -49,49 +56,73 @@ class Drawn:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the two kinds of step. Page tables, slots and sampling tensors come from the sequences' own values, and from `frames`, those of
-    their pages, where layers have windows."""
+    """Runs the two kinds of step: prefill and decode.
+
+    Page tables, slots and sampling tensors are built from the sequences' own values. If layers have a sliding window, `frames` gives the
+    frames of the sequences' pages.
+    """
 
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
-        """Donates `kv`. Run prompt tokens; draw for the sequences that are whole afterwards (None where none is, or not `draw`)."""
+        """Donates `kv`. Run prompt tokens, and sample for each sequence that is complete afterwards.
+
+        Args:
+            model: The model of the state.
+            kv: The KV memory.
+            rows: Each sequence, with the number of its next tokens to run.
+            draw: Whether to sample at all.
+            frames: The frames of the sliding-window pages, if layers have a window.
+
+        Returns:
+            The sampled tokens of the complete sequences, in order, and the KV memory. The former is None if there are none, or if `draw` is
+            False.
+        """
         ...
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """The carry of a decode step over these rows."""
+        """Return the carry of a decode step over these rows."""
         ...
 
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """Donates `carry`. The same rows after some got other pages."""
+        """Donates `carry`. Return the carry for the same rows after some of them got other pages."""
         ...
 
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """Donates `carry`. Of its rows those at the places `keep`, ascending, go on: `rows`. The others have ended."""
+        """Donates `carry`. Return the carry for `rows`, the rows that go on; the others have ended.
+
+        `keep` are the places of these rows in the carry, ascending.
+        """
         ...
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """Donates `carry`. One token of every row."""
+        """Donates `carry`. Run one decode step: one token of every row."""
         ...
 
-    def thrown_away(self) -> int:
-        """Tokens run before they were asked for, and then not used, since the last call of this."""
+    def take_discarded_count(self) -> int:
+        """Return how many tokens ran ahead and were discarded since the last call, and reset the count to 0."""
         ...
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
-        """A carry over tensors of its own for steps that the caller runs; what it needs beside lives until `end` of its ticket."""
+        """Return a carry with its own tensors, for steps that the caller runs.
+
+        `end` with the same ticket frees the plan that the executor keeps for it.
+        """
         ...
 
     def end(self, ticket: int) -> None:
-        """Let go of what `begin` set up."""
+        """Free the plan that `begin` made for this ticket."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Runtime:
-    """The opaque part of an `EngineState`: the lease on its memory, and the executor with what cannot be a value.
+    """The opaque part of an `EngineState`.
 
-    `cuts`: by which the executor's kernels cut their work; None: by their defaults, or there are none.
+    Attributes:
+        lease: The lease on the engine's KV memory.
+        executor: Runs the steps, and holds graphs, buffers and plans.
+        cuts: The tile configurations of the executor's kernels. None: the defaults, or no kernels.
     """
 
     lease: Lease
@@ -100,12 +131,12 @@ class Runtime:
 
 
 def runtime_of(state: EngineState) -> Runtime:
-    """The runtime of a state made by `init_state`, with its executor. Raises `TypeError` for a state that holds another kind of runtime."""
+    """Return the runtime of a state made by `init_state`. Raises `TypeError` for a state with another kind of runtime."""
     if not isinstance(state.runtime, Runtime):
-        raise TypeError(f"the state's runtime is a {type(state.runtime).__name__}, which has no executor")
+        raise TypeError(f"the state's runtime is a {type(state.runtime).__name__}, which has no executor: make states with init_state")
     return state.runtime
 
 
 def executor_of(state: EngineState) -> Executor:
-    """What runs the steps of a state."""
+    """Return the executor that runs the steps of a state."""
     return runtime_of(state).executor

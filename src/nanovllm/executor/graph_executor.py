@@ -1,9 +1,13 @@
-"""`GraphExecutor`: decode steps, and short prompts, as replays of CUDA graphs.
+"""`GraphExecutor`: decode steps and short prompts as replays of CUDA graphs.
 
-A step is: host arrays into the static buffers (only where the rows or their pages changed), replay, tokens fetched. Steps over the same
-rows need nothing from the host, so the next one is launched before the host has seen the tokens of this one: it runs while the host
-settles them. A row that ended becomes padding; where other rows come or pages change the step is thrown away. The few last tokens of a
-prompt, all others being filled, run as the rows of such a graph too.
+A step copies host arrays into static buffers, replays a graph, and fetches the tokens. Arrays are copied only if the rows or their pages
+changed.
+
+Steps over the same rows need nothing from the host. So the next step is launched before the host has seen the tokens of this one, and runs
+while the host post-processes them. A row that has ended becomes padding. If rows are added or pages change, the step that runs ahead is
+discarded.
+
+The last few tokens of a prompt whose other tokens are filled also run as rows of such a graph.
 """
 
 from collections.abc import Callable
@@ -46,16 +50,17 @@ from nanovllm.types import Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NOTHING: tensors.Row = (SamplingParams(temperature=0), 0, tensors.NO_IDS, tensors.NO_IDS)  # a row that nobody looks at
+NOTHING: tensors.Row = (SamplingParams(temperature=0), 0, tensors.NO_IDS, tensors.NO_IDS)  # for rows whose result is not used
 
 
-# Rows and tokens: as many ways to cut products, beside those of decode steps, and each for multiples of 16, for which kernels are smaller.
+# Rows and tokens of the prompts that warm kernels up. They cover each tile configuration that decode steps do not use, for token counts
+# that are a multiple of 16 and for others: Triton compiles separate kernels for the two.
 FUSED_PROMPTS = ((1, 160), (1, 161), (1, 224), (1, 225), (1, 512), (2, 256), (16, 32))
-SPARE_PLANS = 8  # attention plans of ended sessions that are kept for later ones
+SPARE_PLANS = 8  # attention plans of ended sessions, kept for later sessions
 
 
 def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable[Concatenate["GraphExecutor", P], R]:
-    """Kernels, events and graphs go to the current device: make it the executor's for the call."""
+    """Make the executor's device current for the call, because kernels, events and graphs use the current device."""
 
     @wraps(method)
     def call(self: "GraphExecutor", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,8 +71,11 @@ def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable
 
 
 class GraphExecutor:
-    """See `compile.Executor`. Holds what cannot be a value: graphs, static buffers, attention plans, and compiled functions for models that
-    the kernels do not serve."""
+    """An executor that replays CUDA graphs.
+
+    It holds the parts that cannot be values: graphs, static buffers, attention plans, and compiled functions for models that the kernels do
+    not serve.
+    """
 
     def __init__(
         self,
@@ -80,37 +88,44 @@ class GraphExecutor:
         cuts: Cuts | None = None,
         progress: bool | None = None,
     ):
-        """Capture for every batch size steps that are greedy, that only have a temperature, and that have the features of the
-        model's own `generation_config`; others, those that read shared pages once, and those of few rows with very many tokens, are
-        captured when they are first asked for.
+        """Capture the usual decode steps for every batch size.
 
-        `kv` is the memory that the graphs will read and write; of its contents only the dummy page changes. `cascade`: see `init_state`.
-        `choice`: the layers that the fused kernels may run; None: all. `cuts`: how they cut their work; None: by their defaults.
+        Usual steps are greedy, use only a temperature, or use the features of the model's own `generation_config`. Three other kinds are
+        captured when they are first needed: other features, steps that read shared pages once, and few rows with very many tokens.
+
+        Args:
+            model: The model to run.
+            limits: The engine's limits.
+            kv: The memory that the graphs will read and write. Of its contents only the dummy page changes.
+            cascade: Whether shared pages are read once; see `init_state`.
+            choice: The layers that the fused kernels may run. None: all.
+            cuts: The tile configurations of the kernels. None: the defaults.
+            progress: Whether to show a progress bar. None: only if stderr is a terminal.
         """
         self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": dummies(model.config, limits)[0]}
         served = fused.serves(model.params, model.config) and (choice is None or any(choice.layers))
         self._forward = fused_forward(model, choice, cuts) if served else compiled_forward(model)
-        # Where all layers have a window what is shared is seldom seen, and its pages may have no frames.
+        # If every layer has a sliding window, few tokens see shared pages, and shared pages may have no frames.
         apart = cascade is False or (cascade is None and model.config.all_windowed)
         policy = None if apart else cascade_policy(model, limits, always=bool(cascade))
         self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
-        # Plain layers can attend neither by a fused plan, nor where the new keys and values of prompts lie together.
+        # Plain layers cannot follow a fused plan, nor read the new keys and values of prompts from one tensor.
         self._together = served and (choice is None or choice.all_layers)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
             model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
         )
-        # The tokens of a prompt share nearly all that they see, whatever sequences do.
+        # Tokens of one prompt share nearly all pages that they attend to, even if sequences share none.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
         self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}
         self._spare: list[DecodePlans] = []
-        self._loaded: tuple[CapturedStep, int] | None = None  # the decode step filled in, rows in use
+        self._loaded: tuple[CapturedStep, int] | None = None  # the decode step whose buffers are filled, and its rows in use
         self._ahead = RunAhead(limits.page_size)
         self._warm_up(model, kv, limits, warm, progress)
 
@@ -118,7 +133,7 @@ class GraphExecutor:
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
-        """See `Executor`."""
+        """Donates `kv`. Run prompt tokens: a few of them as rows of a captured step, more of them as one call of the model."""
         features = tensors.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
         if few and features in self._extend.usual and model.params is self._model.params:
@@ -129,7 +144,7 @@ class GraphExecutor:
 
     @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`. The carry is the static memory of the graph for these rows, the longest first."""
+        """Fill the static buffers of the graph for these rows, longest first, and return them as the carry."""
         self._require_weights(model)
         features = tensors.features([s.request.sampling for s in rows])
         self._ahead.drop()
@@ -144,27 +159,30 @@ class GraphExecutor:
 
     @_on_device
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
-        step, held = self._current(carry)
+        """Donates `carry`. Fill the pages in again if the rows still attend in the same way, else load another graph."""
+        step, num_rows = self._current(carry)
         self._ahead.drop()
         places = self._ahead.places
-        if len(rows) == held and self._decode.refresh(step, decode_batch(placed(rows, places), frames=frames, **self._layout)):
+        if len(rows) == num_rows and self._decode.refresh(step, decode_batch(placed(rows, places), frames=frames, **self._layout)):
             self._restart(step, rows, places)
             return step.carry
         return self.load(model, carry.kv, rows, frames=frames)
 
     @_on_device
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`. The rows that have ended become padding, until fewer rows than another graph holds are left."""
+        """Donates `carry`. Turn the rows that have ended into padding. Load a smaller graph as soon as one holds the remaining rows."""
         step, _ = self._current(carry)
         if step.kind.size != self._decode.size(len(rows)) or step.kind.features.penalties or step.kind.way == "shared":
-            return self.load(model, carry.kv, rows, frames=frames)  # what stands for shared pages may be a row that has ended
+            return self.load(model, carry.kv, rows, frames=frames)  # the row whose table lists shared pages may have ended
         self._decode.retire(step, self._ahead.narrow(keep, rows))
         return step.carry
 
     @_on_device
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """See `Executor`. One replay, of the step after this one where that may be; waits for this one's tokens."""
+        """Donates `carry`. Replay this step unless it already runs, and wait for its tokens.
+
+        The next step is launched before the wait, if it may run ahead.
+        """
         self._require_weights(model)
         step, rows = self._current(carry)
         if not self._ahead.take():
@@ -174,13 +192,13 @@ class GraphExecutor:
             step.graph.replay()
         return step.carry, results.wait(rows).at(self._ahead.places)
 
-    def thrown_away(self) -> int:
-        """See `Executor`."""
-        return self._ahead.thrown_away()
+    def take_discarded_count(self) -> int:
+        """Return how many tokens ran ahead and were discarded since the last call, and reset the count to 0."""
+        return self._ahead.take_discarded_count()
 
     @_on_device
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`. The plan covers every page that the rows hold, so that it stays valid for all steps there is room for."""
+        """Return a carry with its own tensors. Its plan covers all pages of the rows, so it stays valid for all steps that have room."""
         host = decode_batch(rows, frames=frames, **self._layout)
         shared = None if self._cascades is None else self._cascades.decode(host)
         if shared is not None:
@@ -197,7 +215,7 @@ class GraphExecutor:
         return carry
 
     def end(self, ticket: int) -> None:
-        """See `Executor`."""
+        """Free the session's plan, or keep it for a later session."""
         plan = self._sessions.pop(ticket, None)
         if isinstance(plan, DecodePlans):
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
@@ -205,7 +223,7 @@ class GraphExecutor:
     def _extension(
         self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: tensors.Features, draw: bool, frames: Frames | None
     ) -> Drawn | None:
-        """Few tokens of prompts as the rows of one captured step; a row that is not the last of a whole prompt draws for nobody."""
+        """Run a few prompt tokens as the rows of one captured step. Only rows that complete a prompt sample a token that is used."""
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         assert host.logit_indices is not None
         drawing = [NOTHING] * len(host.input_ids)
@@ -220,12 +238,12 @@ class GraphExecutor:
         return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))
 
     def _restart(self, step: CapturedStep, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> None:
-        # Counts of drawn tokens are written in place: a step that is thrown away would have counted.
+        # With penalties a step counts its tokens in place: a discarded step would already have counted them.
         self._ahead.restart(rows, places, allowed=not step.kind.features.penalties)
 
     def _require_weights(self, model: Model) -> None:
         if model.params is not self._model.params:
-            raise InvalidRequestError(f"{model!r} has other weights than this state's graphs were captured with: make a state for it")
+            raise InvalidRequestError(f"{model!r} has other weights than this state's CUDA graphs: call init_state with this model")
 
     def _current(self, carry: DecodeCarry) -> tuple[CapturedStep, int]:
         assert self._loaded is not None and self._loaded[0].carry is carry
@@ -234,7 +252,7 @@ class GraphExecutor:
     @torch.no_grad()
     def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, warm: Params[Tensor], progress: bool | None) -> None:
         prompts = sample_prompts(limits, FUSED_PROMPTS if self._together else COMPILED_PROMPTS, model.config)
-        # The largest first: the others find its memory in the pool.
+        # The largest first: the others then reuse its memory from the graphs' pool.
         kinds = [(graphs, size) for graphs in (self._decode, self._extend) for size in reversed(graphs.sizes)]
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(total=len(prompts) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
@@ -244,16 +262,16 @@ class GraphExecutor:
                 for features in graphs.usual:
                     graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way()))
                 bar.update()
-            for host in prompts:  # after steps over several plans, or each plan of prompts would be compiled for, where layers are
+            for host in prompts:  # last: after steps over several plans, compiled layers are not compiled again per plan
                 bar.set_postfix_str(f"prompts {len(host.seq_lens)} x {host.seq_lens[0]}")
                 self._forward(warm, kv, self._prompt(host), model.config)
                 bar.update()
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # graphs keep what they need; the rest was for the runs before them
+        torch.cuda.empty_cache()  # graphs keep their memory; the rest was used by the warm-up runs
 
 
 def _usual_features(model: Model) -> dict[tensors.Features, None]:
     usual = dict.fromkeys((GREEDY, tensors.Features(temperature=True)))
-    with suppress(InvalidRequestError):  # a generation_config that SamplingParams refuse concerns those who ask for it
+    with suppress(InvalidRequestError):  # a generation_config that SamplingParams refuses raises in the requests that use it
         usual[tensors.features([from_generation_config(model.generation_config)])] = None
     return usual

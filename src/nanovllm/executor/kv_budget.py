@@ -1,4 +1,4 @@
-"""What the largest steps of an engine hold on a GPU beside weights and KV: measured by running them, before the pool takes what is left."""
+"""Measures how much memory the largest steps of an engine hold on a GPU, before the KV pool takes the rest."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,20 +23,24 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.kv_cache import bytes_per_page, init_kv
 from nanovllm.state.pool_sizes import pool_sizes
 
-GRAPHS = 512 << 20  # bytes for what comes later: captured graphs, kernels that are loaded when they first run
-FILTERED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  # draws that hold the most
-CPU_KV_BYTES = 4 << 30  # unless told otherwise
-PAGE_SIZE, MAX_NUM_SEQS = 16, 256  # an engine's, unless told otherwise
+GRAPHS = 512 << 20  # bytes for later: captured graphs, and kernels that are loaded when they first run
+FILTERED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  # the sampling that needs the most memory
+CPU_KV_BYTES = 4 << 30  # the default on a CPU
+PAGE_SIZE, MAX_NUM_SEQS = 16, 256  # an engine's defaults
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # of version 2; a container has its own there
+CGROUP = Path("/sys/fs/cgroup")  # version 2; in a container, of the container
 
 
 @torch.no_grad()
 def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None) -> int:
-    """Bytes: the most that a step full of prompt tokens, or a draw for `max_num_seqs` rows, holds at once, and room for captured graphs.
+    """Run the largest steps and return the most bytes that they hold at once, with room for captured graphs.
 
-    Two layers of each form run, or all where some have windows, for a layer's memory is used again by the next. Raises
-    `torch.OutOfMemoryError` where a step does not fit, and `AttentionUnavailableError`.
+    The steps are a full prefill, and sampling for `max_num_seqs` rows. Two layers of each form run, since a layer's memory is reused by the
+    next one. If some layers have a sliding window, all of them run.
+
+    Raises:
+        torch.OutOfMemoryError: A step does not fit.
+        AttentionUnavailableError: FlashInfer cannot serve the model on this machine.
     """
     with torch.cuda.device(model.device):
         held = _held(model.device, lambda: _prompts(model, limits, choice, cuts)), _held(model.device, lambda: _draw(model, limits))
@@ -44,7 +48,7 @@ def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
 
 
 def _held(device: torch.device, call: Callable[[], object]) -> int:
-    """The most bytes that a call holds, beyond what was held before."""
+    """The most bytes that a call holds in addition to those held before."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
@@ -57,11 +61,11 @@ def _held(device: torch.device, call: Callable[[], object]) -> int:
 
 
 def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None) -> None:
-    """A step full of prompt tokens, on pages that hold nothing."""
+    """Run a step full of prompt tokens, on empty pages."""
     small = replace(limits, num_pages=1, num_frames=min(1, limits.num_frames))
     served = fused.serves(model.params, model.config) and (choice is None or choice.all_layers)
     forward = fused_forward(model, choice, cuts) if served else model.spec.forward
-    attention = Attention(model, small, None)  # no rows share what is worth reading once
+    attention = Attention(model, small, None)  # no rows share pages
     where = {"page_size": small.page_size, "dtype": model.dtype, "device": model.device}
     kv = init_kv(model.config, num_pages=1, num_frames=small.num_frames or None, **where)
     rows = -(-small.max_num_batched_tokens // small.max_model_len)
@@ -72,7 +76,7 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
 
 
 def _draw(model: Model, limits: EngineConfig) -> None:
-    """A draw for as many rows as may run at once."""
+    """Sample for as many rows as may run at once."""
     row: tensors.Row = (FILTERED, 0, tensors.NO_IDS, tensors.NO_IDS)
     sampling = tensors.build([row] * limits.max_num_seqs, model.config.vocab_size, model.device)
     logits = torch.zeros(limits.max_num_seqs, model.config.vocab_size, dtype=model.dtype, device=model.device)
@@ -81,13 +85,13 @@ def _draw(model: Model, limits: EngineConfig) -> None:
 
 
 def default_tokens(device: torch.device) -> int:
-    """Tokens of a step, unless told otherwise."""
+    """The default of `max_num_batched_tokens` on this device."""
     large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 64 << 30
     return 16384 + 512 if large else 8192
 
 
 def device_budget(model: Model, memory_fraction: float) -> int:
-    """Bytes that may be held beside what is held now."""
+    """Bytes that may be allocated in addition to those held now."""
     if model.device.type != "cuda":
         return CPU_KV_BYTES
     free, total = torch.cuda.mem_get_info(model.device)
@@ -96,7 +100,7 @@ def device_budget(model: Model, memory_fraction: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Bytes of a device's memory: all that there is, and what nobody holds."""
+    """Bytes of a device's memory: in total, and free."""
 
     total: int
     free: int
@@ -104,7 +108,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Layers that see equally many tokens, `window` (0: all), and the bytes of a token's KV in all of them."""
+    """Layers that attend to equally many tokens.
+
+    Attributes:
+        layers: How many layers.
+        window: Tokens that they see; 0: all.
+        token_bytes: Bytes of one token's KV in all of them.
+    """
 
     layers: int
     window: int
@@ -113,9 +123,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of KV a token, by groups of layers too; what is `left` for KV beside the weights, and for how many `tokens` an engine makes
-    room by default; where only some layers have a window, for how many `window_tokens` in these. None: the system does not tell how much
-    memory is free."""
+    """The KV memory of a model on a device.
+
+    Attributes:
+        token_bytes: Bytes of KV per token.
+        groups: The same by groups of layers.
+        room: The device's memory; None if the system does not report it.
+        left: Bytes left for KV after the weights; None if unknown.
+        tokens: For how many tokens an engine allocates KV by default; None if unknown.
+        window_tokens: The same for layers with a sliding window; None if all layers, or none, have one, or if unknown.
+    """
 
     token_bytes: int
     groups: tuple[Group, ...]
@@ -126,7 +143,7 @@ class Memory:
 
 
 def room(device: torch.device) -> Room | None:
-    """The memory of a GPU, or of the host as this process may use it; None where the system does not tell."""
+    """The memory of a GPU, or of the host as far as this process may use it. None if the system does not report it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Room(total=total, free=free)
@@ -136,30 +153,38 @@ def room(device: torch.device) -> Room | None:
     host = Room(total=1024 * known["MemTotal"], free=1024 * known["MemAvailable"])
     try:
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no container, or one without a limit
+    except (OSError, ValueError):  # not in a container, or in one without a limit
         return host
-    # Pages of files are given back where memory is short.
+    # The system frees cached file pages when memory is short.
     free = limit - used + _numbers(CGROUP / "memory.stat").get("inactive_file", 0)
     return Room(total=min(host.total, limit), free=max(0, min(host.free, free)))
 
 
 def kv_memory(config: ModelConfig, held: int, device: torch.device, dtype: torch.dtype, fraction: float, more: int) -> Memory:
-    """What KV takes of a device, and what of it fits beside weights of `held` bytes and `more` that an engine leaves for its steps: within
-    `fraction` of a GPU's memory, and within what an engine takes at most on a CPU."""
+    """How much KV memory a model needs per token, and how much fits on a device.
+
+    Args:
+        config: The model's config.
+        held: Bytes of the weights.
+        device: The device.
+        dtype: The dtype of keys and values.
+        fraction: The share of a GPU's memory that an engine may use. On a CPU the limit is the engine's default.
+        more: Bytes that an engine leaves for its steps.
+    """
     a_layer = bytes_per_page(config, page_size=1, dtype=dtype) // config.num_layers
     counts = Counter(config.window(layer) for layer in range(config.num_layers))
-    found = room(device)
-    if found is None:
+    memory = room(device)
+    if memory is None:
         left = None
     elif device.type == "cuda":
-        left = int(found.total * fraction) - (found.total - found.free) - held - more
+        left = int(memory.total * fraction) - (memory.total - memory.free) - held - more
     else:
-        left = min(CPU_KV_BYTES, found.free - held)
+        left = min(CPU_KV_BYTES, memory.free - held)
     pages, frames = (None, None) if left is None else _pools(config, left, device, dtype)
     return Memory(
         token_bytes=a_layer * config.num_layers,
         groups=tuple(Group(layers=count, window=window, token_bytes=count * a_layer) for window, count in sorted(counts.items())),
-        room=found,
+        room=memory,
         left=left,
         tokens=None if pages is None else PAGE_SIZE * pages,
         window_tokens=None if frames is None else PAGE_SIZE * frames,
@@ -167,7 +192,7 @@ def kv_memory(config: ModelConfig, held: int, device: torch.device, dtype: torch
 
 
 def _pools(config: ModelConfig, left: int, device: torch.device, dtype: torch.dtype) -> tuple[int, int | None]:
-    """The pages that an engine's first KV pool has by default, and those of its second, None where there is one alone."""
+    """The pages of an engine's first KV pool by default, and the frames of its second, which is None if there is only one pool."""
     limits = EngineConfig(
         num_pages=1,
         num_frames=1 if config.widest_window else 0,
@@ -187,7 +212,7 @@ def _pools(config: ModelConfig, left: int, device: torch.device, dtype: torch.dt
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The numbers of a file with a name and a number in every line."""
+    """The numbers of a file that has a name and a number on every line."""
     try:
         parts = [line.split() for line in file.read_text().splitlines()]
     except OSError:

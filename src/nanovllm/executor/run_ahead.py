@@ -1,7 +1,7 @@
-"""Decode steps that an executor runs before they are asked for: how far they may go, and what of them was in vain.
+"""Decode steps that an executor runs before they are asked for: how many may run, and how many of their tokens were discarded.
 
-Such a step reads and writes only what its rows own, behind what they hold, so that it can be thrown away; and a row that has ended is
-left out of its results.
+Such a step can be discarded, because it reads and writes only pages that its rows own, after the tokens that they hold. A row that has
+ended is left out of the results.
 """
 
 from collections.abc import Sequence as Seq
@@ -18,69 +18,79 @@ from nanovllm.types import Int32, Int64, Tensor
 
 @dataclass(slots=True)
 class RunAhead:
-    """`places` are those of the rows that go on, in the callers' order, among the rows that the carry holds, in its own; `left` counts the
-    steps that may still be run before they are asked for, `unused` the tokens that were run in vain."""
+    """The book-keeping of steps that run ahead.
+
+    Attributes:
+        page_size: Tokens per page.
+        places: For each remaining row, in the caller's order, its place among the rows of the carry.
+        left: How many more steps may run before they are asked for.
+        launched: Whether the step that will be asked for next already runs.
+        unused: Tokens that ran ahead and were discarded.
+    """
 
     page_size: int
     places: Int64[np.ndarray, "B"] = field(default_factory=lambda: np.arange(0))
     left: int = 0
-    launched: bool = False  # whether the next step that is asked for runs already
+    launched: bool = False
     unused: int = 0
 
     def restart(self, rows: Seq[Sequence], places: Int64[np.ndarray, "B"], *, allowed: bool) -> None:
-        """These rows were filled in, at `places` of the carry; a step that runs already was one over others, or is one too many."""
+        """Note that these rows were filled in at `places` of the carry, and discard a step that already runs."""
         self.drop()
         self.places, self.left = places, steps_ahead(rows, self.page_size) if allowed else 0
 
     def narrow(self, keep: Seq[int], rows: Seq[Sequence]) -> Int64[np.ndarray, "gone"]:
-        """Only `rows`, those at the places `keep` of the rows so far, go on; returns the carry's places of the others."""
+        """Keep only `rows`, at the places `keep` of the rows so far. Returns the carry's places of the other rows."""
         gone = np.delete(self.places, keep)
         self.unused += len(gone) if self.launched else 0
-        # What is left holds for a part of the rows too; only where that is nothing may those that ended have been what was in the way.
+        # A limit for all rows also holds for some of them. Only a limit of 0 may have come from a row that has ended.
         self.places, self.left = self.places[keep], self.left or steps_ahead(rows, self.page_size)
         return gone
 
     def drop(self) -> None:
-        """Throw away what runs."""
+        """Discard the step that runs ahead, if there is one."""
         self.unused += len(self.places) if self.launched else 0
         self.left, self.launched = 0, False
 
     def take(self) -> bool:
-        """A step is asked for: whether it runs already."""
+        """Ask for a step. Returns whether it already runs."""
         launched, self.launched = self.launched, False
         return launched
 
     def next(self) -> bool:
-        """Whether the step behind the one just asked for is to be launched now."""
+        """Return whether to launch the step after the one just asked for."""
         if self.left:
             self.left, self.launched = self.left - 1, True
         return self.launched
 
-    def thrown_away(self) -> int:
-        """The tokens run in vain since the last call."""
+    def take_discarded_count(self) -> int:
+        """Return how many tokens were discarded since the last call, and reset the count to 0."""
         unused, self.unused = self.unused, 0
         return unused
 
 
 def longest_first(rows: Seq[Sequence]) -> Int64[np.ndarray, "B"]:
-    """Where each row goes in a batch whose longest comes first: a kernel that takes the rows in turn ends with short ones, so that all of a
-    GPU's multiprocessors end together (Graham, 1969). The same for rows that have all grown by as much."""
+    """The place of each row in a batch whose longest row comes first.
+
+    A kernel that takes rows one after another then ends with short rows, so that all multiprocessors of a GPU end together (Graham, 1969).
+    The order stays the same while all rows grow equally.
+    """
     places = np.empty(len(rows), np.int64)
     places[np.argsort([-s.tokens.length for s in rows], kind="stable")] = np.arange(len(rows))
     return places
 
 
 def placed(rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> list[Sequence]:
-    """The rows in the order that their places give."""
+    """The rows in the order of their places."""
     return [rows[row] for row in np.argsort(places).tolist()]
 
 
 def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
-    """How many steps over these rows may follow the next one before the host has looked at its tokens: until one has no page left that it
-    will need, or all have ended.
+    """How many steps over these rows may follow the next one before the host has seen its tokens.
 
-    A row that has ended may go on for a step: it writes behind what it holds, into a page of its own or the dummy page. None may run where
-    a row only reads in the next step, because the page behind its tokens may still be shared.
+    The limit is reached when a row has no page left that it will need, or when all rows have ended. A row that has ended may run for one
+    more step: it writes after its tokens, into its own page or the dummy page. No step may run ahead if a row only reads in the next step,
+    because the page after its tokens may still be shared.
     """
     rooms = [(s.pages.length * page_size if s.todo else 0, s.tokens.length, s.request.max_len - 1) for s in rows]
     most = max((wanted - tokens for _, tokens, wanted in rooms), default=0)
@@ -88,7 +98,7 @@ def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
 
 
 def retire(kv: KVState, batch: Batch, active: Int32[Tensor, "B"], places: Int64[np.ndarray, "gone"]) -> None:
-    """Make rows of a decode batch padding, in place: they write into the dummy page from now on, and do not move."""
+    """Turn rows of a decode batch into padding, in place: they write into the dummy page from now on, and do not move."""
     at = torch.from_numpy(places).to(active.device, non_blocking=True)
     for tensor, value in ((active, 0), (batch.seq_lens, 1)):
         tensor.index_fill_(0, at, value)

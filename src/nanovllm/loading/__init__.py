@@ -1,1 +1,1 @@
-"""A checkpoint becomes a `Model`."""
+"""Loading: turns a checkpoint into a `Model`."""

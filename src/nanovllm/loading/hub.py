@@ -1,6 +1,7 @@
-"""Where a checkpoint lies: a folder, the packaged model, or a repository's snapshot in the Hugging Face cache, downloaded only when asked.
+"""Finds a checkpoint: a folder, the packaged model, or a snapshot of a repository in the Hugging Face cache. Downloads only on request.
 
-The cache has `models--org--name/refs/<branch or tag>`, a file with a commit, and `models--org--name/snapshots/<commit>`, a folder of links.
+In the cache the file `models--org--name/refs/<branch or tag>` holds a commit. The folder `models--org--name/snapshots/<commit>` holds links
+to the files.
 """
 
 import json
@@ -15,17 +16,25 @@ from nanovllm.loading.safetensors_headers import INDEX, PICKLED, SINGLE, weight_
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 COMMIT = re.compile(r"[0-9a-f]{4,40}")  # a commit's hash, or its beginning
-WANTED = ("*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt", "vocab.txt")  # what is downloaded of a repository
-UNWANTED = ("*/*.json", "*/*.safetensors", "*/*.model", "consolidated*.safetensors")  # the same weights in other forms, mostly
+WANTED = ("*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt", "vocab.txt")  # the files of a repository to download
+UNWANTED = ("*/*.json", "*/*.safetensors", "*/*.model", "consolidated*.safetensors")  # mostly the same weights in other formats
 
 
 def resolve_folder(
     path_or_repo: str | os.PathLike[str], *, revision: str | None = None, download: bool = False, with_code: bool = False
 ) -> tuple[Path, str]:
-    """The folder of a checkpoint and the model's name. Raises `CheckpointError` if neither a folder nor a cached repository has the name.
+    """Find the folder of a checkpoint, and the model's name.
 
-    `revision`, of a repository alone, is a branch, a tag, or a commit's hash or unambiguous beginning; None is `main`, or the only snapshot
-    where the cache has no `refs/main`. `download` fetches what is missing first (see `download_snapshot`); a folder is taken as it is.
+    Args:
+        path_or_repo: A folder, a repository's name, or `"tiny"`.
+        revision: A branch, a tag, or a commit's hash or its unambiguous beginning; for repositories only. None: `main`, or the only
+            snapshot if the cache has no `refs/main`.
+        download: Whether to fetch missing files first; see `download_snapshot`. A folder is taken as it is.
+        with_code: Whether to download Python files too.
+
+    Raises:
+        CheckpointError: Neither a folder nor a cached repository has the name, or the download failed.
+        InvalidRequestError: An argument has a wrong type or value.
     """
     if not isinstance(path_or_repo, str | os.PathLike):
         raise InvalidRequestError(f"a model must be named by a path or repository, not {path_or_repo!r}")
@@ -34,7 +43,7 @@ def resolve_folder(
     if not isinstance(download, bool):
         raise InvalidRequestError(f"download={download!r} must be True or False")
     given = os.fspath(path_or_repo)
-    folder = Path(os.path.expanduser(given))  # os.path: a name that no file can have is no error there
+    folder = Path(os.path.expanduser(given))  # os.path, which raises nothing for an impossible file name
     is_folder = bool(given) and os.path.isdir(folder)
     if revision is not None and (is_folder or given == "tiny"):
         raise InvalidRequestError(f"revision={revision!r}: {given!r} is a folder, and only repositories have revisions")
@@ -42,7 +51,7 @@ def resolve_folder(
         return folder, folder.resolve().name
     if given == "tiny":
         if not (TINY / "config.json").is_file():
-            raise CheckpointError(f"the packaged tiny model is missing: {TINY} has no config.json")
+            raise CheckpointError(f"the packaged tiny model is missing: {TINY} has no config.json; install nanovllm again")
         return TINY, "tiny"
     named = bool(given) and given.count("/") <= 1 and not given.startswith((".", "/", "~"))
     if named and download:
@@ -50,43 +59,47 @@ def resolve_folder(
     cache = hub_cache()
     repo = cache / f"models--{given.replace('/', '--')}"
     if not named or not os.path.isdir(repo):
-        told = "" if download else " (download=True, or --download, looks on the Hub)"
-        raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache}{told}")
+        hint = "" if download else " (download=True, or --download, fetches it from the Hub)"
+        raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache}{hint}")
     return find_snapshot(repo, revision), given
 
 
 def find_snapshot(repo: Path, revision: str | None) -> Path:
-    """The snapshot of a revision in a repository's folder of the cache. Raises `CheckpointError` naming what there is."""
+    """Return the snapshot of a revision in a repository's cache folder. Raises `CheckpointError`, which lists the cached revisions."""
     snapshots = sorted(path.name for path in (repo / "snapshots").glob("*") if path.is_dir())
     name = revision or "main"
     reference = repo / "refs" / name
     if not Path(name).is_absolute() and ".." not in Path(name).parts and os.path.isfile(reference):
         commit = reference.read_text(encoding="utf-8", errors="replace").strip()
         if commit not in snapshots:
-            raise CheckpointError(f"{repo}: refs/{name} names the snapshot {commit}, which is missing: not downloaded whole")
+            raise CheckpointError(
+                f"{repo}: refs/{name} names the snapshot {commit}, which is missing: the repository was not downloaded whole"
+            )
         return repo / "snapshots" / commit
     if revision is None and len(snapshots) == 1:  # a cache that was copied by hand
         return repo / "snapshots" / snapshots[0]
-    found = [snapshot for snapshot in snapshots if COMMIT.fullmatch(name) and snapshot.startswith(name)]
-    if len(found) == 1:
-        return repo / "snapshots" / found[0]
-    if found:
-        raise CheckpointError(f"{repo}: revision {name!r} is the beginning of several commits: {', '.join(found)}")
+    matching = [snapshot for snapshot in snapshots if COMMIT.fullmatch(name) and snapshot.startswith(name)]
+    if len(matching) == 1:
+        return repo / "snapshots" / matching[0]
+    if matching:
+        raise CheckpointError(f"{repo}: revision {name!r} is the beginning of several commits: {', '.join(matching)}")
     refs = sorted(path.relative_to(repo / "refs").as_posix() for path in (repo / "refs").rglob("*") if path.is_file())
-    there = ", ".join([*refs, *snapshots]) or "nothing"
+    cached = ", ".join([*refs, *snapshots]) or "nothing"
     if revision is None:
-        raise CheckpointError(f"{repo}: no refs/main; name a revision of those that the cache has: {there}")
-    raise CheckpointError(f"{repo}: no revision {name!r}; the cache has {there}")
+        raise CheckpointError(f"{repo}: no refs/main; name a revision that the cache has: {cached}")
+    raise CheckpointError(f"{repo}: no revision {name!r}; the cache has {cached}")
 
 
 def download_snapshot(repo: str, revision: str | None, *, with_code: bool = False) -> Path:
-    """Bring a repository's newest files at a revision into the Hugging Face cache, through huggingface_hub; returns the snapshot.
+    """Download a repository's newest files at a revision into the Hugging Face cache with huggingface_hub, and return the snapshot.
 
-    Fetched are configs, tokenizers, templates and safetensors, with `with_code` Python files too; what the cache has is not fetched again.
-    Where the Hub cannot be reached, or `HF_HUB_OFFLINE` says so, a snapshot that is whole will do. Raises `CheckpointError` with the
-    reason: no such repository or revision, a gated one, no network.
+    It fetches configs, tokenizers, templates and safetensors, and with `with_code` Python files too. Cached files are not fetched again. If
+    the Hub cannot be reached, or `HF_HUB_OFFLINE` is set, a complete snapshot in the cache is enough.
+
+    Raises:
+        CheckpointError: The repository or revision does not exist or is gated, or there is no network.
     """
-    import huggingface_hub  # takes a while, and most never need it
+    import huggingface_hub  # slow to import, and seldom needed
 
     try:
         return Path(
@@ -98,14 +111,14 @@ def download_snapshot(repo: str, revision: str | None, *, with_code: bool = Fals
                 ignore_patterns=list(UNWANTED),
             )
         )
-    except Exception as error:  # of the library, of its HTTP client, of the system
+    except Exception as error:  # from the library, its HTTP client, or the system
         at = repo if revision is None else f"{repo} at {revision}"
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{at} could not be downloaded: {type(error).__name__}: {reason}") from error
 
 
 def require_whole(folder: Path) -> None:
-    """Raises `CheckpointError` naming the first file that a snapshot of the cache lacks: its config, what a link leads to, weights."""
+    """Raise `CheckpointError` naming the first missing file of a cached snapshot: its config, the target of a link, or weights."""
     if folder.parent.name != "snapshots":
         return
     links = sorted(path.name for path in folder.iterdir() if path.is_symlink() and not path.exists())
@@ -130,13 +143,13 @@ def hub_cache() -> Path:
 
 
 def cached_repositories() -> list[tuple[str, Path]]:
-    """The models of the cache by name, each with its folder there. Nothing is looked at but names."""
+    """The models of the cache by name, each with its folder. Only names are read."""
     folders = sorted(path for path in hub_cache().glob("models--*") if path.is_dir())
     return [(path.name.removeprefix("models--").replace("--", "/", 1), path) for path in folders]
 
 
 def read_json(file: Path, *, required: bool = False) -> dict[str, Any]:
-    """A JSON object out of a checkpoint folder; `{}` where the file is absent and not required. Raises `CheckpointError`."""
+    """Read a JSON object of a checkpoint folder; `{}` if the file is absent and not required. Raises `CheckpointError`."""
     if not file.is_file():
         if required:
             raise CheckpointError(f"{file.parent}: no {file.name}")

@@ -1,4 +1,4 @@
-"""`load_model`: a checkpoint folder becomes a `Model`."""
+"""`load_model` reads a checkpoint folder and returns a `Model`."""
 
 import os
 import sys
@@ -37,24 +37,46 @@ def load_model(
     download: bool = False,
     max_model_len: int | None = None,
 ) -> Model:
-    """Load a Hugging Face folder, a repository out of the local Hugging Face cache, or `"tiny"`, the packaged model.
+    """Load a model: the weights, the config and the tokenizer of a checkpoint.
 
-    No network is used without `download`, which first fetches what the cache lacks of a repository. `revision` is a branch, a tag or a
-    commit of one (see `checkpoint_folder.resolve_folder`).
-    Defaults: CUDA where there is one; the checkpoint's dtype on CUDA, float32 on a CPU. `progress` as in `weights.load_params`.
-    `tokenizer` False loads none, and the folder needs none: the model takes and gives token ids.
-    `max_model_len`: the most tokens of a request. Only models that turn long requests otherwise than short ones (LongRoPE) depend on it:
-    beyond the context that they were first trained on they are another model, with KV of its own; None keeps to that context.
-    Raises `CheckpointError` naming what is wrong with the folder, `InvalidRequestError` for a device or dtype that does not exist here.
-    An architecture without a file in `models/` runs through transformers' own module, slower, where its attention goes through that
-    library's interface. A checkpoint that brings code is refused without `trust_remote_code`; with it, stderr names each file before it
-    is executed, and none is where the architecture is built in, or in transformers.
+    No network is used unless `download` is True. An architecture without a file in `models/` runs through transformers' own module. This
+    fallback is slower, and needs a model whose attention uses transformers' attention interface.
+
+    Args:
+        path_or_repo: A Hugging Face checkpoint folder, the name of a repository in the local Hugging Face cache, or `"tiny"`, the packaged
+            model.
+        device: A torch device, such as `"cpu"` or `"cuda:0"`. None: the current CUDA GPU if torch sees one, else the CPU.
+        dtype: float32, bfloat16, float16 or float64, as a torch dtype or by name. None: the checkpoint's dtype on a GPU, float32 on a CPU.
+        progress: Whether to show a progress bar on stderr while the weights are read. None: only if stderr is a terminal.
+        trust_remote_code: Whether Python code in the checkpoint may be executed. Each file is named on stderr before it runs. The code
+            never runs if the architecture is built in, or part of transformers.
+        tokenizer: Whether to load a tokenizer. Without it the model takes and returns token ids only, and the folder needs none.
+        revision: A branch, a tag or a commit of a repository; the beginning of a commit's hash is enough if it is unambiguous. None:
+            `main`, or the only snapshot in the cache if it has no `refs/main`.
+        download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.
+        max_model_len: The longest request, in tokens, that you will run. Only LongRoPE models depend on it: they rotate long requests by
+            other frequencies, and KV of the two kinds cannot be mixed. None: the context length of their first training.
+
+    Returns:
+        The model, with its weights on `device` in `dtype`.
+
+    Raises:
+        CheckpointError: The checkpoint was not found, could not be downloaded, is incomplete or malformed, or is quantised. Or its
+            architecture cannot run, or it needs code that `trust_remote_code` does not allow.
+        InvalidRequestError: An argument has a wrong type or value, or the device or dtype is unavailable.
+
+    Examples:
+        >>> model = nv.load_model("tiny", device="cpu")
+        >>> model
+        Model('tiny', Qwen3ForCausalLM, 5,772,544 parameters, float32 on cpu)
+        >>> model.tokenizer.encode("Once upon a time")
+        [858, 974, 258, 632]
     """
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
     if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int) or max_model_len < 1):
         raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1, or None")
-    if not isinstance(trust_remote_code, bool):  # what is merely truthy is no opt-in
+    if not isinstance(trust_remote_code, bool):  # a value that is only truthy does not count as consent
         raise InvalidRequestError(f"trust_remote_code={trust_remote_code!r} must be True or False")
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
@@ -83,24 +105,34 @@ def load_model(
 
 
 def require_vocabulary(encoder: Tokenizer, config: ModelConfig, folder: Path) -> None:
-    """Raises `CheckpointError` for a tokenizer whose vocabulary the model does not have. A token that was added to it may lie beyond, as
-    that for images of Gemma 3 does: only a text that has it is refused."""
+    """Raise `CheckpointError` if the tokenizer's own vocabulary is larger than the model's.
+
+    An added token may be beyond the model's vocabulary, such as the image token of Gemma 3. Only a text that contains it is refused.
+    """
     if encoder.max_base_id >= config.vocab_size:
-        raise CheckpointError(f"{folder}: the tokenizer has the id {encoder.max_base_id}, the model's vocab_size is {config.vocab_size}")
+        raise CheckpointError(
+            f"{folder}: the tokenizer has the id {encoder.max_base_id}, but the model's vocab_size is {config.vocab_size}"
+        )
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[ModelSpec, ModelConfig]:
-    """The architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
+    """Read the architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
     hf = read_json(folder / "config.json", required=True)
     spec = find_spec(hf, folder, trust_remote_code=trust_remote_code)
     return spec, spec.config_from_hf(hf)
 
 
 def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The `generation_config.json` of a folder as it stands, `{}` without one, and the end tokens that it names.
+    """Read the `generation_config.json` of a folder, unchanged, and the end tokens that it names.
 
-    They end a reply as those of `config.json` do; what is sampled by is read when a request asks (`from_generation_config`), and unknown
-    keys are left alone. Raises `CheckpointError` for what is no JSON object, and for end tokens that are no ids.
+    These end a reply just as those of `config.json` do. The sampling options are validated when a request uses them, in
+    `from_generation_config`. Unknown keys are ignored.
+
+    Returns:
+        The values, `{}` without a file, and the ids of the end tokens.
+
+    Raises:
+        CheckpointError: The file is not a JSON object, or its end tokens are not ids.
     """
     file = folder / "generation_config.json"
     values = read_json(file)
@@ -111,10 +143,15 @@ def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...
 
 
 def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The architecture that a folder's config names: a built-in one, or one that runs through transformers. Raises `CheckpointError`: an
-    unknown one, one that cannot run, quantised weights, or code without the opt-in."""
+    """Find the architecture that a folder's config names: a built-in one, or one that runs through transformers.
+
+    Raises:
+        CheckpointError: The architecture is unknown or cannot run, the weights are quantised, or code is needed and not allowed.
+    """
     if hf.get("quantization_config"):
-        raise CheckpointError(f"quantised weights are not supported: quantization_config={hf['quantization_config']!r}")
+        raise CheckpointError(
+            f"quantised weights are not supported, load an unquantised checkpoint: quantization_config={hf['quantization_config']!r}"
+        )
     names = hf.get("architectures")
     for name in names if isinstance(names, list) else []:
         if name in REGISTRY:
@@ -127,28 +164,30 @@ def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> Model
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """A device that exists here; None: CUDA where there is one. Raises `InvalidRequestError`."""
+    """Return an available device. None: the current CUDA GPU if torch sees one, else the CPU. Raises `InvalidRequestError`."""
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise InvalidRequestError(f"device={device!r} is not a torch device such as 'cpu' or 'cuda:0'") from error
-    if found.type == "cpu":
+    if resolved.type == "cpu":
         return torch.device("cpu")
-    if found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
-        raise InvalidRequestError(f"device={device!r} is not here; there are cpu and {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    if resolved.type != "cuda" or (resolved.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequestError(
+            f"device={device!r} is unavailable: torch sees {torch.cuda.device_count()} CUDA GPUs; use device='cpu' or an available GPU"
+        )
+    return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
 
 
 def resolve_dtype(dtype: torch.dtype | str | None, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype to load in; None: the checkpoint's on CUDA, float32 on a CPU. Raises `InvalidRequestError`."""
+    """Return the dtype to load in. None: the checkpoint's on a GPU, float32 on a CPU. Raises `InvalidRequestError`."""
     if dtype is None:
         return dtype_of(config.dtype) if device.type == "cuda" else torch.float32
     try:
-        found = dtype_of(dtype)
+        resolved = dtype_of(dtype)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
-    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise InvalidRequestError(f"dtype={dtype!r} is not one of float32, bfloat16, float16, float64")
-    return found
+    if resolved not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise InvalidRequestError(f"dtype={dtype!r} must be one of float32, bfloat16, float16, float64")
+    return resolved

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: its safetensors files, single or sharded, and where each tensor lies in them."""
+"""Reads which tensors a checkpoint folder has, and where they are in its safetensors files, single or sharded."""
 
 import json
 import re
@@ -16,13 +16,21 @@ from nanovllm.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth")
-NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")  # a shard's name: its number, from 1, and how many there are
-LONGEST_HEADER = 100_000_000  # bytes, as the format has it
+NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")  # a shard's number, from 1, and the number of shards
+LONGEST_HEADER = 100_000_000  # bytes, the limit of the format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """Where one tensor of a checkpoint lies: `start` and `stop` are byte offsets in `file`."""
+    """One tensor of a checkpoint file.
+
+    Attributes:
+        file: The safetensors file.
+        dtype: The dtype, in the format's spelling, such as `"BF16"`.
+        shape: The shape.
+        start: Where its bytes begin in the file.
+        stop: Where its bytes end.
+    """
 
     file: Path
     dtype: str
@@ -32,10 +40,12 @@ class TensorHeader:
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
-    """The names of the files that hold a folder's weights, sorted: those of the index, or `model.safetensors`, or numbered shards.
+    """Return the sorted names of a folder's weight files: the files of the index, or `model.safetensors`, or numbered shards.
 
-    A file that is missing is among them: each that the index names, the first by number where there is no index. Raises
-    `CheckpointError` for an unreadable index, and where there are no weights or none but pickled ones.
+    Missing files are included: each missing file that the index names, and without an index the first missing shard.
+
+    Raises:
+        CheckpointError: The index is unreadable, or the folder has no safetensors weights.
     """
     if (folder / INDEX).is_file():
         return tuple(sorted(set(_read_index(folder / INDEX).values())))
@@ -56,10 +66,11 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def read_headers(folder: Path) -> Mapping[str, TensorHeader]:
-    """The headers of all tensors of a checkpoint folder, single or sharded, by tensor name.
+    """Read the headers of all tensors of a checkpoint folder, by tensor name.
 
-    Raises `CheckpointError` naming the file: no safetensors file, an unreadable index, a missing shard, a truncated or garbage file, a
-    tensor that the index places elsewhere, and one that occurs twice, in one file or in two.
+    Raises:
+        CheckpointError: There is no safetensors file, the index is unreadable, a shard is missing, or a file is damaged. Or a tensor occurs
+            twice, or in another file than the index says. The message names the file.
     """
     index = folder / INDEX
     places = _read_index(index) if index.is_file() else None
@@ -76,7 +87,7 @@ def read_headers(folder: Path) -> Mapping[str, TensorHeader]:
                 raise CheckpointError(f"{folder / file}: holds {name}, which the index {placed}")
             headers[name] = header
     if places is not None and (absent := sorted(places.keys() - headers.keys())):
-        raise CheckpointError(f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places there")
+        raise CheckpointError(f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places in it")
     return MappingProxyType(headers)
 
 
@@ -92,8 +103,8 @@ def _read_index(index: Path) -> Mapping[str, str]:
 
 
 def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
-    # Names are looked at first, because `safe_open`, the judge of all else (offsets, overlaps, lengths), takes the last of two that
-    # are the same. The layout: github.com/huggingface/safetensors#format
+    # Names are compared first, because `safe_open` takes the last of two equal names. It validates everything else: offsets, overlaps and
+    # lengths. The format: github.com/huggingface/safetensors#format
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -117,10 +128,10 @@ def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
 
 
 def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which no name may occur twice: `json` would keep the last and say nothing."""
-    found: dict[str, Any] = {}
+    """Build a JSON object, in which no name may occur twice. `json` itself would silently keep the last value."""
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise CheckpointError(f"{file}: {name} occurs twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values

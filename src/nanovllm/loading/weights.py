@@ -1,7 +1,7 @@
-"""Weights: safetensors files -> `Params` through the model's table, matrix by matrix, and random weights from the same table.
+"""Reads safetensors files into `Params` by the model's table, one matrix at a time, and writes them.
 
-Each parameter is read, cast and moved to its device before the next is touched: beyond the model itself, which on a GPU is not the host's,
-the host holds a buffer of 4 MiB and what allocators keep, 32 MiB at most in tests.
+Each parameter is read, cast and moved to its device before the next one is read. In addition to the model itself, the host holds a buffer
+of 4 MiB and memory that allocators keep: 32 MiB at most in tests. On a GPU the model takes no host memory.
 """
 
 import hashlib
@@ -29,34 +29,36 @@ from nanovllm.models.registry import REGISTRY
 from nanovllm.models.spec import ModelSpec
 from nanovllm.types import FLOATS, Tensor
 
-SHARD = 1 << 30  # bytes after which a file that is written ends
+SHARD = 1 << 30  # bytes after which a written file ends
 STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
 SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
 
 
 def wanted(headers: Mapping[str, TensorHeader], spec: ModelSpec) -> Mapping[str, TensorHeader]:
-    """The tensors of a checkpoint by the names of the model's table, without those that it never asks for. Raises `CheckpointError` where
-    two tensors have the same one."""
+    """The tensors of a checkpoint by the names of the model's table, without tensors that the model never uses.
+
+    Raises `CheckpointError` if two tensors map to the same name.
+    """
     named: dict[str, TensorHeader] = {}
     for stored, header in headers.items():
         name = spec.checkpoint_name(stored)
         if name in named:
-            raise CheckpointError(f"{header.file}: holds {stored}, which is a second {name}")
+            raise CheckpointError(f"{header.file}: two tensors map to {name}; the second is {stored}")
         if name is not None:
             named[name] = header
     return MappingProxyType(named)
 
 
 def check_headers(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> None:
-    """Raises `CheckpointError` for the first of `header_faults`."""
+    """Raise `CheckpointError` with the first sentence of `header_faults`."""
     for fault in header_faults(headers, table, config):
         raise CheckpointError(fault)
 
 
 def header_faults(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> Iterator[str]:
-    """A sentence for each tensor that is missing, misshapen, not of a floating-point dtype, or unknown.
+    """Yield a sentence for each tensor that is missing or unknown, or has a wrong shape or dtype.
 
-    Ignored: `lm_head.weight` where the head is tied, and stored rotary frequencies, which are computed.
+    Two kinds are ignored: `lm_head.weight` if the head is tied, and stored rotary frequencies, which are computed.
     """
     wanted = {name: shape for info in infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
     for name, shape in wanted.items():
@@ -73,8 +75,10 @@ def header_faults(headers: Mapping[str, TensorHeader], table: Params[ParamInfo],
 
 
 def stored_head(folder: Path, config: ModelConfig) -> ModelConfig:
-    """The config with a head of its own where it ties the head to the embedding table and the checkpoint holds another one all the same,
-    which then counts, as in transformers. Raises `CheckpointError`."""
+    """Untie the head in the config if the checkpoint also holds a head that differs from the embedding table.
+
+    The stored head then counts, as in transformers. Raises `CheckpointError`.
+    """
     if not config.tie_word_embeddings:
         return config
     spec = REGISTRY[config.architecture]
@@ -104,9 +108,20 @@ def _same(one: TensorHeader, other: TensorHeader) -> bool:
 def load_params(
     folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, progress: bool | None = None
 ) -> tuple[Params[Tensor], str]:
-    """The weights of a checkpoint folder on `device` in `dtype`, and the checkpoint's fingerprint.
+    """Load the weights of a checkpoint folder on `device` in `dtype`.
 
-    `progress` shows a bar on stderr; None: where stderr is a terminal. Raises `CheckpointError`.
+    Args:
+        folder: The checkpoint folder.
+        config: Its config.
+        device: Where the weights go.
+        dtype: Their dtype.
+        progress: Whether to show a progress bar on stderr. None: only if stderr is a terminal.
+
+    Returns:
+        The weights, and the checkpoint's fingerprint.
+
+    Raises:
+        CheckpointError: A file is unreadable, or the tensors do not fit the config.
     """
     spec = REGISTRY[config.architecture]
     table, headers = spec.param_table(config), wanted(read_headers(folder), spec)
@@ -136,7 +151,7 @@ def load_params(
 
 
 def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Tensor) -> None:
-    # Plain reads through one small buffer: pages of a memory map would count as this process's memory until the file is closed.
+    # Plain reads through one small buffer: the pages of a memory map would count as this process's memory until the file is closed.
     dtype, view, done = FLOATS[header.dtype], stage.numpy().data, 0
     stream.seek(header.start)
     while header.start + done < header.stop:
@@ -144,7 +159,7 @@ def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Ten
         while got < size:
             count = stream.readinto(view[got:size])
             if not count:
-                raise CheckpointError(f"{header.file}: ends while it is being read")
+                raise CheckpointError(f"{header.file}: the file ended before the whole tensor was read")
             got += count
         first = done // dtype.itemsize
         flat[first : first + size // dtype.itemsize].copy_(stage[:size].view(dtype))
@@ -152,7 +167,7 @@ def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Ten
 
 
 def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
-    """Write weights into a folder as a checkpoint has them, in `dtype`; the host holds little more than one of the files at a time."""
+    """Write weights into a folder in the form of a checkpoint, in `dtype`. The host holds little more than one file at a time."""
     table = REGISTRY[config.architecture].param_table(config)
     part: dict[str, Tensor] = {}
     places: dict[str, str] = {}
@@ -177,7 +192,8 @@ def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype
 def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
     """SHA-256 (hex) of the config, of every tensor's name, dtype and shape, and of bytes from its start, middle and end.
 
-    It costs milliseconds and does not depend on how tensors are spread over files. It tells checkpoints apart; it is no integrity check.
+    It takes milliseconds, and does not depend on how tensors are distributed over files. It distinguishes checkpoints; it does not prove
+    that a file is undamaged.
     """
     digest = hashlib.sha256(repr(config).encode())
     with ExitStack() as stack:

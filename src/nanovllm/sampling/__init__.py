@@ -1,1 +1,1 @@
-"""From logits to tokens: options, penalties, filters and the draw."""
+"""From logits to tokens: options, penalties, filters and sampling."""

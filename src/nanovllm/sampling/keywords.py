@@ -1,4 +1,4 @@
-"""What is said of a keyword that a function does not have."""
+"""Error messages for unknown keyword arguments."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def explain_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make an unknown keyword an `InvalidRequestError` that names it, the closest valid one and all that are valid."""
+    """Turn an unknown keyword into an `InvalidRequestError` that names it, the closest valid keyword, and all valid ones."""
     names = tuple(name for name in inspect.signature(function).parameters if name != "self")
 
     @functools.wraps(function)
@@ -28,7 +28,7 @@ def explain_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 def _unknown(name: str, value: object, names: tuple[str, ...]) -> InvalidRequestError:
     sampling = tuple(SamplingParams.__dataclass_fields__)
-    where = "" if "sampling_params" in names else " to a call that makes a reply"
+    where = "" if "sampling_params" in names else " to a call that samples, such as generate"
     if name in sampling:
         return InvalidRequestError(f"{name!r} is a sampling option: pass SamplingParams({name}={show(value)}){where}")
     close = closest(name, (*names, *sampling))

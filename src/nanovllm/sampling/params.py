@@ -1,4 +1,4 @@
-"""`SamplingParams`: the options of one request, checked when they are built."""
+"""`SamplingParams`: the sampling options of one request, validated when it is built."""
 
 import difflib
 import functools
@@ -17,25 +17,25 @@ __all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_gener
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
-MIN_TEMPERATURE = 1e-3  # below it what top-p divides by the temperature leaves float32's useful range; 0 is greedy
+MIN_TEMPERATURE = 1e-3  # below it, logits divided by the temperature leave float32's useful range in top-p; 0 is greedy
 MAX_TEMPERATURE = 100.0
 INT32_MAX = 2**31 - 1
-TRANSFORMERS_TOP_K = 50  # its default where a model samples and its generation_config.json is silent
+TRANSFORMERS_TOP_K = 50  # its default for a model that samples and whose generation_config.json has none
 DRAWN = {"temperature": (MIN_TEMPERATURE, MAX_TEMPERATURE), "top_k": (0, INT32_MAX), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 C = TypeVar("C")
 
 
 def show(value: object) -> str:
-    """A value as a message names it: short, whatever it is."""
+    """A short form of any value, for messages."""
     try:
         return reprlib.repr(value)
-    except Exception:  # a hostile __repr__, or an int of more digits than Python prints
+    except Exception:  # a __repr__ that raises, or an int with more digits than Python prints
         return f"<{type(value).__name__}>"
 
 
 def closest(name: str, names: Sequence[str]) -> str | None:
-    """The one of `names` that somebody who wrote `name` most likely meant; None where none is like it."""
+    """The name that somebody who wrote `name` most likely meant; None if no name is similar."""
     alike = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return next(iter([*alike, *(other for other in names if len(name) > 3 and name in other)]), None)
 
@@ -90,13 +90,13 @@ def _is_text(value: object) -> bool:
         return False
     try:
         value.encode()
-    except UnicodeEncodeError:  # a lone surrogate never occurs in decoded text
+    except UnicodeEncodeError:  # a lone surrogate, which never occurs in decoded text
         return False
     return True
 
 
 def _items(name: str, value: Any, accepted: str) -> tuple[Any, ...]:
-    # Sized, so that an endless iterator is refused and not walked
+    # It must have a size, so that an endless iterator is refused instead of consumed
     if not isinstance(value, Collection) or isinstance(value, (str, bytes, bytearray, Mapping)):
         _refuse(name, value, accepted)
     try:
@@ -107,10 +107,10 @@ def _items(name: str, value: Any, accepted: str) -> tuple[Any, ...]:
 
 def _stop(value: Any) -> tuple[str, ...]:
     accepted = f"must be a non-empty string, or a sequence of at most {MAX_STOPS} of them, without lone surrogates"
-    found = (value,) if isinstance(value, str) else _items("stop", value, accepted)
-    if len(found) > MAX_STOPS or not all(_is_text(s) for s in found):
-        _refuse("stop", found, accepted)
-    return found
+    stops = (value,) if isinstance(value, str) else _items("stop", value, accepted)
+    if len(stops) > MAX_STOPS or not all(_is_text(s) for s in stops):
+        _refuse("stop", stops, accepted)
+    return stops
 
 
 def _stop_token_ids(value: Any) -> tuple[int, ...]:
@@ -121,17 +121,17 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...] | None:
     accepted = "must be None or a mapping from token id to a number in [-100, 100]"
     pairs = tuple(value.items()) if isinstance(value, Mapping) else _items("logit_bias", value, accepted)
-    found: dict[int, float] = {}
-    for pair in pairs:  # pairs too, because `dataclasses.replace` passes the normalised form back
+    biases: dict[int, float] = {}
+    for pair in pairs:  # pairs are accepted too, because `dataclasses.replace` passes the normalised form back
         if not isinstance(pair, tuple) or len(pair) != 2:
             _refuse("logit_bias", value, accepted)
         token_id = _int("a key of logit_bias", pair[0], 0, INT32_MAX)
-        found[token_id] = _float_in(f"logit_bias[{token_id}]", pair[1], -100.0, 100.0)
-    return tuple(sorted(found.items())) or None
+        biases[token_id] = _float_in(f"logit_bias[{token_id}]", pair[1], -100.0, 100.0)
+    return tuple(sorted(biases.items())) or None
 
 
 def _explains_unknown_keywords(cls: type[C]) -> type[C]:
-    """Make an unknown keyword of a dataclass an `InvalidRequestError` that names it and its closest valid one."""
+    """Turn an unknown keyword of a dataclass into an `InvalidRequestError` that names it and the closest valid keyword."""
     init = cls.__init__
     names = tuple(inspect.signature(init).parameters)[1:]
 
@@ -151,19 +151,41 @@ def _explains_unknown_keywords(cls: type[C]) -> type[C]:
 @_explains_unknown_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's options; hashable, and normalised, so that equal options compare equal.
+    """The sampling options of one request.
 
-    `temperature`: 0 is greedy, otherwise in [1e-3, 100]. `top_k`: the number of most likely tokens to draw from; 0 is all.
-    `top_p` in (0, 1]: the mass of most likely tokens to draw from. `min_p` in [0, 1]: the least probability, as a share of the largest.
-    `max_tokens` >= 1. `stop`: a string or up to 16, kept as a tuple. `stop_token_ids`: kept as a sorted tuple.
-    `ignore_eos`: go on after the model's end token. `seed` in [0, 2**63): None leaves the choice to the engine.
-    `repetition_penalty` in (0, 10] acts on the tokens of prompt and output (Keskar et al., 2019), `presence_penalty` and
-    `frequency_penalty` in [-2, 2] on those of the output (OpenAI's API reference). `logit_bias`: a mapping from token id to
-    [-100, 100], kept as sorted pairs, or None. `logprobs`: None for none, 0 for the drawn token's, up to 20 for as many of the
-    most likely tokens' beside it.
+    Values are normalised, so that equal options compare equal and have equal hashes. NumPy scalars are accepted like Python numbers; bools
+    are not numbers.
 
-    Raises `InvalidRequestError`, naming the value and what is accepted, for any other value and for an unknown keyword.
-    Numpy's scalars are taken as Python's; bools are not numbers.
+    Args:
+        temperature: Divides the logits: 0 is greedy decoding, otherwise a number in [0.001, 100].
+        top_k: Sample from the k most probable tokens only; 0 is off.
+        top_p: Nucleus sampling: sample from the most probable tokens whose probabilities add up to this share, in (0, 1]; 1 is off.
+        min_p: Drop tokens below `min_p` times the highest probability, in [0, 1]; 0 is off.
+        max_tokens: The most tokens of the reply, at least 1.
+        stop: A string, or up to 16, before which the reply ends; kept as a tuple.
+        stop_token_ids: Token ids that end the reply; kept as a sorted tuple.
+        ignore_eos: Whether the reply goes on after the model's end-of-sequence token.
+        seed: The same seed gives the same samples, whatever else runs in the batch; in [0, 2**63). None: the engine chooses one.
+        repetition_penalty: Makes tokens of the prompt and the output less probable if above 1 (Keskar et al., 2019); in (0, 10].
+        presence_penalty: Subtracted from the logit of each token in the output (OpenAI's API reference); in [-2, 2].
+        frequency_penalty: Subtracted once per occurrence of a token in the output (OpenAI's API reference); in [-2, 2].
+        logit_bias: A mapping from token id to a number in [-100, 100] that is added to its logit, or None; kept as sorted pairs.
+        logprobs: How many of the most probable tokens to report per sampled token, up to 20. 0: only the sampled token's log-probability.
+            None: no log-probabilities.
+
+    Raises:
+        InvalidRequestError: An option is unknown, or its value is not accepted. The message names the value and the accepted ones.
+
+    Examples:
+        >>> params = nv.SamplingParams(temperature=0.7, top_p=0.9, stop="END")
+        >>> params.stop
+        ('END',)
+        >>> params == nv.SamplingParams(temperature=0.7, top_p=0.9, stop=["END"])
+        True
+        >>> nv.SamplingParams(top_p=2)
+        Traceback (most recent call last):
+            ...
+        nanovllm.errors.InvalidRequestError: top_p=2: must be a number in (0.0, 1.0]
     """
 
     temperature: float = 1.0
@@ -204,21 +226,27 @@ class SamplingParams:
 
 
 def validate_for(params: SamplingParams, vocab_size: int) -> None:
-    """Check the token ids of `params` against a vocabulary. Raises `InvalidRequestError` naming the first id outside `[0, vocab_size)`."""
+    """Check the token ids in `params` against a vocabulary.
+
+    Raises:
+        InvalidRequestError: A token id is outside `[0, vocab_size)`. The message names the first one.
+    """
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", dict(params.logit_bias or ()))):
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(f"{name} holds the token id {token_id}; the vocabulary accepts 0 to {vocab_size - 1}")
+                raise InvalidRequestError(f"{name} holds the token id {token_id}; the vocabulary has the ids 0 to {vocab_size - 1}")
 
 
 def from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
     """The options that a Hugging Face `generation_config.json` asks for: greedy unless its `do_sample` is true, as in transformers.
 
-    Read are `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens`. Null and absent ones keep our defaults,
-    but a model that samples has a `top_k` of 50, as in transformers. Numbers that other engines take and `SamplingParams` refuses mean
-    what they mean there: a temperature near 0 and a `top_p` of 0 are greedy, a negative `top_k` is all tokens, others move to the nearest
-    end of their range.
-    Raises `InvalidRequestError` for what is no number, and as `SamplingParams` does for the last two.
+    It reads `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens`. Null and absent keys keep our defaults,
+    except that a model that samples has a `top_k` of 50, as in transformers. Some numbers are valid in other engines but not in
+    `SamplingParams`. They keep their meaning: a temperature near 0 and a `top_p` of 0 are greedy, and a negative `top_k` is off. Others
+    move to the nearest accepted value.
+
+    Raises:
+        InvalidRequestError: A value is not a number, or `repetition_penalty` or `max_new_tokens` is not accepted by `SamplingParams`.
     """
     same = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
     options: dict[str, Any] = {ours: config[theirs] for theirs, ours in same.items() if config.get(theirs) is not None}
@@ -232,7 +260,7 @@ def from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
 
 
 def _moved(value: Any, low: int | float, high: int | float) -> Any:
-    """A number below `low` as 0 and one above `high` as that; what is no number as it is, for `SamplingParams` to refuse."""
+    """0 for a number below `low`, `high` for a number above it. Other values are returned unchanged, for `SamplingParams` to refuse."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return 0 if value < low else high if value > high else value

@@ -1,9 +1,9 @@
-"""Sampling: `sample(logits, sampling, positions)` draws a token for every row, `record` counts it for the penalties.
+"""Sampling: `sample(logits, sampling, positions)` samples a token for every row, and `record` counts it for the penalties.
 
-A row's token depends on its logits, its options, its seed and its position: not on the other rows, nor on which options they use. So every
-option's neutral value is a branch of `where`, and what decides a cut is compared, counted or added in integers.
+A row's token depends on its logits, its options, its seed and its position. It depends neither on the other rows nor on the options that
+they use. So the neutral value of every option is a branch of `where`, and each filter compares, counts or adds integers.
 
-Shapes: B rows, one a sequence; V vocabulary; C candidates that the cuts look at.
+Shapes: B rows, one per sequence; V vocabulary; C candidates that the filters examine.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,14 @@ from nanovllm.types import Float, Float32, Int32, Int64, Tensor, register_value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The drawn tokens. `logprobs` are natural logarithms under the model's own distribution, before any option; `top_*` are sorted."""
+    """The sampled tokens of B rows.
+
+    Attributes:
+        token_ids: The tokens, int32 `[B]`.
+        logprobs: Natural logarithms of their probabilities under the model's own distribution, before any option; float32 `[B]` or None.
+        top_ids: The most probable tokens, sorted, int32 `[B, C]` or None.
+        top_logprobs: Their log-probabilities, float32 `[B, C]` or None.
+    """
 
     token_ids: Int32[Tensor, "B"]
     logprobs: Float32[Tensor, "B"] | None = None
@@ -29,15 +36,20 @@ register_value(Sampled)
 
 
 def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Tensor, "B"] | Int64[Tensor, "B"]) -> Sampled:
-    """Draw one token a row; `positions[b]` is the index in its sequence of the token being drawn.
+    """Sample one token per row.
 
-    The order is vLLM's: log-probabilities of the untouched logits; bias; repetition, frequency and presence penalties; temperature; min-p;
-    top-k; top-p; then the draw, `argmax(logits + temperature * g)` with Gumbel noise g from the key (seed, position) and the token id.
-    At temperature 0 the token is the argmax of the penalised logits: the cuts and the noise do not apply.
+    The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; temperature; min-p;
+    top-k; top-p; sampling. The token is `argmax(logits + temperature * g)`, with Gumbel noise g from the key (seed, position) and the token
+    id. At temperature 0 it is the argmax of the penalised logits, without filters and noise.
 
-    Ties: the cuts go by value, so tokens that tie with the last one kept are kept too (top-p counts the mass of exactly top_k of them);
-    argmax takes the lowest id. The largest logit is always kept. A -inf logit is never drawn unless the whole row is -inf, which draws
-    token 0. Where a row holds NaN or +inf its token is an id of the vocabulary, without further promise; other rows are not affected.
+    Ties: the filters compare values, so tokens that tie with the last kept token are kept too. Top-p counts the mass of exactly top_k of
+    them. Argmax takes the lowest id. The largest logit is always kept. A logit of -inf is never sampled, unless the whole row is -inf: then
+    the token is 0. If a row holds NaN or +inf, its token is some id of the vocabulary; other rows are not affected.
+
+    Args:
+        logits: The logits, `[B, V]`.
+        sampling: The options of the rows.
+        positions: For each row the index of the sampled token in its sequence, `[B]`.
     """
     x_BV = logits
     if sampling.logit_bias is not None:
@@ -69,9 +81,9 @@ def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:
 
 
 def _least_kept(x_BV: Tensor, sampling: Sampling, temperature: Tensor) -> Tensor | None:
-    """The least logit that min-p, top-k and top-p keep, -inf where they keep all; None where no row uses them.
+    """The smallest logit that min-p, top-k and top-p keep, -inf if they keep all; None if no row uses them.
 
-    It is undivided by the temperature, so that what is compared with it is equal to the bit however the division rounds.
+    It is not divided by the temperature, so that comparisons are exact however the division rounds.
     """
     if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
         return None
@@ -103,8 +115,8 @@ def _least_kept(x_BV: Tensor, sampling: Sampling, temperature: Tensor) -> Tensor
 
 
 def _num_in_nucleus(exponents_BC: Tensor, kept_BC: Tensor, top_p_B1: Tensor) -> Tensor:
-    """How many of the kept tokens, in descending order, hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
-    # Fixed point, 40 bits below the largest weight: integers add up to the same whatever the order, the length or the device
+    """The number of kept tokens, in descending order, that hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
+    # Fixed point, 40 bits below the largest weight: a sum of integers is the same for any order, length and device
     weights_BC = torch.where(kept_BC, (torch.exp(exponents_BC) * 2.0**40).long(), 0)
     sums_BC = weights_BC.cumsum(1)
     wanted_B1 = (top_p_B1.double() * sums_BC[:, -1:].double()).long()
@@ -113,9 +125,10 @@ def _num_in_nucleus(exponents_BC: Tensor, kept_BC: Tensor, top_p_B1: Tensor) -> 
 
 
 def record(sampling: Sampling, token_ids: Int32[Tensor, "B"]) -> Sampling:
-    """`sampling` is donated: the counts of its penalties, if it has any, are increased in place by the tokens just drawn, one a row.
+    """Donates `sampling`. Count the sampled tokens, one per row, for the penalties.
 
-    The returned value shares all its memory, and O(B) numbers are written: no copy of `[B, V]`. Without penalties nothing is done.
+    The counts are increased in place: O(B) numbers are written, and nothing of size `[B, V]` is copied. The returned value shares all
+    memory. Without penalties nothing is done.
     """
     if sampling.penalties is not None:
         counts = sampling.penalties.counts

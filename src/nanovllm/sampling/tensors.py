@@ -17,7 +17,10 @@ NO_IDS = np.empty(0, np.int32)
 
 
 class Features(NamedTuple):
-    """Which fields of a `Sampling` are on: with the shapes, all that traced code specialises on, hence the key of a captured graph."""
+    """Which fields of a `Sampling` are on.
+
+    Traced code specialises on them and on the shapes only, so they are the key of a captured graph.
+    """
 
     temperature: bool = False
     top_k: bool = False
@@ -31,9 +34,14 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """Repetition (neutral: 1) acts on tokens of prompt or output, presence and frequency (neutral: 0) on those of the output.
+    """The penalties of B rows. Repetition acts on tokens of prompt and output, presence and frequency on tokens of the output.
 
-    `counts` says how often each token stands in the row's output; `record` writes it in place.
+    Attributes:
+        repetition: Repetition penalties, float32 `[B]`; neutral: 1.
+        presence: Presence penalties, float32 `[B]`; neutral: 0.
+        frequency: Frequency penalties, float32 `[B]`; neutral: 0.
+        prompt_mask: Whether a token occurs in the row's prompt, bool `[B, V]`.
+        counts: How often a token occurs in the row's output, int32 `[B, V]`; `record` writes it in place.
     """
 
     repetition: Float32[Tensor, "B"]
@@ -50,9 +58,17 @@ class Penalties:
 class Sampling:
     """The options of a batch as tensors. A field that no row uses is None, so that its work is neither traced nor run.
 
-    Neutral values: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, bias 0. `num_logprobs` is None, or how many of the most likely
-    tokens are reported beside the drawn one. `num_candidates` bounds the search for the cuts of top-k and top-p to as many of the largest
-    logits; it may be set when every row that uses either has 0 < top_k <= num_candidates, and it never changes a token.
+    Attributes:
+        seeds: The rows' seeds, int64 `[B]`.
+        temperature: float32 `[B]`; neutral: 0 (greedy).
+        top_k: int32 `[B]`; neutral: 0.
+        top_p: float32 `[B]`; neutral: 1.
+        min_p: float32 `[B]`; neutral: 0.
+        penalties: The penalties.
+        logit_bias: float32 `[B, V]`; neutral: 0.
+        num_logprobs: How many of the most probable tokens are reported in addition to the sampled one, or None.
+        num_candidates: How many of the largest logits top-k and top-p examine; None: all. It may be set if every row that uses either has
+            `0 < top_k <= num_candidates`, and it never changes a token.
     """
 
     seeds: Int64[Tensor, "B"]
@@ -74,7 +90,7 @@ register_value(Sampling, static=("num_logprobs", "num_candidates"))
 
 
 def features(params: Sequence[SamplingParams]) -> Features:
-    """Which fields the rows of a batch need. Cuts of greedy rows do not count, because they change nothing."""
+    """Which fields the rows of a batch need. The filters of greedy rows do not count, because they change nothing."""
     random = [p for p in params if p.temperature > 0]
     top_k, top_p = any(p.top_k > 0 for p in random), any(p.top_p < 1 for p in random)
     widest = max((p.top_k for p in random), default=0)
@@ -87,7 +103,7 @@ def features(params: Sequence[SamplingParams]) -> Features:
         min_p=any(p.min_p > 0 for p in random),
         penalties=any(penalises(p) for p in params),
         logit_bias=any(p.logit_bias is not None for p in params),
-        # One number for all requests that want any: fewer graphs, and ties are reported alike whatever others ask for
+        # One number for all requests that ask for any: fewer graphs, and ties are reported alike whatever other requests ask for
         num_logprobs=None if not logprobs else MAX_LOGPROBS if max(logprobs) > 0 else 0,
         num_candidates=next((c for c in (32, 128, 1024) if widest <= c), None) if (top_k or top_p) and not unbounded else None,
     )
@@ -101,17 +117,23 @@ def penalises(p: SamplingParams) -> bool:
 def build(
     rows: Sequence[Row], vocab_size: int, device: torch.device | str, *, pad_to: int | None = None, on: Features | None = None
 ) -> Sampling:
-    """The tensors of `rows`, followed by greedy rows up to `pad_to`; each row is (options, seed, prompt ids, output ids).
+    """The tensors of `rows`, followed by greedy rows up to `pad_to`.
 
-    `on` names the fields to make: by default those that the rows need; more is allowed, as for a captured graph, and changes no token.
-    Token ids must lie in the vocabulary (see `validate_for`). Raises `ValueError` if `on` lacks a field that the rows need, or
-    `pad_to` is below the number of rows.
+    Args:
+        rows: For each row its options, seed, prompt ids and output ids. The ids must be in the vocabulary; see `validate_for`.
+        vocab_size: V.
+        device: Where the tensors go.
+        pad_to: The number of rows in total. None: no padding.
+        on: The fields to make. More than the rows need is allowed, as for a captured graph, and changes no token. None: the needed ones.
+
+    Raises:
+        ValueError: `on` lacks a field that the rows need, or `pad_to` is below the number of rows.
     """
     params = [p for p, *_ in rows]
     needed = features(params)
     on = needed if on is None else on
     if not _covers(on, needed):
-        raise ValueError(f"{on} does not cover what the rows need: {needed}")
+        raise ValueError(f"{on} does not cover the fields that the rows need: {needed}")
     size = len(rows) if pad_to is None else pad_to
     if size < len(rows):
         raise ValueError(f"pad_to={pad_to} is below the number of rows, {len(rows)}")
@@ -120,7 +142,7 @@ def build(
         return torch.tensor([*values, *[neutral] * (size - len(rows))], dtype=dtype).to(device)
 
     def table(ids: Sequence[np.ndarray], values: Tensor) -> Tensor:
-        """Zeros [size, V] with the values set (bool) or added (numbers) at each row's ids."""
+        """Zeros `[size, V]`, with the values set (bool) or added (numbers) at each row's ids."""
         row = torch.from_numpy(np.repeat(np.arange(len(ids)), [len(i) for i in ids])).to(device)
         col = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ids]).astype(np.int64)).to(device)
         zeros = torch.zeros((size, vocab_size), dtype=values.dtype, device=device)
@@ -129,7 +151,7 @@ def build(
     def penalties() -> Penalties:
         prompts, outputs = [prompt for *_, prompt, _ in rows], [output for *_, output in rows]
         return Penalties(
-            # A smaller divisor would leave float32's range
+            # with a smaller divisor logits would leave float32's range
             repetition=column([max(p.repetition_penalty, 1e-6) for p in params], torch.float32, 1.0),
             presence=column([p.presence_penalty for p in params], torch.float32, 0.0),
             frequency=column([p.frequency_penalty for p in params], torch.float32, 0.0),
@@ -166,7 +188,8 @@ def _covers(on: Features, needed: Features) -> bool:
 def copy_into(dst: Sampling, src: Sampling) -> Sampling:
     """Copy `src` into the memory of `dst`, the static buffers of a captured graph, and return `dst`.
 
-    Raises `ValueError`, before anything is written, unless both have the same fields, number of rows and vocabulary.
+    Raises:
+        ValueError: The two differ in their fields, number of rows or vocabulary. Then nothing was written.
     """
     (to, to_shape), (values, shape) = _tensors(dst), _tensors(src)
     if to_shape != shape:
@@ -177,7 +200,7 @@ def copy_into(dst: Sampling, src: Sampling) -> Sampling:
 
 
 def _tensors(s: Sampling) -> tuple[list[Tensor], Mapping[str, object]]:
-    """The tensors of the fields that are on, and what a captured graph fixes: their shapes and the static fields."""
+    """The tensors of the fields that are on, and the properties that a captured graph fixes: their shapes and the static fields."""
     fields = {"seeds": s.seeds, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p}
     if s.penalties is not None:
         p = s.penalties

@@ -1,1 +1,1 @@
-"""The values that change: each call takes the old one and returns the new one."""
+"""The values that change: each call takes the old value and returns a new one."""

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class _Older(NamedTuple):
-    """What a version is that another was made of: the newer one, and what stood at the places where they differ."""
+    """The contents of an older version: the newer version that was made from it, and its own values where the two differ."""
 
     newer: "IntArray"
     places: np.ndarray
@@ -16,10 +16,11 @@ class _Older(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class IntArray:
-    """A fixed number of ints. The newest version has the memory; those before it know what was overwritten.
+    """A fixed number of ints. The newest version has the memory; older versions know which values were overwritten.
 
-    Reading and writing the newest cost what the places cost, whatever the length. An older one gets memory of its own when it is used
-    again. Since the memory was last copied, `_written` places were written: never many more than it has, so old values stay small.
+    Reading and writing the newest version takes time by the number of places, whatever the length. An older version copies the memory when
+    it is used again. `_written` counts the places written since the memory was last copied. It never exceeds the length by much, so old
+    values stay small.
     """
 
     _held: Union[np.ndarray, _Older]  # noqa: UP007 (a name in quotes within)
@@ -27,7 +28,7 @@ class IntArray:
 
     @staticmethod
     def full(length: int, value: int = 0, dtype: type[np.integer] = np.int32) -> "IntArray":
-        """One value everywhere."""
+        """An array with one value everywhere."""
         return IntArray(np.full(length, value, dtype) if value else np.zeros(length, dtype))
 
     def __getitem__(self, place: int) -> int:
@@ -36,26 +37,28 @@ class IntArray:
         return self._memory().item(place)
 
     def get(self, places: np.ndarray) -> np.ndarray:
-        """What stands at these places, which are int32. Raises `IndexError` for one that is not in the array."""
+        """The values at these places, which are int32. Raises `IndexError` for a place outside the array."""
         return self._memory()[_unsigned(places)]
 
     def put(self, places: np.ndarray, values: np.ndarray | int) -> "IntArray":
-        """The array with other values at these places; where one is given twice, the values are the same. Raises `IndexError` for one that
-        is not in the array."""
-        memory, at = self._memory(), _unsigned(places).astype(np.intp)  # what numpy would make of them twice
+        """The array with other values at these places. If a place is given twice, its two values must be equal.
+
+        Raises `IndexError` for a place outside the array.
+        """
+        memory, at = self._memory(), _unsigned(places).astype(np.intp)  # as numpy would convert them twice
         before = memory[at]
         if self._written > len(memory):
             memory = memory.copy()
             newer = IntArray(memory)
         else:
-            # This store comes before the write: interrupted between the two, both versions still read what stood there.
+            # Stored before the write: if the program is interrupted between the two, both versions still read the old values.
             newer = IntArray(memory, self._written + len(places))
             self._held = _Older(newer, places.copy(), before)
         memory[at] = values
         return newer
 
     def copy(self) -> np.ndarray:
-        """All ints, in memory of the caller's own."""
+        """A copy of all ints."""
         return self._memory().copy()
 
     def _memory(self) -> np.ndarray:
@@ -74,7 +77,7 @@ class IntArray:
 
 
 def _unsigned(places: np.ndarray) -> np.ndarray:
-    """Places of which negative ones are out of range, too."""
+    """Places as unsigned ints, so that negative places are out of range too."""
     if places.dtype != np.int32:
-        raise TypeError(f"places are int32, not {places.dtype}")
+        raise TypeError(f"places must be int32, not {places.dtype}")
     return places.view(np.uint32)

@@ -1,4 +1,4 @@
-"""`Chunk`: an immutable handle on the KV of a run of tokens."""
+"""`Chunk`: an immutable handle on the KV of a row of tokens."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,19 +11,22 @@ Gaps = tuple[tuple[int, int], ...]  # (index of a token, its position less its i
 
 
 def offset_after(gaps: Gaps) -> int:
-    """The position less the index of all tokens behind the last gap."""
+    """Return position minus index for all tokens after the last gap."""
     return gaps[-1][1] if gaps else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """How the KV came about: exact (what a full prefill of the same tokens gives), or the operations that made it approximate."""
+    """How KV came about: exact, or the operations that made it approximate.
+
+    KV is exact if a full prefill of the same tokens gives the same.
+    """
 
     operations: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
-        """True when no operation changed what a full prefill would have given."""
+        """Whether a full prefill of the same tokens gives the same KV."""
         return not self.operations
 
     def __str__(self) -> str:
@@ -35,10 +38,26 @@ EXACT = Provenance()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """KV of `len(chunk)` tokens in `pages`, the last of which may be partly filled.
+    """An immutable handle on the KV of `len(chunk)` tokens.
 
-    The first `num_exact` tokens are exact whatever the provenance of the whole. `gaps` tell where drops by `gap` left positions out.
-    `liveness` is unique in its engine and listed in `EngineState.chunks` until the chunk is released; `engine` names that engine.
+    The pages live until `release`. Several chunks may share pages. `str(chunk.provenance)` says whether the KV is exact or approximate.
+
+    Attributes:
+        tokens: The token ids; `token_ids` has them as an array.
+        pages: The pages that hold the KV, in order; the last one may be partly filled.
+        provenance: How the KV came about: exact, or the operations that made it approximate.
+        num_exact: The number of leading tokens whose KV is exact, whatever the provenance of the whole.
+        gaps: Where `drop(mode="gap")` left positions out: for the first token after each gap, its index, and its position minus its index.
+        fingerprint: The fingerprint of the model that made the KV.
+        engine: The id of the engine that holds the pages.
+        liveness: The number of this handle, unique in its engine. `EngineState.chunks` lists it until the chunk is released.
+
+    Examples:
+        >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+        >>> chunk
+        Chunk(4 tokens, 1 pages, exact, liveness=0)
+        >>> len(chunk), chunk.num_exact, str(chunk.provenance)
+        (4, 4, 'exact')
     """
 
     tokens: IntVector
@@ -58,12 +77,25 @@ class Chunk:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The tokens, int32 `[len(chunk)]`, read-only."""
+        """The token ids, int32 `[len(chunk)]`, read-only.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+            >>> chunk.token_ids.tolist()
+            [858, 974, 258, 632]
+        """
         return self.tokens.array()
 
     @property
     def positions(self) -> np.ndarray:
-        """The position each key was rotated for, int32 `[len(chunk)]`."""
+        """The position for which each key was rotated, int32 `[len(chunk)]`.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+            >>> state, chunk = nv.drop(model, state, chunk, 1, 2, mode="gap")
+            >>> chunk.positions.tolist()
+            [0, 2, 3]
+        """
         positions = np.arange(len(self), dtype=np.int32)
         for (start, offset), (stop, _) in pairwise((*self.gaps, (len(self), 0))):
             positions[start:stop] += offset

@@ -1,4 +1,4 @@
-"""`EngineState`: everything of one engine that changes, and the lease that makes a donated value an error to use."""
+"""`EngineState`: everything in one engine that changes from call to call."""
 
 from dataclasses import dataclass, field
 from dataclasses import replace as _replace
@@ -20,24 +20,53 @@ from nanovllm.types import register_value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Tokens since the engine began. run = prefill + decode = needed - reused + rerun + discarded."""
+    """Counts of tokens since the engine was made.
 
-    prefill_tokens: int = 0  # prompt tokens run
-    decode_tokens: int = 0  # reply tokens run
-    reused_tokens: int = 0  # prompt tokens whose KV was there already
-    rerun_tokens: int = 0  # of those run: run before, lost to preemption
-    discarded_tokens: int = 0  # of those run: ahead, then not used
-    probed_tokens: int = 0  # beside those run: through the first layers alone, to choose what is to run
+    The counts keep one identity: `prefill_tokens + decode_tokens = needed - reused_tokens + rerun_tokens + discarded_tokens`. Here `needed`
+    are the prompt and reply tokens that run once in an engine without reuse, preemption and run-ahead.
+
+    Attributes:
+        prefill_tokens: Prompt tokens that were run.
+        decode_tokens: Reply tokens that were run.
+        reused_tokens: Prompt tokens whose KV was found in memory, and which were not run.
+        rerun_tokens: Tokens that were run again because preemption lost their KV.
+        discarded_tokens: Tokens of decode steps that ran ahead and were not used.
+        probed_tokens: Tokens run through the first layers only, to choose which tokens to recompute. No other count includes them.
+        preemptions: How many times a running request lost its pages.
+
+    Examples:
+        >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+        >>> state.stats.prefill_tokens, state.stats.decode_tokens
+        (4, 0)
+    """
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    reused_tokens: int = 0
+    rerun_tokens: int = 0
+    discarded_tokens: int = 0
+    probed_tokens: int = 0
     preemptions: int = 0
 
     def add(self, **more: int) -> "Stats":
-        """The counters with some increased."""
+        """Return the counts with some of them increased.
+
+        Args:
+            **more: By how much to increase each named count.
+
+        Returns:
+            New counts; the old ones do not change.
+
+        Examples:
+            >>> nv.Stats().add(prefill_tokens=4).prefill_tokens
+            4
+        """
         return _replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Session:
-    """Sequences between `begin` and `commit`, with the pages reserved for `room` steps of each."""
+    """The sequences between `begin` and `commit`, and the number of decode steps, `room`, for which each has pages."""
 
     sequences: tuple[Sequence, ...]
     room: int
@@ -45,11 +74,32 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineState:
-    """Donated by every call that takes it. `running` is in order of arrival; `chunks` are the live handles by liveness token.
+    """Donated by every call that takes it, except for calls that only read. Everything in one engine that changes.
 
-    As a pytree its leaves are the KV memory; the rest is structure.
+    `init_state` makes the first state, and each call returns the next one. Only the newest state can be used. As a pytree its leaves are
+    the KV memory; the rest is structure.
 
-    `loaded` names the sequences whose rows stand in the runtime's decode carry, in order; None when it has to be loaded anew.
+    Attributes:
+        config: The engine's limits, such as `num_pages` and `max_num_seqs`.
+        kv: The KV memory.
+        pool: The pages with their owners, and the prefix index.
+        running: The running sequences, in order of arrival.
+        waiting: The waiting sequences, in order of arrival.
+        chunks: The live chunks by their `liveness` number.
+        sessions: The sequences between `begin` and `commit`, by session number.
+        stats: Counts of tokens run, reused and discarded.
+        next_id: The number that the next request, chunk or session gets.
+        kept: Sequences that have ended but still hold their pages.
+        loaded: The ids of the sequences in the executor's decode carry, in order. None if the carry must be loaded again.
+        epoch: How many calls had taken over the memory when this state was made.
+        runtime: The parts that cannot be values: the lease on the memory, and the executor.
+
+    Examples:
+        >>> newer, chunk = nv.prefill(model, state, "Once upon a time")
+        >>> newer
+        EngineState(1 of 64 pages used, 1 chunk, 0 requests, epoch 1)
+        >>> state
+        EngineState(0 of 64 pages used, 0 chunks, 0 requests, epoch 0, donated)
     """
 
     config: EngineConfig
@@ -61,7 +111,7 @@ class EngineState:
     sessions: Map[int, Session] = field(default_factory=Map)
     stats: Stats = field(default_factory=Stats)
     next_id: int = 0
-    kept: Map[int, Sequence] = field(default_factory=Map)  # ended, their pages not given up yet
+    kept: Map[int, Sequence] = field(default_factory=Map)
     loaded: Any = None
     epoch: int = 0
     runtime: Leased
@@ -70,22 +120,32 @@ class EngineState:
         pages, stale = self.pool.pages, self.epoch != self.runtime.lease.epoch
         requests = len(self.running) + len(self.waiting) + len(self.kept) + sum(len(s.sequences) for s in self.sessions.values())
         used = f"{pages.num_pages - pages.num_free} of {pages.num_pages} pages used"
-        told = f"{used}, {len(self.chunks)} chunk{'s' * (len(self.chunks) != 1)}, {requests} request{'s' * (requests != 1)}"
-        return f"EngineState({told}, epoch {self.epoch}{', donated' if stale else ''})"
+        parts = f"{used}, {len(self.chunks)} chunk{'s' * (len(self.chunks) != 1)}, {requests} request{'s' * (requests != 1)}"
+        return f"EngineState({parts}, epoch {self.epoch}{', donated' if stale else ''})"
 
     @property
     def pages(self) -> PageState:
-        """Owners of the pages."""
+        """The number of owners of each page, and the free pages.
+
+        Examples:
+            >>> state.pages.num_free
+            64
+        """
         return self.pool.pages
 
     @property
     def prefix(self) -> PrefixIndex:
-        """The index of reusable pages."""
+        """The index that finds reusable pages by their tokens.
+
+        Examples:
+            >>> state.prefix
+            PrefixIndex(0 pages, 0 of them idle)
+        """
         return self.pool.prefix
 
 
 def windowed_pools(state: EngineState) -> tuple[bool, ...]:
-    """Of each KV pool whether it is that of layers with a window, and found by frames."""
+    """Return for each KV pool whether it belongs to layers with a sliding window, so that frames address it instead of pages."""
     frames = state.pool.frames
     return (False,) if frames is None else (True,) if frames.alone else (False, True)
 

@@ -1,7 +1,13 @@
-"""`check`: every invariant of an engine's state, stated as code."""
+"""The numbered invariants of an engine, and `check`, which holds a state to them.
+
+`INVARIANTS` is the one list: the errors of `check`, the messages of the machines in `nanovllm.testing` and the page
+`docs/explanation/invariants.md` quote it, and a test holds the page to it.
+"""
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import no_type_check
 
 import numpy as np
@@ -16,11 +22,88 @@ from nanovllm.state.request import Sequence
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import Frames
 
+INVARIANTS: Mapping[int, str] = MappingProxyType(
+    {
+        1: "The reference count of a page equals the number of references to it from live chunks, requests and the prefix index.",
+        2: "Every page of the pool is either free or referenced, never both and never neither.",
+        3: "A page is written only while it has exactly one owner.",
+        4: "The prefix index finds a page only by the whole prefix that it was filled with: no KV is shared after a token that differs.",
+        5: "A `PageState`, `PrefixIndex` or `Chunk` never changes after it was made, whatever is called later.",
+        6: "Every admitted request ends, whatever the size of the pool; once all handles are released, all pages are available again.",
+        7: "A step runs at least one token of each request that it schedules, and no request has more tokens than its pages hold.",
+        8: "On a CPU a reply does not depend on the rest of the batch; an exact chunk gives the logits of a full prefill, up to rounding.",
+        9: "Tokens run plus tokens reused equal tokens needed, plus those run again after preemption, plus those run ahead and discarded.",
+        10: "No page with approximate KV can be found in the prefix index.",
+        11: "Idle pages are the pages that only the prefix index owns; they are evicted in the order in which they became idle.",
+        12: "In a model with windows, each page that a chunk or a window of a request still needs has a sliding-window page of its own.",
+        13: "Requests run in order of arrival, at most `max_num_seqs` of them, and no request both runs and waits.",
+        14: "A chunk fits its pages, and its label is exact if and only if all its tokens are exact.",
+        15: "Only the newest state of an engine can be used; a state that an earlier call donated is refused.",
+    }
+)
+
+# The names that `check` gives to parts of an invariant.
+NUMBERS: Mapping[str, int] = MappingProxyType(
+    {
+        "reference counts": 1,
+        "partition": 2,
+        "index": 4,
+        "capacity": 7,
+        "sequences": 7,
+        "stats": 9,
+        "exact index": 10,
+        "idle pages": 11,
+        "eviction order": 11,
+        "frames": 12,
+        "needs": 12,
+        "spare frames": 12,
+        "windows": 12,
+        "order": 13,
+        "limits": 13,
+        "chunk": 14,
+        "provenance": 14,
+        "lease": 15,
+    }
+)
+
+
+def broken(number: int, detail: str, name: str = "") -> str:
+    """The message that says how an invariant is broken, and quotes it.
+
+    Args:
+        number: The invariant's number in `INVARIANTS`.
+        detail: The values that break it.
+        name: Which part of it is broken, where it has named parts.
+
+    Returns:
+        One line that begins with the number.
+
+    Examples:
+        >>> broken(3, "page 5 has 2 owners")
+        'invariant 3: page 5 has 2 owners. It says: A page is written only while it has exactly one owner.'
+    """
+    part = f", '{name}'" if name else ""
+    return f"invariant {number}{part}: {detail}. It says: {INVARIANTS[number]}"
+
 
 def check(state: EngineState) -> None:
-    """Raise `BrokenInvariantError` naming the invariant that does not hold, `DonatedStateError` for an old state.
+    """Check every invariant that can be read off a state. The time grows with the pool; no device memory is read.
 
-    Linear in the pool; reads no device memory.
+    Invariants 3, 5, 6 and 8 are about calls, not about one state: the machines of `nanovllm.testing` look for them.
+
+    Args:
+        state: The newest state of an engine.
+
+    Raises:
+        BrokenInvariantError: An invariant does not hold. The message has its number, its sentence and the values that break it.
+        DonatedStateError: The state was donated to a later call.
+        InvalidRequestError: `state` is not an `EngineState`.
+
+    Examples:
+        >>> import nanovllm as nv
+        >>> model = nv.load_model("tiny", device="cpu")
+        >>> state, chunk = nv.prefill(model, nv.init_state(model, num_pages=8), "Once upon a time,")
+        >>> nv.check(state)
     """
     if not isinstance(state, EngineState):
         raise InvalidRequestError(f"state must be an EngineState, not {type(state).__name__}")
@@ -34,7 +117,9 @@ def check(state: EngineState) -> None:
     needs = Counter(page for s in sequences for page in s.pages.array(s.retired).tolist())
     needs.update(page for chunk in state.chunks.values() for page in chunk.pages)
     check_pool(state.pool, owners, needs)
-    _require(state.config.num_frames == (state.pool.frames.num_frames if state.pool.frames else 0), "frames", "their number changed")
+    _require(
+        state.config.num_frames == (state.pool.frames.num_frames if state.pool.frames else 0), "frames", "the number of frames changed"
+    )
     for sequence in sequences:
         _check_sequence(sequence, size, state.config.num_pages)
         _check_retired(sequence, size, 0 if state.pool.frames is None else state.pool.frames.window)
@@ -57,8 +142,13 @@ def check(state: EngineState) -> None:
 
 
 def check_pool(pool: Pool, owners: Counter[int], needs: Counter[int] | None = None) -> None:
-    """The invariants of pages, index and frames, given the references that others than the index hold (page -> number), and how many of
-    these need the page's frame (None: all)."""
+    """Check the invariants of pages, index and frames.
+
+    Args:
+        pool: The pool.
+        owners: For each page how many owners it has other than the index.
+        needs: For each page how many of these need its frame. None: all.
+    """
     expected = Counter(owners)
     indexed, idle_pages = pool.prefix.pages(), set(pool.prefix.idle_pages())
     expected.update(indexed)
@@ -87,13 +177,15 @@ def _check_frames(frames: Frames, pages: PageState, needed: Counter[int]) -> Non
     expected = {page for page in with_frame if needs[page] == 0}
     _require(set(spare) == expected, "spare frames", f"pages {sorted(set(spare) ^ expected)[:8]} are spare and needed, or neither")
     since = np.flatnonzero(frames.spare.since.copy() >= 0).tolist()
-    _require(set(since) == expected, "spare frames", "the two directions of their order disagree")
+    _require(set(since) == expected, "spare frames", "the groups and the times of their pages disagree")
     oldest, now = frames.spare.oldest, frames.spare.now
-    _require(all(oldest <= time < now for time in frames.spare.groups), "spare frames", f"some came outside of times {oldest} ... {now}")
+    _require(
+        all(oldest <= time < now for time in frames.spare.groups), "spare frames", f"some became spare outside the times {oldest} ... {now}"
+    )
 
 
 def vars_of(value: object) -> list[int]:
-    """The fields of a slotted dataclass of numbers."""
+    """The values of a slotted dataclass of numbers."""
     return [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
 
 
@@ -111,45 +203,48 @@ def _check_pages(pages: PageState, expected: Counter[int]) -> None:
 
 
 def check_prefix(index: PrefixIndex) -> None:
-    """The invariants of the prefix index by itself."""
+    """Check the invariants of the prefix index by itself."""
     size = index.page_size
-    _require(len(index.heads) == len(index.runs), "index", f"{len(index.heads)} keys lead to {len(index.runs)} runs")
+    _require(len(index.heads) == len(index.runs), "index", f"{len(index.heads)} keys lead to {len(index.runs)} nodes")
     behind = Counter(run.parent for run in index.runs.values())
     keys = dict(index.heads.items())
     for head, run in index.runs.items():
         pages, parts = run.pages.tolist(), [part.tobytes() for part in np.split(run.tokens, range(size, len(run.tokens), size))]
-        _require(len(pages) > 0 and pages[0] == head, "index", f"the run of page {head} has pages {pages[:8]}")
+        _require(len(pages) > 0 and pages[0] == head, "index", f"the node of page {head} has pages {pages[:8]}")
         _require(len(run.tokens) == size * len(pages), "index", f"{len(pages)} pages are indexed with {len(run.tokens)} tokens")
         _require(run.parent == ROOT or run.parent in index, "index", f"page {head} follows {run.parent}, which is not indexed")
         _require(keys.get((run.parent, parts[0])) == head, "index", f"the key of page {head} does not lead to it")
         for place, page in enumerate(pages):
-            found = index.run_of[page], index.place_of[page]
-            _require(found == (head, place), "index", f"page {page} is at {place} of the run of {head} and says {found}")
+            noted = index.run_of[page], index.place_of[page]
+            _require(noted == (head, place), "index", f"page {page} is at {place} of the node of {head} and says {noted}")
             counted, real = index.num_behind[page], behind[page]
-            _require(counted == real, "index", f"page {page} counts {counted} runs behind it and has {real}")
+            _require(counted == real, "index", f"page {page} counts {counted} nodes after it and has {real}")
         for page, part in zip(pages, parts[1:], strict=False):
-            _require((page, part) not in keys, "index", f"two pages with the same tokens stand behind page {page}")
-    indexed, held = index.pages(), sum(len(run.pages) for run in index.runs.values())
-    _require(len(indexed) == held, "index", f"{len(indexed)} pages are indexed and the runs have {held}")
+            _require((page, part) not in keys, "index", f"two pages with the same tokens come after page {page}")
+    indexed, in_nodes = index.pages(), sum(len(run.pages) for run in index.runs.values())
+    _require(len(indexed) == in_nodes, "index", f"{len(indexed)} pages are indexed and the nodes have {in_nodes}")
     _check_idle(index, set(indexed))
 
 
 def _check_idle(index: PrefixIndex, indexed: set[int]) -> None:
     since, idle = index.idle_since.copy(), index.idle_pages()
     _require(len(idle) == len(set(idle)) == index.num_idle, "eviction order", f"{index.num_idle} pages are idle and {idle[:8]} listed")
-    _require(set(idle) == set(np.flatnonzero(since >= 0).tolist()), "eviction order", "its two directions disagree")
+    _require(set(idle) == set(np.flatnonzero(since >= 0).tolist()), "eviction order", "the groups and the times of their pages disagree")
     _require(indexed.issuperset(idle), "eviction order", f"pages {sorted(set(idle) - indexed)[:8]} are idle and not indexed")
     for time, pages in index.idle.items():
         within = len(pages) > 0 and index.oldest <= time < index.now
         _require(within, "eviction order", f"{len(pages)} pages are idle since {time}, not {index.oldest} ... {index.now}")
-        _require((since[pages] == time).all(), "eviction order", f"pages said to be idle since {time} do not say so")
+        _require((since[pages] == time).all(), "eviction order", f"pages in the group of time {time} note another time")
 
 
 def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_exact: int) -> None:
-    """Pages behind the first `num_exact` tokens are not found by these tokens; they may be by those that they were filled with."""
+    """Check that the index does not find pages after the first `num_exact` tokens by these tokens.
+
+    It may find them by the tokens of their prefill.
+    """
     pairs = list(zip(pages, match(state.prefix, tokens.array()).tolist(), strict=False))[num_exact // state.config.page_size :]
-    found = [page for page, indexed in pairs if page == indexed]
-    _require(not found, "exact index", f"approximate pages {found} are in the prefix index")
+    approximate = [page for page, indexed in pairs if page == indexed]
+    _require(not approximate, "exact index", f"approximate pages {approximate} are in the prefix index")
 
 
 def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:
@@ -163,7 +258,7 @@ def _check_sequence(sequence: Sequence, page_size: int, num_pages: int) -> None:
 
 
 def _check_retired(sequence: Sequence, page_size: int, window: int) -> None:
-    """Pages whose frames a sequence gave up are seen by no token that still runs, the last of a filled context among them."""
+    """Check that no token still to run sees pages whose frames a sequence gave up. The last token of a filled context may run again."""
     seen = max(0, min(sequence.num_filled, len(sequence.tokens) - 1) - window + 1) if window else 0
     name = f"request {sequence.request.request_id}"
     _require(0 <= sequence.retired * page_size <= seen, "windows", f"{name} retired {sequence.retired} pages and sees token {seen}")
@@ -173,4 +268,4 @@ def _check_retired(sequence: Sequence, page_size: int, window: int) -> None:
 @no_type_check  # called for every page: run-time checks would cost more than all else
 def _require(holds: bool, name: str, detail: str) -> None:
     if not holds:
-        raise BrokenInvariantError(f"invariant '{name}': {detail}")
+        raise BrokenInvariantError(broken(NUMBERS[name], detail, name))

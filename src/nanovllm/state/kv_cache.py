@@ -1,4 +1,4 @@
-"""`KVState`: the key/value memory of all layers, and the arithmetic of pages and slots."""
+"""`KVState`: the KV memory of all layers, and the arithmetic of pages and slots."""
 
 import math
 from dataclasses import dataclass
@@ -13,10 +13,17 @@ from nanovllm.types import Float, Tensor, brief_fields, register_value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVState:
-    """Donated. `pools`: a tensor `[L, N, 2, K, S, D]` (HND; axis 2 is keys, values) for the layers without a window, by pages, then one for
-    those with a window, by frames (`state/window_frames.py`); a group without layers has none (`ModelConfig.places`).
+    """Donated. The KV memory of all layers.
 
-    A pool holds one page more than `num_pages`: the last, the dummy page, takes the writes of padding and of tokens that are run again.
+    Attributes:
+        pools: One tensor per group of layers: first the layers without a sliding window, then those with one. A group without layers has no
+            tensor. Each has the shape `[L, N, 2, K, S, D]`: layers, pages, keys and values, KV heads, token slots of a page, head size.
+            Pages address the first pool. Frames (the KV memory of sliding-window pages) address the second. N includes one dummy page at
+            the end, which takes the writes of padding and of tokens that run again.
+
+    Examples:
+        >>> [list(pool.shape) for pool in state.kv.pools]
+        [[8, 65, 2, 2, 16, 64]]
     """
 
     pools: tuple[Float[Tensor, "_L _N 2 K S D"], ...]
@@ -31,9 +38,17 @@ register_value(KVState)
 def init_kv(
     config: ModelConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, num_frames: int | None = None
 ) -> KVState:
-    """Zeroed KV memory of `num_pages` pages and the dummy page: a masked read of a slot never written is then never NaN.
+    """Allocate zeroed KV memory for `num_pages` pages and the dummy page.
 
-    Layers with a window have `num_frames` and a dummy; None: a frame for each page, which has its number.
+    Zeros matter: a masked read of a slot that was never written must not give NaN.
+
+    Args:
+        config: The model's config.
+        num_pages: Pages, without the dummy page.
+        page_size: Tokens per page.
+        dtype: The dtype of keys and values.
+        device: Where the memory is.
+        num_frames: Frames of the layers with a sliding window, without the dummy frame. None: one frame per page, with the page's number.
     """
     frames = num_pages if num_frames is None else num_frames
     counts = (frames,) if config.all_windowed else (num_pages, frames)
@@ -46,11 +61,11 @@ def init_kv(
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU whose memory the system provides where it is first written: `torch.zeros` would touch every page of a large pool."""
+    """Zeros on the CPU whose memory the system provides at the first write. `torch.zeros` would touch every page of a large pool."""
     size = math.prod(shape) * dtype.itemsize
     try:
         raw = np.zeros(size + 64, np.uint8)
-    except (MemoryError, ValueError) as error:  # ValueError: more than an address holds
+    except (MemoryError, ValueError) as error:  # ValueError: the size exceeds the address space
         raise torch.OutOfMemoryError(str(error)) from error
     start = -raw.ctypes.data % 64  # a cache line, as torch's own allocator aligns
     return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
@@ -62,19 +77,22 @@ def bytes_per_page(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -
 
 
 def bytes_by_group(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of one page over the layers without a window, and of a frame over those with one."""
+    """Bytes of one page over the layers without a sliding window, and bytes of one frame over the layers with one."""
     a_layer = bytes_per_page(config, page_size=page_size, dtype=dtype) // config.num_layers
     windowed = sum(map(bool, config.windows))
     return (config.num_layers - windowed) * a_layer, windowed * a_layer
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold `num_tokens` tokens."""
+    """The number of pages that `num_tokens` tokens need."""
     return -(-num_tokens // page_size)
 
 
 def copy_pages(kv: KVState, copies: tuple[tuple[int, int], ...], frame_copies: tuple[tuple[int, int], ...] = ()) -> KVState:
-    """Donates `kv`. Copy whole pages, all layers, from the first to the second of each pair; `frame_copies` are these pages' frames."""
+    """Donates `kv`. Copy whole pages in all layers, from the first to the second page of each pair.
+
+    `frame_copies` are the frames of the same pairs.
+    """
     if copies:
         of_pools = (copies,) * len(kv.pools) if not frame_copies else (copies, frame_copies)[-len(kv.pools) :]
         for pages, pairs in zip(kv.pools, of_pools, strict=True):

@@ -1,4 +1,4 @@
-"""The lease on KV memory, which makes a donated value an error to use."""
+"""The lease on KV memory. It makes using a donated value an error."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,23 +13,37 @@ from nanovllm.errors import DonatedStateError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKey:
-    """What a state and its model must agree in: the weights, how they are held, and what turns the keys."""
+    """The properties in which a state and its model must agree.
+
+    Attributes:
+        fingerprint: The fingerprint of the weights.
+        dtype: The dtype of the weights and the KV.
+        device: Where they are.
+        rope: The rotary embedding, by which keys are rotated.
+        places: For each layer its KV pool, and its index in that pool.
+    """
 
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
     rope: RopeConfig
-    places: tuple[tuple[int, int], ...]  # for each layer its KV pool and its index there
+    places: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Who may use the KV memory: the state whose epoch is the lease's. Mutable on purpose, owned by the runtime.
+    """Says which state may use the KV memory: the state whose epoch equals the lease's. Mutable on purpose, and owned by the runtime.
 
-    `lost` are pages that a failed call wrote although an older value still counts on what stood there; the next call forgets them.
+    Attributes:
+        model: The model that the KV belongs to.
+        engine: The engine's id.
+        epoch: The epoch of the newest state.
+        lost: Pages that a failed call wrote although an older value still relies on their contents. The next call drops them from the
+            index.
+        dirty: Whether a failed call may have advanced the decode carry.
     """
 
-    model: ModelKey  # the model that the KV belongs to
+    model: ModelKey
     engine: str = field(default_factory=lambda: uuid4().hex)
     epoch: int = 0
     lost: frozenset[int] = frozenset()
@@ -39,25 +53,25 @@ class Lease:
         """Raise `DonatedStateError` unless `epoch` is the newest."""
         if epoch != self.epoch:
             raise DonatedStateError(
-                f"this state is {self.epoch - epoch} call(s) old and its memory was donated to a later one; use the state it returned"
+                f"this state is {self.epoch - epoch} call(s) old, and its memory was donated to a later call; use the state it returned"
             )
 
     def advance(self) -> int:
-        """Take the memory over: every older state is donated from here on. Returns the new epoch."""
+        """Take over the memory, which donates every older state. Returns the new epoch."""
         self.epoch += 1
         self.lost, self.dirty = frozenset(), False
         return self.epoch
 
     def lose(self, pages: Iterable[int]) -> None:
-        """Note that a failed call wrote these pages, and perhaps moved the decode carry on."""
+        """Note that a failed call wrote these pages, and may have advanced the decode carry."""
         self.lost, self.dirty = self.lost.union(pages), True
 
 
 @runtime_checkable
 class Leased(Protocol):
-    """A state's runtime, as far as a state knows it: it has the lease. `executor_of` gives the executor."""
+    """The part of a runtime that a state uses: its lease. `executor_of` returns the executor."""
 
     @property
     def lease(self) -> Lease:
-        """Who may use the KV memory."""
+        """Says which state may use the KV memory."""
         ...

@@ -1,4 +1,4 @@
-"""`Ages`: pages in the order in which they may be taken, those that became so by one call together. Persistent."""
+"""`Ages`: pages in the order in which they may be taken. Pages that one call added form a group. Persistent."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,16 @@ NO_PAGES = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ages:
-    """`groups[time]` are pages that came together, the first of them to go first; `since` is the way back (-1: not among them).
+    """Pages in the order in which they may be taken.
 
-    What a call costs does not depend on how many pages there are.
+    A value never changes, and the cost of a call does not depend on the number of pages.
+
+    Attributes:
+        groups: The pages added by one call, by time. The first page of a group is taken first.
+        since: For each page the time of its group; -1 if it is in none.
+        count: The number of pages in all groups.
+        oldest: A time before which there is no group.
+        now: The time of the next group.
     """
 
     groups: Map[int, np.ndarray]
@@ -25,17 +32,20 @@ class Ages:
     now: int
 
     def pages(self) -> list[int]:
-        """All pages, in the order in which they will be taken; linear in their number."""
+        """All pages, in the order in which they will be taken. The cost grows with their number."""
         return [page for time in sorted(self.groups) for page in self.groups[time].tolist()]
 
 
 def init_ages(num_pages: int) -> Ages:
-    """None of `num_pages` pages."""
+    """An empty order of `num_pages` possible pages."""
     return Ages(groups=Map(), since=IntArray.full(num_pages, -1, np.int64), count=0, oldest=0, now=0)
 
 
 def add(ages: Ages, pages: np.ndarray) -> Ages:
-    """With more pages, each given once, in the order in which they may be taken. Raises `BrokenInvariantError` for one that is there."""
+    """Add pages, each given once, in the order in which they may be taken.
+
+    Raises `BrokenInvariantError` for a page that is already in it.
+    """
     if not len(pages):
         return ages
     again = ages.since.get(pages) >= 0
@@ -47,7 +57,7 @@ def add(ages: Ages, pages: np.ndarray) -> Ages:
 
 
 def remove(ages: Ages, pages: np.ndarray) -> Ages:
-    """Without these pages; those that are not there are passed over."""
+    """Remove these pages; pages that are not in it are ignored."""
     times = ages.since.get(pages)
     times = times[times >= 0]
     if not len(times):
@@ -62,15 +72,15 @@ def remove(ages: Ages, pages: np.ndarray) -> Ages:
 
 
 def take(ages: Ages, count: int) -> tuple[Ages, np.ndarray]:
-    """Without the `count` that were there for longest, and these, in order. Raises `BrokenInvariantError` where there are fewer."""
+    """Remove the `count` pages that were added first, and return them in order. Raises `BrokenInvariantError` if there are fewer."""
     if count > ages.count:
         raise BrokenInvariantError(f"{count} spare pages were wanted and there are {ages.count}")
-    time, found, missing = ages.oldest, [NO_PAGES], count
+    time, parts, missing = ages.oldest, [NO_PAGES], count
     while missing:
         pages = ages.groups.get(time, NO_PAGES)[:missing]
-        found.append(pages)
+        parts.append(pages)
         missing -= len(pages)
         time += 1
-    taken = np.concatenate(found)
+    taken = np.concatenate(parts)
     left = remove(ages, taken)
     return Ages(groups=left.groups, since=left.since, count=left.count, oldest=max(ages.oldest, time - 1), now=left.now), taken

@@ -1,4 +1,4 @@
-"""`PageState`: which pages are free and how many owners each other page has. Persistent: no call changes an older value."""
+"""`PageState`: which pages are free, and how many owners each other page has. Persistent: a call never changes an older value."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,22 @@ FreeList = tuple[int, Any] | None  # (page, rest); an alias that names itself ca
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PageState:
-    """Owners of `num_pages` pages, `num_used` of which have one. `returned` lists pages given back, newest first; pages from `unused` on
-    were never handed out. The cost of a call does not depend on the size of the pool."""
+    """The free pages of a pool, and the number of owners of each other page.
+
+    A value never changes: each call returns a new one. The cost of a call does not depend on the size of the pool.
+
+    Attributes:
+        num_pages: Pages of the pool, without the dummy page.
+        num_used: Pages that have an owner.
+        counts: The number of owners of each page.
+        returned: The pages that were given back, newest first, as a linked list.
+        unused: The first page that was never handed out; all later ones are free too.
+
+    Examples:
+        >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+        >>> state.pages
+        PageState(1 of 64 pages used)
+    """
 
     num_pages: int
     num_used: int
@@ -25,12 +39,24 @@ class PageState:
 
     @property
     def num_free(self) -> int:
-        """Pages without an owner."""
+        """The number of pages without an owner.
+
+        Examples:
+            >>> state.pages.num_free
+            64
+        """
         return self.num_pages - self.num_used
 
     @property
     def refcounts(self) -> dict[int, int]:
-        """Every page that has owners, and how many; linear in the pool, for `check` and tests."""
+        """Every page that has owners, with their number. The cost grows with the pool: meant for `check` and for tests.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+            >>> state, copy = nv.fork(state, chunk)
+            >>> state.pages.refcounts
+            {0: 2}
+        """
         counts = self.counts.copy()
         return {int(page): int(counts[page]) for page in np.flatnonzero(counts)}
 
@@ -38,16 +64,46 @@ class PageState:
         return f"PageState({self.num_used} of {self.num_pages} pages used)"
 
     def refcount(self, page: int) -> int:
-        """Owners of `page`; 0 when it is free."""
+        """Return the number of owners of `page`, 0 if it is free.
+
+        Args:
+            page: The number of a page.
+
+        Returns:
+            The number of chunks, sequences and index entries that own the page.
+
+        Raises:
+            IndexError: The pool has no such page.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+            >>> state.pages.refcount(chunk.pages[0]), state.pages.refcount(63)
+            (1, 0)
+        """
         return self.counts[page]
 
     def owners(self, held: np.ndarray) -> np.ndarray:
-        """Owners of each page. Raises `BrokenInvariantError` for what is no page of the pool."""
+        """Return the number of owners of each of several pages.
+
+        Args:
+            held: The pages, int32.
+
+        Returns:
+            An int32 array of the same shape.
+
+        Raises:
+            BrokenInvariantError: A page is not in the pool.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, "Once upon a time")
+            >>> state.pages.owners(chunk.pages.array()).tolist()
+            [1]
+        """
         try:
             return self.counts.get(held)
         except IndexError:
-            strangers = [page for page in held.tolist() if not 0 <= page < self.num_pages]
-            raise BrokenInvariantError(f"pages {strangers[:8]} are not in a pool of {self.num_pages}") from None
+            outside = [page for page in held.tolist() if not 0 <= page < self.num_pages]
+            raise BrokenInvariantError(f"pages {outside[:8]} are not in a pool of {self.num_pages}") from None
 
 
 def init_pages(num_pages: int) -> PageState:
@@ -56,7 +112,7 @@ def init_pages(num_pages: int) -> PageState:
 
 
 def allocate(pages: PageState, count: int) -> tuple[PageState, tuple[int, ...]] | None:
-    """Take `count` free pages, one owner each; None, and nothing taken, when there are fewer."""
+    """Take `count` free pages, with one owner each. Returns None, and takes nothing, if there are fewer."""
     if count > pages.num_free:
         return None
     if count == 0:
@@ -68,7 +124,7 @@ def allocate(pages: PageState, count: int) -> tuple[PageState, tuple[int, ...]] 
 
 
 def upcoming(pages: PageState, count: int) -> tuple[int, ...] | None:
-    """The pages that `allocate` would hand out, in a third of its time; None when there are fewer."""
+    """The pages that `allocate` would hand out, in a third of its time; None if there are fewer."""
     return _upcoming(pages, count)[0] if count <= pages.num_free else None
 
 
@@ -93,12 +149,12 @@ def retain(pages: PageState, held: Ints) -> PageState:
 
 
 def release(pages: PageState, held: Ints) -> PageState:
-    """Take an owner from each page; a page without owners is free. Raises `BrokenInvariantError` for a page that is already free."""
+    """Remove an owner from each page; a page without owners is free. Raises `BrokenInvariantError` for a page that is already free."""
     return give_back(pages, held)[0]
 
 
 def give_back(pages: PageState, held: Ints) -> tuple[PageState, np.ndarray, np.ndarray]:
-    """`release`; returns, too, each page once, in the order given, and how many owners it has left."""
+    """Do as `release`, and return each page once, in the order given, with the number of owners that it has left."""
     held = as_array(held)
     unique, times = distinct(held)
     left = pages.owners(unique) - times
@@ -135,9 +191,9 @@ def require_writable(pages: PageState, written: Ints) -> None:
 
 
 def free_pages(pages: PageState) -> list[int]:
-    """Every free page; linear in the pool, for `check` and tests."""
-    found, rest = [], pages.returned
+    """Every free page. The cost grows with the pool: meant for `check` and for tests."""
+    free, rest = [], pages.returned
     while rest is not None:
         page, rest = rest
-        found.append(page)
-    return found + list(range(pages.unused, pages.num_pages))
+        free.append(page)
+    return free + list(range(pages.unused, pages.num_pages))

@@ -1,7 +1,6 @@
-"""The page pool: `PageState`, `PrefixIndex` and, for layers with windows, `Frames` together.
+"""The page pool: `PageState`, `PrefixIndex` and, for layers with a sliding window, `Frames` together.
 
-A page held by the index alone counts as available, and so does a frame that nobody needs: the index is an owner of pages and needs no
-frames.
+A page that only the index owns counts as available, and so does a frame that nobody needs. The index owns pages, but needs no frames.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from nanovllm.state.window_frames import Frames, num_retired
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
-    """Owners of the pages, the index of reusable ones, and the frames of layers with windows (None: no layer has one)."""
+    """The owners of the pages, the index of reusable pages, and the frames of layers with a sliding window (None: no layer has one)."""
 
     pages: PageState
     prefix: PrefixIndex
@@ -28,17 +27,20 @@ class Pool:
 
     @property
     def num_available(self) -> int:
-        """Pages that an allocation could get, with a frame each: free ones, and those only the index holds."""
+        """The number of pages that an allocation could get, with a frame each: free pages, and pages that only the index owns."""
         count = self.pages.num_free + self.prefix.num_idle
         return count if self.frames is None else min(count, self.frames.num_available)
 
     @property
     def num_free(self) -> int:
-        """Pages that an allocation could get, with a frame each, without taking from what a later request might find."""
+        """The number of pages that an allocation could get, with a frame each, without evicting a page that a later request might reuse."""
         return self.pages.num_free if self.frames is None else min(self.pages.num_free, self.frames.used.num_free)
 
     def spare(self, *, only_free: bool) -> int:
-        """Pages beyond an eighth of the pool that an allocation could get; `only_free`: without what a later request might find."""
+        """The number of pages that an allocation could get while an eighth of the pool stays available.
+
+        `only_free` leaves out pages that would have to be evicted.
+        """
         pages = self.pages.num_free + (0 if only_free else self.prefix.num_idle) - self.pages.num_pages // 8
         if self.frames is None:
             return pages
@@ -47,13 +49,13 @@ class Pool:
 
 @dataclass(slots=True)
 class Taken:
-    """What a call takes before it writes: pages, and the frames that they got."""
+    """The pages that a call takes before it writes, and their frames."""
 
     pages: list[int] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
 
     def note(self, pool: Pool, fresh: Ints) -> None:
-        """Pages that this pool has just handed out."""
+        """Add pages that this pool has just handed out."""
         fresh = as_array(fresh)
         self.pages.extend(fresh.tolist())
         if pool.frames is not None:
@@ -61,20 +63,20 @@ class Taken:
 
 
 def too_few(pool: Pool, what: str) -> OutOfPagesError:
-    """What is raised where the pool cannot give the pages that `what` needs."""
-    there = f"{pool.num_available} of {pool.pages.num_pages} pages are available"
+    """The error to raise if the pool cannot give the pages that `what` needs."""
+    available = f"{pool.num_available} of {pool.pages.num_pages} pages are available"
     if pool.frames is not None:
-        there += f", and {pool.frames.num_available} of {pool.frames.num_frames} frames for layers with windows"
-    return OutOfPagesError(f"{what}; {there}: release chunks, cancel requests, or make the pool larger")
+        available += f", and {pool.frames.num_available} of {pool.frames.num_frames} frames for layers with windows"
+    return OutOfPagesError(f"{what}; {available}: release chunks, cancel requests, or make the pool larger")
 
 
 def init_pool(num_pages: int, page_size: int, frames: Frames | None = None) -> Pool:
-    """A pool of free pages and an empty index."""
+    """A pool of free pages, and an empty index."""
     return Pool(pages=init_pages(num_pages), prefix=init_prefix(num_pages, page_size), frames=frames)
 
 
 def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
-    """Take `count` pages, and a frame for each, evicting idle ones where needed; None, and nothing changed, when there are too few."""
+    """Take `count` pages, and a frame for each, evicting idle pages if needed. Returns None, and changes nothing, if there are too few."""
     if count > pool.num_available:
         return None
     pages, prefix, frames = pool.pages, pool.prefix, pool.frames
@@ -91,7 +93,7 @@ def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
 
 
 def acquire(pool: Pool, held: Ints, retired: int = 0) -> Pool:
-    """Add an owner to pages that are in use or indexed. It needs the frames of those from place `retired` on."""
+    """Add an owner to pages that are in use or indexed. The owner needs the frames of the pages from place `retired` on."""
     held = as_array(held)
     if not len(held):
         return pool
@@ -100,10 +102,9 @@ def acquire(pool: Pool, held: Ints, retired: int = 0) -> Pool:
 
 
 def release(pool: Pool, held: Ints, retired: int = 0) -> Pool:
-    """Take an owner from each page of a run, given in order, which needed the frames of those from place `retired` on; the deepest page is
-    the first to become evictable.
+    """Remove an owner from pages in order, which needed the frames of the pages from place `retired` on.
 
-    A page that stands there twice loses two.
+    The last page becomes evictable first. A page that is listed twice loses two owners.
     """
     held = as_array(held)
     backwards = held[::-1]
@@ -118,7 +119,7 @@ def release(pool: Pool, held: Ints, retired: int = 0) -> Pool:
 
 
 def retire(pool: Pool, pages: Ints) -> Pool:
-    """An owner of each of these pages needs its frame no more."""
+    """Note that an owner of each of these pages no longer needs its frame."""
     return Pool(pages=pool.pages, prefix=pool.prefix, frames=pool.frames and frame_ops.retire(pool.frames, pages))
 
 
@@ -128,16 +129,23 @@ def match(pool: Pool, tokens: np.ndarray) -> np.ndarray:
 
 
 def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray, int]:
-    """The pages of the longest indexed prefix of `tokens` that a request for these can begin with, and how many of them, from the first
-    on, it needs no frames of. `whole`: it needs all, as what may become a chunk does.
+    """The pages of the longest indexed prefix with which a request for `tokens` can begin.
 
-    All pages that tokens behind the prefix see in layers with windows must have frames still.
+    In layers with a sliding window, all pages that later tokens see must still have frames.
+
+    Args:
+        pool: The pool.
+        tokens: The tokens of the request, int32.
+        whole: Whether the request needs all frames, because it may become a chunk.
+
+    Returns:
+        The pages, and the number of leading pages whose frames the request does not need.
     """
     matched, frames = match(pool, tokens), pool.frames
     if frames is None or not len(matched):
         return matched, 0
     size, counts = pool.prefix.page_size, np.arange(1, len(matched) + 1)
-    behind = np.maximum.accumulate(np.where(frames.have(matched), 0, counts))  # pages up to the last one that has no frame
+    behind = np.maximum.accumulate(np.where(frames.have(matched), 0, counts))  # leading pages up to the last page without a frame
     retired = 0 if whole else np.maximum(0, np.minimum(counts * size, len(tokens) - 1) - frames.window + 1) // size
     served = np.flatnonzero(behind <= retired)
     count = int(counts[served[-1]]) if len(served) else 0
@@ -145,9 +153,10 @@ def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray
 
 
 def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool:
-    """Index the full pages `start ...` of a run of exact KV; the index becomes an owner of the new ones.
+    """Index the full pages from `start` on of exact KV; the index becomes an owner of the new pages.
 
-    Where it has others for the same tokens, of which fewer have frames, those of the run take their places; what stands behind stays.
+    If the index has other pages for the same tokens, and fewer of them have frames, the given pages replace them. The pages after them
+    stay.
     """
     if pool.frames is not None:
         pool = _made_way(pool, pool.frames, tokens, held)
@@ -156,8 +165,10 @@ def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool
 
 
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:
-    """Take pages whose KV was lost, and all indexed behind them, out of the index; those that are left lose their frames, which nobody may
-    need."""
+    """Take pages whose KV was lost, and all indexed pages after them, out of the index.
+
+    Lost pages that still have an owner lose their frames, which nobody may need.
+    """
     prefix, dropped = prefix_ops.forget(pool.prefix, lost)
     pages, given, left = page_ops.give_back(pool.pages, dropped)
     if pool.frames is None:
@@ -167,7 +178,7 @@ def forget(pool: Pool, lost: frozenset[int]) -> Pool:
 
 
 def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray) -> Pool:
-    """The pool with a run's pages in the index, in the places of others for the same tokens of which fewer have frames."""
+    """The pool in which these pages replace other indexed pages for the same tokens, if fewer of the others have frames."""
     matched = match(pool, tokens)[: len(held)]
     places = np.flatnonzero(matched != held[: len(matched)])
     old, new = matched[places], held[places]

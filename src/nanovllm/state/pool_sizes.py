@@ -1,15 +1,16 @@
-"""How many pages and frames an engine has: KV memory, shared out between the layers with a window and those without.
+"""How many pages and frames an engine has: how KV memory is divided between layers with a sliding window and layers without.
 
-**Frames for all.** As many as can be needed at once where no chunk is alive: for each of `max_num_seqs` sequences the pages that a window
-can lie in, those that it gets ahead of need and one more, and what the prompts of a step fill; at least what one sequence of
-`max_model_len` tokens fills, for a chunk of so many. Seldom are so many sequences at their longest, and what is not needed serves prefix
-reuse. Chunks need frames for all their tokens: who holds many gives `num_frames`.
+**Enough frames.** By default an engine has as many frames as it can need at once while no chunk is alive. For each of `max_num_seqs`
+sequences these are the pages that a window spans, the pages that it gets ahead of need, and one more. The prompts of a step add the pages
+that they fill. There are at least as many as one sequence of `max_model_len` tokens has pages, so that a chunk of this length fits. Few
+engines run so many sequences at full length, and unneeded frames serve prefix reuse. Chunks need frames for all their tokens: if you keep
+many chunks, set `num_frames`.
 
-**Some layers without a window.** There are never more frames than pages. Where memory is short both get it page by page; frames no longer
-once there are enough for all.
+**Some layers have no window.** There are never more frames than pages. If memory is short, both grow together page by page, until there are
+enough frames.
 
-**All layers with a window.** Frames are the memory, and `num_pages` means them. Pages are entries of host arrays: as many as `max_num_seqs`
-sequences of `max_model_len` tokens have, so that a long request needs memory for its window alone.
+**All layers have a window.** Frames are the memory, and `num_pages` sets their number. Pages are only entries of host arrays: as many as
+`max_num_seqs` sequences of `max_model_len` tokens have. So a long request needs memory for its window only.
 """
 
 import torch
@@ -19,14 +20,25 @@ from nanovllm.errors import OutOfPagesError
 from nanovllm.state.kv_cache import bytes_by_group, pages_for
 from nanovllm.state.window_frames import least_frames
 
-LOOKAHEAD = 64  # tokens whose pages a decoding sequence gets ahead of need, while an eighth of the pool stays available
+LOOKAHEAD = 64  # tokens for which a decoding sequence gets pages ahead, while an eighth of the pool stays available
 
 
 def pool_sizes(
     config: ModelConfig, limits: EngineConfig, num_pages: int | None, num_frames: int | None, budget: int | None, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """`num_pages` and `num_frames` of an engine, where they are given, and by the rules above where not, within `budget` bytes, which
-    `num_pages=None` wants. Raises `OutOfPagesError` where not a page fits."""
+    """Return `num_pages` and `num_frames` of an engine.
+
+    Args:
+        config: The model's config.
+        limits: The engine's limits.
+        num_pages: The number of pages, or None for the rules of this module.
+        num_frames: The number of frames, or None for the rules of this module.
+        budget: Bytes of KV memory; required if `num_pages` is None.
+        dtype: The dtype of keys and values.
+
+    Raises:
+        OutOfPagesError: Not even one page fits.
+    """
     each = pages_for(limits.max_model_len, limits.page_size)
     all_pages = limits.max_num_seqs * each
     if not config.widest_window:
@@ -43,21 +55,21 @@ def pool_sizes(
 
 
 def dummies(config: ModelConfig, limits: EngineConfig) -> tuple[int, int | None]:
-    """The dummy page of the first KV pool, and that of the second (None: there is none)."""
+    """The dummy page of the first KV pool, and the dummy frame of the second; None if there is no second pool."""
     if len(config.pool_sizes) == 2:
         return limits.num_pages, limits.num_frames
     return limits.num_frames if config.all_windowed else limits.num_pages, None
 
 
 def frames_for_all(window: int, limits: EngineConfig) -> int:
-    """What all sequences that run can need at once."""
+    """The number of frames that all running sequences can need at once."""
     size = limits.page_size
     each = min(pages_for(limits.max_model_len, size), least_frames(window, size) + 1 + pages_for(LOOKAHEAD, size))
     return limits.max_num_seqs * each + pages_for(limits.max_num_batched_tokens, size)
 
 
 def bytes_of(config: ModelConfig, limits: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of an engine's KV memory, the dummies aside."""
+    """Bytes of an engine's KV memory, without the dummies."""
     page, frame = bytes_by_group(config, page_size=limits.page_size, dtype=dtype)
     return limits.num_pages * page + limits.num_frames * frame
 
@@ -65,7 +77,10 @@ def bytes_of(config: ModelConfig, limits: EngineConfig, dtype: torch.dtype) -> i
 def _within(
     config: ModelConfig, limits: EngineConfig, budget: int | None, most: int, enough: int, dtype: torch.dtype, *, fixed: bool = False
 ) -> int:
-    """The most pages, of at most `most`, that fit beside their frames, of which `enough` are enough; `fixed`: there are so many."""
+    """The largest number of pages, at most `most`, that fits with their frames.
+
+    `enough` frames are enough; with `fixed` there are exactly so many.
+    """
     page, frame = bytes_by_group(config, page_size=limits.page_size, dtype=dtype)
     assert budget is not None
     left = budget - page - frame  # the dummies
@@ -73,5 +88,7 @@ def _within(
     if page and not fixed and count < enough:  # a frame for each page
         count = left // (page + frame)
     if min(most, count) < 1:
-        raise OutOfPagesError(f"{budget / 2**20:.0f} MiB are left for KV and one page takes {(page + frame) / 2**20:.1f} MiB")
+        raise OutOfPagesError(
+            f"{budget / 2**20:.0f} MiB are left for KV, and one page takes {(page + frame) / 2**20:.1f} MiB: free some memory first"
+        )
     return min(most, count)

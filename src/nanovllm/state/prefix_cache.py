@@ -1,12 +1,13 @@
-"""`PrefixIndex`: full pages of exact KV by the tokens they hold. Persistent; a look-up never changes it.
+"""`PrefixIndex`: finds full pages of exact KV by their tokens. Persistent: a look-up never changes it.
 
-A trie whose nodes are runs of pages. The key of a run is (page before it, tokens of its first page), and all its tokens are compared, so a
-page is found by exact comparison of the whole prefix, not by a hash. The index owns one reference to each of its pages. A page that nobody
-else holds is `idle` and may be evicted, the one idle for longest first. Runs give their pages back deepest first, so leaves go first; only
-a chunk with a gap holds a page without those before it. A page leaves the index together with all behind it, because a look-up could not
-reach them.
+It is a radix tree whose nodes (class `Run`) are pages in a row. The key of a node is the page before it, with the tokens of its first page.
+All tokens of a node are compared, so a page is found by exact comparison of its whole prefix, not by a hash.
 
-What is done to many pages at once is done by array operations: nothing here but a slow path goes from page to page.
+The index owns one reference to each of its pages. A page without another owner is idle and may be evicted, the page that is idle for
+longest first. Nodes give their pages back from the end, so leaves go first. Only a chunk with a gap holds a page without the pages before
+it. A page leaves the index together with all pages after it, because a look-up could no longer reach them.
+
+Functions work on many pages at once with array operations. Only slow paths go from page to page.
 """
 
 from collections.abc import Iterable
@@ -21,12 +22,15 @@ from nanovllm.state.array import IntArray
 
 ROOT = -1
 NO_PAGES = np.empty(0, np.int32)
-NEAR = 1024  # pages that an eviction looks at together
+NEAR = 1024  # pages that an eviction examines together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Pages that entered the index by one call, each behind the one before, the first behind `parent`; those that left it were the last."""
+    """A radix-tree node: pages that entered the index by one call, each after the one before it, the first after `parent`.
+
+    Pages that left the index were always the last ones of their node.
+    """
 
     parent: int
     tokens: np.ndarray
@@ -35,10 +39,30 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixIndex:
-    """`runs` by their first page, to which `heads[parent, tokens of a page]` leads. Of a page, `run_of` is the first page of its run (-1:
-    not indexed), `place_of` its place there, `num_behind` the number of runs whose parent it is.
+    """Finds full pages of exact KV by their tokens and all tokens before them.
 
-    `idle[time]` are pages that became evictable together, the first of them to go first; `idle_since` is the way back (-1: not idle).
+    A value never changes: each call returns a new one. The index owns one reference to each of its pages. A page is idle if the index is
+    its only owner; idle pages may be evicted.
+
+    Attributes:
+        page_size: Tokens per page.
+        heads: The first page of a radix-tree node, by the page before it and the tokens of the first page.
+        runs: The radix-tree nodes by their first page.
+        run_of: For each page the first page of its node; -1 if it is not indexed.
+        place_of: For each page its place in its node.
+        num_behind: For each page the number of nodes that follow it.
+        idle: Groups of pages that became idle at the same time, by time. The first page of a group is evicted first.
+        idle_since: For each page the time at which it became idle; -1 if it is not idle.
+        num_idle: The number of idle pages.
+        oldest: A time before which no group is in `idle`.
+        now: The time of the next group.
+
+    Examples:
+        >>> tokens = list(range(100, 132))
+        >>> state, chunk = nv.prefill(model, state, tokens)
+        >>> state = nv.release(state, chunk)
+        >>> state.prefix
+        PrefixIndex(2 pages, 2 of them idle)
     """
 
     page_size: int
@@ -60,20 +84,70 @@ class PrefixIndex:
         return f"PrefixIndex({len(self.pages())} pages, {self.num_idle} of them idle)"
 
     def contains(self, pages: np.ndarray) -> np.ndarray:
-        """Which of these pages are indexed."""
+        """Return which of several pages are indexed.
+
+        Args:
+            pages: The pages, int32.
+
+        Returns:
+            A bool array of the same shape.
+
+        Raises:
+            IndexError: The pool has no such page.
+
+        Examples:
+            >>> state.prefix.contains(np.array([0, 1], np.int32)).tolist()
+            [False, False]
+        """
         return self.run_of.get(pages) >= 0
 
     def before(self, page: int) -> int:
-        """The page that an indexed one stands right behind, or `ROOT`."""
+        """Return the page whose tokens come right before those of an indexed page.
+
+        Args:
+            page: An indexed page.
+
+        Returns:
+            The page before it, or -1 if it is the first page of a prefix.
+
+        Raises:
+            KeyError: The page is not indexed.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, list(range(100, 132)))
+            >>> state = nv.release(state, chunk)
+            >>> [state.prefix.before(page) for page in state.prefix.pages()]
+            [-1, 0]
+        """
         run, place = self.runs[self.run_of[page]], self.place_of[page]
         return int(run.pages[place - 1]) if place else run.parent
 
     def pages(self) -> list[int]:
-        """All pages that are indexed; linear in the pool."""
+        """Return all indexed pages. The cost grows with the pool.
+
+        Returns:
+            The pages in ascending order.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, list(range(100, 132)))
+            >>> state = nv.release(state, chunk)
+            >>> state.prefix.pages()
+            [0, 1]
+        """
         return np.flatnonzero(self.run_of.copy() >= 0).tolist()
 
     def idle_pages(self) -> list[int]:
-        """All that could be evicted, in this order; linear in their number."""
+        """Return all pages that could be evicted. The cost grows with their number.
+
+        Returns:
+            The pages in the order of eviction.
+
+        Examples:
+            >>> state, chunk = nv.prefill(model, state, list(range(100, 132)))
+            >>> state = nv.release(state, chunk)
+            >>> state.prefix.idle_pages()
+            [1, 0]
+        """
         return [page for time in sorted(self.idle) for page in self.idle[time].tolist()]
 
 
@@ -86,32 +160,35 @@ def init_prefix(num_pages: int, page_size: int) -> PrefixIndex:
 
 
 def match(index: PrefixIndex, tokens: np.ndarray) -> np.ndarray:
-    """The pages (int32) that hold the longest indexed prefix of `tokens` (int32), in order. Costs a look-up for each run on the way."""
+    """The pages (int32) of the longest indexed prefix of `tokens` (int32), in order. Costs one look-up per radix-tree node on the way."""
     size, tokens = index.page_size, np.ascontiguousarray(tokens, np.int32)
-    found, parent = [NO_PAGES], ROOT
+    parts, parent = [NO_PAGES], ROOT
     while len(tokens) >= size:
         head = index.heads.get((parent, tokens[:size].tobytes()))
         if head is None:
             break
         run = index.runs[head]
         alike = _num_alike(run.tokens, tokens) // size
-        found.append(run.pages[:alike])
+        parts.append(run.pages[:alike])
         parent, tokens = int(run.pages[alike - 1]), tokens[alike * size :]
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 def _num_alike(a: np.ndarray, b: np.ndarray) -> int:
-    """How many of the first values are the same."""
+    """The number of leading values that are equal."""
     count = min(len(a), len(b))
     differs = a[:count] != b[:count]
     return int(differs.argmax()) if differs.any() else count
 
 
 def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int) -> tuple[PrefixIndex, np.ndarray]:
-    """Index full pages `start ...` of a run whose pages are `pages`; returns the pages that are new and need the index's reference.
+    """Index the full pages from `start` on of a sequence whose pages are `pages`.
 
-    Stops at a page whose tokens another page holds already, or whose predecessor is not indexed: behind it the run's own pages are
-    not what a look-up would find.
+    It stops at a page whose tokens another page already holds, or whose predecessor is not indexed. A look-up would not find the sequence's
+    own pages after it.
+
+    Returns:
+        The index, and its new pages, for which the caller adds the index's reference.
     """
     size = index.page_size
     stop = min(len(tokens) // size, len(pages))
@@ -143,7 +220,7 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int
 
 
 def _new_pages(index: PrefixIndex, pages: np.ndarray, start: int, stop: int) -> tuple[int, int]:
-    """Which of the pages `start ... stop - 1` are not indexed: those in a row from the first one on."""
+    """Which of the pages `start ... stop - 1` to add: the first page that is not indexed, up to the next one that is."""
     known = index.contains(pages[start:stop])
     if known.all():
         return stop, stop
@@ -153,7 +230,7 @@ def _new_pages(index: PrefixIndex, pages: np.ndarray, start: int, stop: int) -> 
 
 
 def _behind(index: PrefixIndex, page: int) -> bytes:
-    """The tokens of the page that stands behind this one in the same run; none where there is no such page."""
+    """The tokens of the page after this one in the same node; empty if there is no such page."""
     if page == ROOT:
         return b""
     start = (index.place_of[page] + 1) * index.page_size
@@ -161,10 +238,12 @@ def _behind(index: PrefixIndex, page: int) -> bytes:
 
 
 def swap(index: PrefixIndex, old: np.ndarray, new: np.ndarray) -> PrefixIndex:
-    """Put pages that are not indexed in the places of others, which leave the index without what stands behind them: both hold the exact KV
-    of the same tokens. Linear in the number of runs where one of the old has a run behind it.
+    """Replace indexed pages by pages that are not indexed. Both must hold the exact KV of the same tokens.
 
-    Raises `BrokenInvariantError` for an old page that is not indexed, and for a new one that is.
+    The pages after the old ones stay in the index. The cost grows with the number of nodes if a node follows one of the old pages.
+
+    Raises:
+        BrokenInvariantError: An old page is not indexed, or a new page is.
     """
     if not index.contains(old).all() or index.contains(new).any():
         raise BrokenInvariantError(f"pages {old[:8]} are to leave the index, and {new[:8]} to take their places")
@@ -188,7 +267,7 @@ def swap(index: PrefixIndex, old: np.ndarray, new: np.ndarray) -> PrefixIndex:
 
 
 def set_idle(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
-    """Mark pages that only the index holds now, each given once, in the order in which they may be evicted."""
+    """Mark pages that only the index owns now. Each is given once, in the order in which they may be evicted."""
     if not len(pages):
         return index
     again = index.idle_since.get(pages) >= 0
@@ -205,7 +284,7 @@ def set_idle(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
 
 
 def set_busy(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
-    """Take pages that somebody holds again out of the order of eviction; pages that were not idle are passed over."""
+    """Take pages that have another owner again out of the order of eviction; pages that were not idle are ignored."""
     times = index.idle_since.get(pages)
     idle, num_idle = index.idle, index.num_idle
     times = times[times >= 0]
@@ -213,23 +292,26 @@ def set_busy(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
         return index
     since = index.idle_since.put(pages, -1)
     for time in _distinct(times):
-        held = idle[time]
-        left = held[since.get(held) >= 0]
-        num_idle -= len(held) - len(left)
+        group = idle[time]
+        left = group[since.get(group) >= 0]
+        num_idle -= len(group) - len(left)
         idle = idle.set(time, left) if len(left) else idle.delete(time)
     return _replace(index, idle=idle, idle_since=since, num_idle=num_idle)
 
 
 def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarray]:
-    """Forget the `count` pages (or as many as there are) that have been idle for longest; returns what left the index, for release.
+    """Remove the `count` pages that have been idle for longest, or as many as there are.
 
-    Pages behind them that somebody still holds leave it too: after their release they are not free.
+    Pages after them leave the index too, even if they have another owner. Those are not free once the index's reference is released.
+
+    Returns:
+        The index, and all pages that left it, whose reference the caller releases.
     """
     evicted, wanted = [NO_PAGES], max(0, index.num_idle - count)
     if index.num_idle <= wanted:
         return index, NO_PAGES
     index, due = _longest_idle(index, index.num_idle - wanted)
-    behind: dict[int, list[int]] | None = None  # found once, if at all: what leaves the index leaves it for good
+    behind: dict[int, list[int]] | None = None  # computed at most once: pages that leave the index do not return
     while len(due):
         near = due[:NEAR]
         leaves = near[: _num_leaves(index, near)]
@@ -240,29 +322,29 @@ def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarray]:
             doomed = _with_those_behind(index, due[:1].tolist(), behind)
         index = _unlink(index, doomed)
         evicted.append(doomed)
-        due = due[index.contains(due)][: index.num_idle - wanted]  # what stood behind may have been idle, and not yet due
+        due = due[index.contains(due)][: index.num_idle - wanted]  # pages after the evicted ones may have been idle, but not yet due
     return index, np.concatenate(evicted)
 
 
 def _longest_idle(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarray]:
-    """The `count` pages that are to be evicted next, in order, and the index that knows where to find them."""
+    """The `count` pages to evict next, in order, and the index, which remembers where to look for the next ones."""
     time = index.oldest
     while time not in index.idle:
         time += 1
-    index, found = _replace(index, oldest=time), []
+    index, parts = _replace(index, oldest=time), []
     while count > 0:
         pages = index.idle.get(time, NO_PAGES)[:count]
-        found.append(pages)
+        parts.append(pages)
         count, time = count - len(pages), time + 1
-    return index, np.concatenate(found)
+    return index, np.concatenate(parts)
 
 
 def _num_leaves(index: PrefixIndex, pages: np.ndarray) -> int:
-    """How many of these pages, from the first one on, have nothing behind them once those before them in this order are gone."""
+    """How many of these pages, from the first one on, have no page after them once the pages before them in this order are gone."""
     of, places, behind = index.run_of.get(pages), index.place_of.get(pages), index.num_behind.get(pages)
     starts = np.flatnonzero((of[1:] != of[:-1]) | (places[1:] != places[:-1] - 1)) + 1
-    left: dict[int, int] = {}  # how many of its pages a run keeps
-    gone: dict[int, int] = {}  # how many of the runs behind a page are gone
+    left: dict[int, int] = {}  # how many pages a node keeps
+    gone: dict[int, int] = {}  # how many of the nodes after a page are gone
     branching = dict.fromkeys(np.flatnonzero(behind).tolist())
     for start, stop in pairwise([0, *starts.tolist(), len(pages)]):
         head = of.item(start)
@@ -279,9 +361,9 @@ def _num_leaves(index: PrefixIndex, pages: np.ndarray) -> int:
 
 
 def forget(index: PrefixIndex, pages: frozenset[int]) -> tuple[PrefixIndex, np.ndarray]:
-    """Forget given pages and all that stands behind them, whatever their age; returns every page that is no longer indexed.
+    """Remove given pages and all pages after them, whatever their age. Returns the index and every page that left it.
 
-    For pages whose KV was lost by a failed step: linear in the number of runs.
+    For pages whose KV a failed step lost. The cost grows with the number of nodes.
     """
     lost = [page for page in pages if page in index]
     if not lost:
@@ -291,7 +373,7 @@ def forget(index: PrefixIndex, pages: frozenset[int]) -> tuple[PrefixIndex, np.n
 
 
 def _runs_behind(index: PrefixIndex) -> dict[int, list[int]]:
-    """The first pages of the runs that stand behind each page."""
+    """For each page the first pages of the nodes that follow it."""
     behind: dict[int, list[int]] = {}
     for head, run in index.runs.items():
         behind.setdefault(run.parent, []).append(head)
@@ -299,20 +381,20 @@ def _runs_behind(index: PrefixIndex) -> dict[int, list[int]]:
 
 
 def _with_those_behind(index: PrefixIndex, pages: Iterable[int], behind: dict[int, list[int]]) -> np.ndarray:
-    """The pages and all that stand behind them, sorted; `behind` may name runs that are gone."""
-    found, left = set[int](), list(pages)
+    """The pages and all pages after them, sorted. `behind` may name nodes that are gone."""
+    doomed, left = set[int](), list(pages)
     while left:
         page = left.pop()
-        if page in found or page not in index:
+        if page in doomed or page not in index:
             continue
         for other in index.runs[index.run_of[page]].pages[index.place_of[page] :].tolist():
-            found.add(other)
+            doomed.add(other)
             left.extend(behind.pop(other, ()))
-    return np.array(sorted(found), np.int32)
+    return np.array(sorted(doomed), np.int32)
 
 
 def _unlink(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
-    """The index without these pages, among which is all that stands behind them."""
+    """The index without these pages, which include all pages after them."""
     index = set_busy(index, pages)
     heads, runs, num_behind, of = index.heads, index.runs, index.num_behind, index.run_of.get(pages)
     for head in _distinct(of):
@@ -328,9 +410,9 @@ def _unlink(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
 
 
 def _first(values: np.ndarray, count: int) -> np.ndarray:
-    """The first values, in memory of their own where they are few of those that it holds."""
-    held = values if values.base is None else values.base
-    return values[:count].copy() if 2 * count < len(held) else values[:count]
+    """The first values, copied if they are less than half of the array that holds them."""
+    memory = values if values.base is None else values.base
+    return values[:count].copy() if 2 * count < len(memory) else values[:count]
 
 
 def _add(counts: IntArray, page: int, more: int) -> IntArray:
@@ -338,7 +420,7 @@ def _add(counts: IntArray, page: int, more: int) -> IntArray:
 
 
 def _distinct(values: np.ndarray) -> list[int]:
-    """The different ones of some values, in a time that is best where neighbours are mostly the same."""
+    """The distinct values in order of appearance; fast if neighbours are mostly equal."""
     changes = (values[1:] != values[:-1]).nonzero()[0] + 1
     return list(dict.fromkeys([values.item(0), *values[changes].tolist()]))
 

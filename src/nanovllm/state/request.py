@@ -1,4 +1,4 @@
-"""A request, the sequence it has grown to, the queue it waits in, and what comes out of it."""
+"""A request, the sequence that grows from it, the queue in which it waits, and its results."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,18 @@ from nanovllm.tokenizer.tokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """What was asked for. `max_len` bounds prompt and reply together, in tokens; `seed` is the request's half of the generator's key."""
+    """A request as it was submitted.
+
+    Attributes:
+        request_id: The number that `submit` returned.
+        num_prompt: Tokens of the prompt.
+        sampling: The sampling options.
+        seed: The request's half of the random generator's key.
+        max_len: The most tokens of prompt and reply together.
+        stop_ids: Token ids at which the reply ends.
+        arrival: When the request was submitted, in seconds of a monotonic clock.
+        keep: Whether its pages stay in `EngineState.kept` when it ends.
+    """
 
     request_id: int
     num_prompt: int
@@ -24,14 +35,18 @@ class Request:
     max_len: int
     stop_ids: frozenset[int]
     arrival: float
-    keep: bool = False  # its pages stay, in `EngineState.kept`, when it ends
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopScan:
-    """The end of a reply's text, kept only for requests that stop at strings.
+    """The end of a reply's text, kept only for requests with stop strings.
 
-    `tail` is what a stop string could still begin in, and begins itself at character `start`; `found` is where a stop string begins.
+    Attributes:
+        detokenizer: Turns the reply's tokens into text.
+        tail: The end of the text, in which a stop string could still begin.
+        start: The index of the tail's first character in the reply.
+        found: The index at which a stop string begins, or None.
     """
 
     detokenizer: Detokenizer
@@ -42,12 +57,24 @@ class StopScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A request under way: its tokens, the pages that hold the KV of the first `num_filled` of them, and counters.
+    """A running or waiting request: its tokens, its pages, and counters.
 
-    Every token but the newest is filled once it decodes. `most_filled` is the highest `num_filled` ever reached: what is run again below
-    it was lost to preemption. `logprobs` is a linked list, newest first: (older, entry). `provenance` is that of the KV, of which at
-    least the first `exact_len` tokens are exact; `gaps` are those of the chunk that it began with. Of the first `retired` pages it does
-    not need the KV of layers with a window.
+    While a sequence decodes, all its tokens but the newest are filled.
+
+    Attributes:
+        request: The request as it was submitted.
+        tokens: The tokens of prompt and reply.
+        pages: The pages that hold the KV of the first `num_filled` tokens, and perhaps more pages after them.
+        num_filled: The number of leading tokens whose KV is in the pages.
+        most_filled: The highest `num_filled` so far. Tokens below it that run again were lost to preemption.
+        num_cached: Prompt tokens that were reused and not run.
+        first_token: When the first token was sampled, in seconds of a monotonic clock.
+        logprobs: The log-probabilities as a linked list, newest first: (older, entry).
+        stops: The state of the search for stop strings, or None.
+        provenance: How the KV came about.
+        exact_len: The number of leading tokens whose KV is exact even if the provenance is not.
+        gaps: The gaps of the chunk with which the sequence began.
+        retired: The number of leading pages whose KV in layers with a sliding window it no longer needs.
     """
 
     request: Request
@@ -66,23 +93,23 @@ class Sequence:
 
     @property
     def offset(self) -> int:
-        """The position of the next token less its index."""
+        """Position minus index of the next token."""
         return offset_after(self.gaps)
 
     @property
     def num_exact(self) -> int:
-        """Leading tokens whose KV is filled and exact: what may enter the prefix index."""
+        """The number of leading tokens whose KV is filled and exact. Only these may enter the prefix index."""
         filled = min(self.num_filled, self.tokens.length)
         return filled if self.provenance.exact else min(filled, self.exact_len)
 
     @property
     def todo(self) -> int:
-        """Tokens whose KV is missing; 0 for a filled context that has no logits yet."""
+        """The number of tokens whose KV is missing; 0 for a filled context that has no logits yet."""
         return self.tokens.length - self.num_filled
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the reply."""
+        """The number of tokens of the reply."""
         return self.tokens.length - self.request.num_prompt
 
     def with_pages(self, pages: IntVector, num_filled: int) -> "Sequence":
@@ -94,7 +121,7 @@ class Sequence:
         )  # fmt: skip
 
     def restart(self, pages: IntVector, num_filled: int, retired: int = 0) -> "Sequence":
-        """The sequence over pages of the prefix index, or none: what it was made of is forgotten, all its KV is exact."""
+        """The sequence over pages of the prefix index, or over none. All its KV is then exact, so its provenance and gaps are reset."""
         return replace(self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=(), retired=retired)
 
     def advance(self, count: int) -> "Sequence":
@@ -107,7 +134,7 @@ class Sequence:
         )  # fmt: skip
 
     def drew(self, token_ids: np.ndarray) -> "Sequence":
-        """The sequence after as many steps as there are tokens, the last of which is not filled; it had drawn one before."""
+        """The sequence after one step per token of `token_ids`, the last of which is not filled. It must have sampled a token before."""
         tokens = self.tokens.extend(token_ids)
         return Sequence(
             request=self.request, tokens=tokens, pages=self.pages, num_filled=tokens.length - 1, most_filled=tokens.length - 1,
@@ -118,10 +145,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Queue:
-    """Waiting sequences in order of arrival, which is the order of their request ids. Persistent."""
+    """The waiting sequences in order of arrival, which is the order of their request ids.
+
+    A value never changes: each call returns a new one.
+    """
 
     items: Map[int, Sequence] = field(default_factory=Map)
-    head: int = 0  # the smallest id in `items`, where there is one
+    head: int = 0  # the smallest id in `items`, unless it is empty
 
     def __len__(self) -> int:
         return len(self.items)
@@ -130,16 +160,16 @@ class Queue:
         return (self.items[i] for i in sorted(self.items))
 
     def push(self, sequence: Sequence) -> "Queue":
-        """The queue with one more; a preempted sequence, being older, stands before all that were never admitted."""
+        """The queue with one more sequence. A preempted sequence is older, so it comes before all that were never admitted."""
         rid = sequence.request.request_id
         return Queue(items=self.items.set(rid, sequence), head=min(self.head, rid) if self.items else rid)
 
     def first(self) -> Sequence | None:
-        """The oldest, or None."""
+        """The oldest sequence, or None."""
         return self.items[self.head] if self.items else None
 
     def pop(self, request_id: int) -> "Queue":
-        """The queue without one. Finding the next head passes the ids between the two: once, not at every look."""
+        """The queue without one sequence. Each id is skipped at most once while the next head is searched."""
         items, head = self.items.delete(request_id), self.head
         while items and head not in items:
             head += 1
@@ -148,7 +178,18 @@ class Queue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Seconds: from submission to the first token, and to the last; tokens a second in between."""
+    """The times of one request.
+
+    Attributes:
+        time_to_first_token: Seconds from submission to the first token.
+        total_time: Seconds from submission to the last token.
+        decode_tokens_per_second: Tokens per second from the first to the last token.
+
+    Examples:
+        >>> (output,) = nv.LLM(model, num_pages=64).generate("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=3))
+        >>> 0 < output.metrics.time_to_first_token <= output.metrics.total_time
+        True
+    """
 
     time_to_first_token: float
     total_time: float
@@ -157,7 +198,20 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLogprobs:
-    """Log-probabilities at one place of the reply, of the model's own distribution: of the token drawn, and of the likeliest ones."""
+    """The log-probabilities of one token of a reply, under the model's own distribution, before any sampling option.
+
+    Attributes:
+        token_id: The sampled token.
+        logprob: The natural logarithm of its probability.
+        top: Pairs of token id and log-probability of the most probable tokens, highest first. Their number is `SamplingParams.logprobs`.
+
+    Examples:
+        >>> params = nv.SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+        >>> (output,) = nv.LLM(model, num_pages=64).generate("Once upon a time, there was a little", params)
+        >>> first = output.logprobs[0]
+        >>> first.token_id == first.top[0][0], len(first.top)
+        (True, 2)
+    """
 
     token_id: int
     logprob: float
@@ -166,20 +220,49 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestOutput:
-    """A finished request. `text` ends before a stop string and leaves special tokens out; `token_ids` has all that were drawn."""
+    """The result of a finished request.
+
+    Attributes:
+        request_id: The number that `submit` returned.
+        prompt_token_ids: The prompt, int32 `[n]`.
+        token_ids: All sampled tokens of the reply, also those of a stop string.
+        text: The text of the reply. It ends before a stop string and leaves special tokens out.
+        finish_reason: `"stop"` for an end token or a stop string, `"length"` if the reply reached its limit.
+        num_cached_tokens: Prompt tokens that were reused and not run.
+        logprobs: One entry per token of `token_ids`, or None if they were not asked for.
+        metrics: The times of the request.
+
+    Examples:
+        >>> (output,) = nv.LLM(model, num_pages=64).generate("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=3))
+        >>> output.text, output.token_ids, output.finish_reason
+        (', a boy', [11, 258, 1060], 'length')
+    """
 
     request_id: int
     prompt_token_ids: np.ndarray
     token_ids: list[int]
     text: str
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str
     num_cached_tokens: int
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
 
 
 class StepOutput(NamedTuple):
-    """What one step did for one request: the token it drew, and the whole result when that was the last."""
+    """The result of one `step` for one request: the sampled tokens, and the whole result if the request ended.
+
+    Attributes:
+        request_id: The number that `submit` returned.
+        token_ids: The tokens sampled in this step.
+        finish_reason: `"stop"` or `"length"` if the request ended, else None.
+        output: The whole result if the request ended, else None.
+
+    Examples:
+        >>> state, request_id = nv.submit(model, state, "Once upon a time", nv.SamplingParams(temperature=0, max_tokens=1))
+        >>> state, (out,) = nv.step(model, state)
+        >>> out.token_ids, out.finish_reason, out.output.text
+        ((11,), 'length', ',')
+    """
 
     request_id: int
     token_ids: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""The pages of one sequence: what it is given before it writes, which of them it writes, and what it leaves when it gives way.
+"""The pages of one sequence: the pages it gets before it writes, the pages it writes, and the pages it gives up when it ends.
 
-A sequence reads pages that others hold too and writes only those that are its own. So before tokens run `reserve` finds it the pages that
-are missing, and where the first of these tokens falls into a page that somebody else also holds, a copy of that page. `give_up_pages` puts
-what is filled into the index, where this sequence, or another with the same tokens, finds it again; `worth_taking` says whether what is
-found there is better than what it has. Pools and sequences that are passed in stay as they are.
+A sequence reads pages that have other owners too, and writes only pages of its own. So before tokens run, `reserve` finds the missing
+pages. If the first of these tokens belongs into a shared page, the sequence also gets a copy of that page. `give_up_pages` puts filled
+pages into the index, where this or another sequence with the same tokens finds them. `worth_taking` says whether indexed pages are better
+than the sequence's own. Pools and sequences that are passed in do not change.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,10 +19,13 @@ Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
 
 
 def reserve(pool: Pool, sequence: Sequence, length: int, page_size: int) -> Reserved | None:
-    """Give a sequence pages of its own for tokens `num_filled ... length - 1`; None when the pool cannot.
+    """Give a sequence its own pages for the tokens `num_filled ... length - 1`.
 
-    A partly filled page that somebody else also holds is replaced by a copy (the returned (source, destination) pairs). The reference on
-    the source stays with the caller until the copy is made. Last come the pages taken.
+    A partly filled page that has another owner is replaced by a copy. The caller keeps the reference on the source page until the copy is
+    made.
+
+    Returns:
+        The pool, the sequence, the (source, destination) pairs of pages to copy, and the pages taken. None if the pool has too few pages.
     """
     held, filled = sequence.pages, sequence.num_filled
     shared = length > filled and shares_tail(pool, sequence, page_size)
@@ -44,13 +47,13 @@ def reserve(pool: Pool, sequence: Sequence, length: int, page_size: int) -> Rese
 
 
 def shares_tail(pool: Pool, sequence: Sequence, page_size: int) -> bool:
-    """Whether the page of the next token is partly filled and somebody else holds it too."""
+    """Whether the page of the next token is partly filled and has another owner."""
     filled = sequence.num_filled
     return filled % page_size != 0 and pool.pages.refcount(sequence.pages[filled // page_size]) > 1
 
 
 def frames_of_copies(pool: Pool, copies: Seq[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The frames of (source, destination) pages, while the sources are held; empty where no layer has a window."""
+    """The frames of (source, destination) pages, while the sources are held; empty if no layer has a sliding window."""
     if pool.frames is None or not copies:
         return ()
     source, target = pool.frames.frame_of.get(np.array(copies, np.int32).ravel()).reshape(-1, 2).T.tolist()
@@ -58,16 +61,16 @@ def frames_of_copies(pool: Pool, copies: Seq[tuple[int, int]]) -> tuple[tuple[in
 
 
 def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
-    """Index what is filled and exact, then take the sequence's references back: full pages stay reusable until they are evicted."""
+    """Index the filled, exact pages, then release the sequence's references. Full pages stay reusable until they are evicted."""
     tokens = sequence.tokens.array(0, sequence.num_exact)
     pool = pools.insert(pool, tokens, sequence.pages.array(), 0)
     return pools.release(pool, sequence.pages, sequence.retired)
 
 
 def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size: int) -> bool:
-    """Whether indexed pages serve a sequence better than those it has: they hold more, and take no more out of what is available.
+    """Whether indexed pages serve a sequence better than its own: they hold more tokens, and leave no fewer pages available.
 
-    They can, where a live chunk holds a second copy of a run whose indexed pages are idle.
+    This happens if a live chunk holds a second copy of pages whose indexed copy is idle.
     """
     if len(matched) * page_size <= sequence.num_filled:
         return False
@@ -76,7 +79,7 @@ def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size:
 
 
 def num_busy(pool: Pool, indexed: np.ndarray) -> int:
-    """How many of these indexed pages somebody else holds too, with their frames, so that they are not counted as available."""
+    """How many of these indexed pages have another owner, with their frames, so that they do not count as available."""
     busy = pool.pages.owners(indexed) > 1
     if pool.frames is not None:
         busy &= pool.frames.needs.get(indexed) > 0

@@ -1,4 +1,4 @@
-"""`Steady`: the running sequences over steps in which each draws a token and needs nothing for it."""
+"""`Steady`: the running sequences during steps in which each samples one token into pages that it already has."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -13,11 +13,22 @@ from nanovllm.state.request import Queue, Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steady(Seq):
-    """Sequences as they stood in `base`, and the tokens that they drew in `age` steps since; they are made when somebody looks.
+    """Sequences as they were in `base`, and the tokens that they sampled since. The `Sequence` values are built when they are needed.
 
-    The next `steps` steps need no schedule for as long as pool and queue are these very values: every sequence decodes, in pages that it
-    has. One ends with a token of `stop_ids` that is its own, or at the age in `left`, the least of which is `first_end`. `drawn` is a
-    linked list, newest first: (older, tokens `[rows]` or `[steps, rows]`).
+    The next `steps` steps need no schedule while pool and queue stay the same values: every sequence decodes into its own pages.
+
+    Attributes:
+        base: The sequences when this began.
+        ids: Their request ids.
+        stop_ids: All token ids that end one of them; a row is checked against its own.
+        left: For each row the age at which it reaches its limit.
+        first_end: The least value in `left`.
+        steps: How many steps still need no schedule.
+        pool: The pool for which this holds.
+        waiting: The queue for which this holds.
+        age: Steps since `base`.
+        drawn: The sampled tokens as a linked list, newest first: (older, tokens `[rows]` or `[steps, rows]`).
+        made: The sequences as they are now, once they were built.
     """
 
     base: tuple[Sequence, ...]
@@ -30,11 +41,11 @@ class Steady(Seq):
     waiting: Queue
     age: int = 0
     drawn: Any = None
-    made: list[tuple[Sequence, ...]] = field(default_factory=list)  # once somebody has looked
+    made: list[tuple[Sequence, ...]] = field(default_factory=list)
 
     @staticmethod
     def of(running: tuple[Sequence, ...], steps: int, pool: Pool, waiting: Queue) -> "Steady":
-        """Sequences that need no schedule for so many steps."""
+        """Begin with sequences that need no schedule for so many steps."""
         left = np.array([s.request.max_len - s.tokens.length for s in running], np.int32)
         return Steady(
             base=running, ids=tuple([s.request.request_id for s in running]), left=left, first_end=int(left.min()), steps=steps, pool=pool,
@@ -46,7 +57,7 @@ class Steady(Seq):
         return self.steps > 0 and self.pool is pool and self.waiting is waiting
 
     def after(self, token_ids: np.ndarray) -> "Steady":
-        """The sequences after a step in which they drew these tokens `[rows]`; those that end are still among them."""
+        """The sequences after a step that sampled these tokens `[rows]`. Sequences that end are still included."""
         base, left, first_end, age, drawn = self.base, self.left, self.first_end, self.age, self.drawn
         if self.made:
             base, left, first_end, age, drawn = self.made[0], left - age, first_end - age, 0, None
@@ -56,14 +67,14 @@ class Steady(Seq):
         )  # fmt: skip
 
     def ending(self, tokens: list[int]) -> list[int]:
-        """The rows that end with the newest tokens, which are these, in order."""
+        """The rows that end with the newest tokens, which are `tokens`, in order."""
         rows = set(np.flatnonzero(self.left == self.age).tolist()) if self.age == self.first_end else set()
         if not self.stop_ids.isdisjoint(tokens):
             rows.update(row for row, token in enumerate(tokens) if token in self.base[row].request.stop_ids)
         return sorted(rows)
 
     def part(self, rows: list[int]) -> tuple[list[Sequence], "Steady | tuple[()]"]:
-        """The sequences of these rows, and the others."""
+        """Separate the sequences of these rows from the others."""
         table = self._table()
         gone, kept = [self.base[row].drew(table[:, row]) for row in rows], np.delete(np.arange(len(self)), rows)
         if not len(kept):
@@ -74,7 +85,7 @@ class Steady(Seq):
         return gone, rest
 
     def sequences(self) -> tuple[Sequence, ...]:
-        """The sequences as they stand."""
+        """The sequences in their present state."""
         if not self.age:
             return self.base
         if not self.made:
@@ -83,7 +94,7 @@ class Steady(Seq):
         return self.made[0]
 
     def _table(self) -> np.ndarray:
-        """What was drawn, `[age, rows]`."""
+        """The sampled tokens, `[age, rows]`."""
         steps, older = [], self.drawn
         while older is not None:
             older, token_ids = older

@@ -1,4 +1,4 @@
-"""`IntVector`: a persistent sequence of int32 (token ids, page ids) whose append is cheap and never changes an older value."""
+"""`IntVector`: a persistent sequence of int32, such as token ids. Appending is cheap and never changes an older value."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _MIN_CAPACITY = 16
 
 
 def as_array(values: Ints) -> np.ndarray:
-    """Ints as int32, without a copy where they are an array of these or a vector."""
+    """Convert ints to int32, without a copy if they are an int32 array or a vector."""
     if isinstance(values, np.ndarray):
         return values if values.dtype == np.int32 else values.astype(np.int32)
     return values.array() if isinstance(values, IntVector) else np.fromiter(values, np.int32)
@@ -18,7 +18,7 @@ def as_array(values: Ints) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffer:
-    """Storage that several vectors share. `used[0]` slots are spoken for; a vector that ends there may append in place."""
+    """Storage that several vectors share. The first `used[0]` slots are taken; a vector that ends there may append in place."""
 
     data: np.ndarray
     used: list[int]
@@ -26,14 +26,14 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntVector:
-    """The first `length` ints of a buffer. Appending writes behind every older value's length, or into a copy where that place is taken."""
+    """The first `length` ints of a buffer. Appending writes after every older value's end, or into a copy if that slot is taken."""
 
     buffer: _Buffer
     length: int
 
     @staticmethod
     def of(values: Ints = ()) -> "IntVector":
-        """A vector of its own from ints."""
+        """A new vector of these ints."""
         source = as_array(values)
         data = np.empty(max(_MIN_CAPACITY, len(source) + len(source) // 4), np.int32)
         data[: len(source)] = source
@@ -51,13 +51,13 @@ class IntVector:
         return iter(self.array().tolist())
 
     def array(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """A read-only view of `[start:stop)`, no copy."""
+        """A read-only view of `[start:stop)`, without a copy."""
         view = self.buffer.data[start : self.length if stop is None else min(stop, self.length)]
         view.flags.writeable = False
         return view
 
     def copy_to(self, target: np.ndarray) -> None:
-        """Write all ints to the beginning of an array: half of what it costs to make a view first."""
+        """Write all ints to the beginning of an array. This takes half the time of making a view first."""
         target[: self.length] = self.buffer.data[: self.length]
 
     def append(self, value: int) -> "IntVector":
@@ -70,7 +70,7 @@ class IntVector:
         return self.extend((value,))
 
     def extend(self, values: Ints) -> "IntVector":
-        """The vector with more ints behind it."""
+        """The vector with more ints at its end."""
         more, buffer, length = as_array(values), self.buffer, self.length
         end = length + len(more)
         if buffer.used[0] != length or end > len(buffer.data):
@@ -82,7 +82,7 @@ class IntVector:
         return IntVector(buffer, end)
 
     def truncate(self, length: int) -> "IntVector":
-        """The first `length` ints, sharing the storage."""
+        """The first `length` ints, in the same storage."""
         if not 0 <= length <= self.length:
             raise IndexError(f"cannot truncate a vector of {self.length} to {length}")
         return IntVector(self.buffer, length)
@@ -97,6 +97,6 @@ class IntVector:
 
 
 def joined(parts: Iterable[tuple[IntVector, int, int]]) -> np.ndarray:
-    """The ints `[start:stop)` of vectors, as far as they have them, one behind the other in memory of their own."""
+    """The ints `[start:stop)` of several vectors in one new array; a part ends early if its vector does."""
     arrays = [vector.buffer.data[start : min(stop, vector.length)] for vector, start, stop in parts]
     return np.concatenate(arrays) if arrays else np.empty(0, np.int32)

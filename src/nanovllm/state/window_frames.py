@@ -1,9 +1,11 @@
-"""`Frames`: the KV memory of layers with a window, for fewer pages than there are. Persistent.
+"""`Frames`: the KV memory of layers with a sliding window, which has room for fewer pages than there are. Persistent.
 
-A page is `page_size` tokens of a run, and its number is where layers without a window keep their KV. Layers with one keep theirs in a
-*frame*, which a page has only while somebody needs it: a token attends to no more than the window before it, so a request gives up its
-need of what lies behind (`Sequence.retired`). A frame that nobody needs keeps its contents, so that a later request may find them, until it
-is taken for another page: spare frames go in the order in which they became so. A page that nobody owns has no frame.
+A page is `page_size` tokens of a sequence. Its number says where layers without a window keep its KV. Layers with a window keep it in a
+*frame* (the KV memory of a sliding-window page). A page has a frame only while somebody needs it. A token attends only to the window before
+it, so a request gives up the frames before its window (`Sequence.retired`).
+
+A frame that nobody needs is spare. It keeps its contents, which a later request may reuse, until it is taken for another page. Spare frames
+are taken in the order in which they became spare. A free page has no frame.
 """
 
 from dataclasses import dataclass, replace
@@ -21,10 +23,15 @@ from nanovllm.state.vector import Ints, as_array
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Frames:
-    """`frame_of[page]` (-1: none), and `needs[page]`, the owners of a page that need its frame. `used` says which frames are free.
+    """Which pages have frames, and which frames are free, needed or spare.
 
-    `window` is the widest, in tokens. `alone`: every layer has one, so that a page without a frame has no memory at all. `spare` are the
-    pages with a frame that nobody needs.
+    Attributes:
+        window: The widest window, in tokens.
+        alone: Whether every layer has a window, so that a page without a frame has no memory at all.
+        used: Which frames are free.
+        frame_of: The frame of each page; -1: none.
+        needs: For each page how many of its owners need its frame.
+        spare: The pages whose frame nobody needs.
     """
 
     window: int
@@ -36,12 +43,12 @@ class Frames:
 
     @property
     def num_frames(self) -> int:
-        """All frames but the dummy, whose number this is."""
+        """The number of frames without the dummy frame, which has this number."""
         return self.used.num_pages
 
     @property
     def num_available(self) -> int:
-        """Frames that pages could get: free ones, and spare ones."""
+        """The number of frames that pages could get: free and spare frames."""
         return self.used.num_free + self.spare.count
 
     def __repr__(self) -> str:
@@ -52,13 +59,13 @@ class Frames:
         return self.frame_of.get(pages) >= 0
 
     def of(self, pages: np.ndarray) -> np.ndarray:
-        """The frames of pages, int32; the dummy frame for those that have none."""
-        found = self.frame_of.get(pages)
-        return np.where(found < 0, np.int32(self.num_frames), found)
+        """The frames of pages, int32; the dummy frame for pages without one."""
+        frames = self.frame_of.get(pages)
+        return np.where(frames < 0, np.int32(self.num_frames), frames)
 
 
 def init_frames(num_frames: int, num_pages: int, *, window: int, alone: bool) -> Frames:
-    """Free frames, and as many pages without one."""
+    """Free frames, and `num_pages` pages without a frame."""
     return Frames(
         window=window, alone=alone, used=init_pages(num_frames), frame_of=IntArray.full(num_pages, -1), needs=IntArray.full(num_pages),
         spare=init_ages(num_pages),
@@ -66,9 +73,9 @@ def init_frames(num_frames: int, num_pages: int, *, window: int, alone: bool) ->
 
 
 def give(frames: Frames, pages: np.ndarray) -> Frames:
-    """A frame, and a need, for each page; spare ones are taken, the oldest first, where free ones do not suffice.
+    """Give each page a frame, and note one need. If free frames do not suffice, spare ones are taken, the oldest first.
 
-    Raises `BrokenInvariantError` where there are too few, and for a page that has one.
+    Raises `BrokenInvariantError` if there are too few, or if a page already has a frame.
     """
     if frames.have(pages).any():
         raise BrokenInvariantError(f"page {pages[frames.have(pages)][0]} has a frame already")
@@ -84,7 +91,7 @@ def give(frames: Frames, pages: np.ndarray) -> Frames:
 
 
 def need(frames: Frames, pages: Ints) -> Frames:
-    """One more need of each page, which has a frame: raises `BrokenInvariantError` for one without."""
+    """Note one more need of each page's frame. Raises `BrokenInvariantError` for a page without one."""
     pages = as_array(pages)
     if not len(pages):
         return frames
@@ -96,9 +103,9 @@ def need(frames: Frames, pages: Ints) -> Frames:
 
 
 def retire(frames: Frames, pages: Ints) -> Frames:
-    """One need of each page less; where none is left the frame is spare. The first of these is the first to be taken.
+    """Note one need less of each page's frame. Frames without a need become spare, in this order.
 
-    Raises `BrokenInvariantError` for a page that nobody needs.
+    Raises `BrokenInvariantError` for a page whose frame nobody needs.
     """
     pages = as_array(pages)
     if not len(pages):
@@ -111,7 +118,7 @@ def retire(frames: Frames, pages: Ints) -> Frames:
 
 
 def vacate(frames: Frames, pages: np.ndarray) -> Frames:
-    """Pages lose their frames, those that have one; raises `BrokenInvariantError` for one that is needed."""
+    """Take the frames of these pages away, if they have any. Raises `BrokenInvariantError` for a frame that is needed."""
     pages = pages[frames.have(pages)]
     if not len(pages):
         return frames
@@ -122,7 +129,7 @@ def vacate(frames: Frames, pages: np.ndarray) -> Frames:
 
 
 def pages_with(frames: Frames, wanted: Ints) -> list[int]:
-    """The pages that have one of these frames; linear in the pages, for calls that failed."""
+    """The pages that have one of these frames. The cost grows with the pool; for calls that failed."""
     wanted = as_array(wanted)
     return np.flatnonzero(np.isin(frames.frame_of.copy(), wanted)).tolist() if len(wanted) else []
 
@@ -134,13 +141,15 @@ def frame_slots(frames: Frames, slots: np.ndarray, page_size: int) -> np.ndarray
 
 
 def num_retired(num_filled: int, num_tokens: int, window: int, page_size: int) -> int:
-    """Leading pages of which no token that still runs sees anything in a layer with this window: the next to run is the first that is not
-    filled, or the last once more, for its logits."""
+    """The number of leading pages that no token still to run sees in a layer with this window.
+
+    The next token to run is the first unfilled one, or the last one again, for its logits.
+    """
     return max(0, min(num_filled, num_tokens - 1) - window + 1) // page_size
 
 
 def least_frames(window: int, page_size: int) -> int:
-    """Frames with which a request of any length goes on, a token at a time: the pages that a window can lie in."""
+    """The frames that a request of any length needs to decode: the pages that a window can span."""
     return 1 + -(-(window - 1) // page_size)
 
 

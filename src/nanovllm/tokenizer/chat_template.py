@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs that come with a checkpoint, and so run in Jinja's immutable sandbox with bounds of our own."""
+"""Chat templates: Jinja programs that come with a checkpoint. They run in Jinja's immutable sandbox, with additional bounds."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,23 +13,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanovllm.errors import InvalidRequestError
 
-MAX_OUTPUT = 16 << 20  # characters of a rendered prompt, and of any string or list that a template makes by repetition
+MAX_OUTPUT = 16 << 20  # characters of a rendered prompt, and elements of any string or list made by repetition
 MAX_POWER = 1 << 16  # bits of an integer power
 
 Render = Callable[[Mapping[str, Any]], str]
 
 
 def compile_templates(sources: Mapping[str, str]) -> Render:
-    """A function from the variables to the prompt text by a model's templates: `tool_use` where tools are given, else `default`.
+    """Compile a model's templates to one function from the variables to the prompt text: `tool_use` if tools are given, else `default`.
 
-    What it raises is as for `compile_template`; a model without a template, and without a default one, is told so.
+    The function raises as that of `compile_template`. It also raises `InvalidRequestError` if the model has no template, or no default one.
     """
     if not sources:
         return _refuse("the model has no chat template; pass text or token ids, or add chat_template.jinja to its folder")
     usual = compile_template(sources["default"]) if "default" in sources else None
     with_tools = compile_template(sources["tool_use"]) if "tool_use" in sources else usual
     names = ", ".join(sorted(sources))
-    other = _refuse(f"none of the model's chat templates ({names}) is the default; add chat_template.jinja to its folder")
+    other = _refuse(f"none of the model's chat templates ({names}) is the default one; add chat_template.jinja to its folder")
 
     def render(variables: Mapping[str, Any]) -> str:
         return ((usual if variables.get("tools") is None else with_tools) or other)(variables)
@@ -38,11 +38,13 @@ def compile_templates(sources: Mapping[str, str]) -> Render:
 
 
 def compile_template(source: str) -> Render:
-    """A function from the template's variables to the prompt text.
+    """Compile a template to a function from its variables to the prompt text.
 
-    It always returns one; calling it raises `InvalidRequestError` if the template does not compile, if it raises (the
-    message is quoted) or if it leaves the sandbox or a bound. Bounded are attributes (no private one, no mutation), `range` (100,000
-    elements a call), repetition, powers, and the length of the output. Time is not: nested loops, and `~` or `join` inside one, run on.
+    Compiling never fails. Calling the function raises `InvalidRequestError` if the template does not compile, if it raises, or if it leaves
+    the sandbox or a bound. The message quotes the template's own.
+
+    Bounded are attributes (no private ones, no mutation), `range` (100,000 elements per call), repetition, powers, and the length of the
+    output. The running time is not bounded: nested loops, and `~` or `join` inside a loop, may take long.
     """
     try:
         template = _Environment().from_string(source)
@@ -55,9 +57,9 @@ def compile_template(source: str) -> Render:
             for piece in template.generate(variables):
                 length += len(piece)
                 if length > MAX_OUTPUT:
-                    raise SecurityError(f"the output passes {MAX_OUTPUT} characters")
+                    raise SecurityError(f"the output exceeds {MAX_OUTPUT} characters")
                 pieces.append(piece)
-        except Exception as error:  # a template is a stranger's program: whatever it raises is the request's failure, not ours
+        except Exception as error:  # a template may raise anything; it is the request that fails
             raise InvalidRequestError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return "".join(pieces)
 
@@ -72,7 +74,7 @@ def _refuse(message: str) -> Render:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's text for training: its body is rendered as it stands."""
+    """`{% generation %}`, which marks the assistant's text for training. Its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -82,7 +84,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The settings, filters and functions that transformers gives to chat templates, and bounds on what an operator may make."""
+    """The settings, filters and functions that transformers gives to chat templates, with bounds on the results of operators."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -99,7 +101,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if operator != "*" or not isinstance(times, int) or isinstance(repeated, int | float):
                 continue
             if times * len(repeated) > MAX_OUTPUT:
-                raise SecurityError(f"a repetition passes {MAX_OUTPUT} elements")
+                raise SecurityError(f"a repetition exceeds {MAX_OUTPUT} elements")
         return super().call_binop(context, operator, left, right)
 
 

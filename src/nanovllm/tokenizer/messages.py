@@ -13,9 +13,14 @@ ROLES = ("system", "user", "assistant")
 def render(tokenizer: Tokenizer | None, messages: Any, *, enable_thinking: bool = True) -> list[int]:
     """The token ids of a conversation, up to where the assistant's next reply begins.
 
-    `messages` is a list of `{"role": "system" | "user" | "assistant", "content": text}` whose last is the user's; further keys reach the
-    template as they are. `enable_thinking=False` asks the template for a reply without a think block, where it knows how.
-    Raises `InvalidRequestError` naming the message that is wrong, and for a model without a tokenizer or chat template.
+    Args:
+        tokenizer: The model's tokenizer.
+        messages: A list of `{"role": "system" | "user" | "assistant", "content": text}`, of which the last is the user's. Other keys are
+            passed to the template unchanged.
+        enable_thinking: False asks the template for a reply without a think block, if it supports that.
+
+    Raises:
+        InvalidRequestError: A message is malformed (the error names it), or the model has no tokenizer or chat template.
     """
     check_messages(messages)
     if tokenizer is None:
@@ -27,20 +32,20 @@ def render(tokenizer: Tokenizer | None, messages: Any, *, enable_thinking: bool 
 
 
 def check_messages(messages: Any) -> None:
-    """Raise `InvalidRequestError` naming the first message that is not one."""
+    """Raise `InvalidRequestError` naming the first malformed message."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError(f"messages={reprlib.repr(messages)} must be a list of at least one {{'role': ..., 'content': ...}}")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise InvalidRequestError(f"messages[{place}] is {reprlib.repr(message)}, not a mapping with a role and its content")
+            raise InvalidRequestError(f"messages[{place}] is {reprlib.repr(message)}; it must be a mapping with a role and its content")
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise InvalidRequestError(f"messages[{place}]['role'] is {reprlib.repr(role)}; it must be one of {', '.join(map(repr, ROLES))}")
         if not isinstance(content, str):
-            raise InvalidRequestError(f"messages[{place}]['content'] is {reprlib.repr(content)}; it must be a text")
+            raise InvalidRequestError(f"messages[{place}]['content'] is {reprlib.repr(content)}; it must be a string")
         try:
             check_text(content)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"messages[{place}]['content']: {error}") from None
     if messages[-1]["role"] == "assistant":
-        raise InvalidRequestError("the last message is the assistant's: there is nothing to answer; it must be the user's")
+        raise InvalidRequestError("the last message is the assistant's, so nothing is left to answer: end with the user's message")

@@ -1,4 +1,4 @@
-"""The text of a reply, piece by piece, such that the pieces together are the reply's text."""
+"""The text of a reply, piece by piece. The pieces together are the reply's text."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,9 +8,13 @@ from nanovllm.tokenizer.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextStream:
-    """Tokens in, text out. `num_shown` counts the characters given out; `held` could still become the beginning of a stop string.
+    """Turns tokens into pieces of text, and holds back text that could be the beginning of a stop string.
 
-    `detokenizer` is None for a model without a tokenizer, whose pieces have no text.
+    Attributes:
+        detokenizer: Turns tokens into text. None for a model without a tokenizer, whose pieces have no text.
+        stops: The stop strings.
+        num_shown: The number of characters given out.
+        held: Text that could still become the beginning of a stop string.
     """
 
     detokenizer: Detokenizer | None
@@ -20,12 +24,12 @@ class TextStream:
 
     @staticmethod
     def of(tokenizer: Tokenizer | None, stops: Iterable[str] = ()) -> "TextStream":
-        """A stream that has seen nothing."""
+        """A stream without any tokens yet."""
         detokenizer = None if tokenizer is None else Detokenizer.of(tokenizer)
         return TextStream(detokenizer=detokenizer, stops=tuple(stops))
 
     def push(self, token_ids: Iterable[int]) -> "tuple[TextStream, str]":
-        """The stream after tokens that do not end the reply, and the text that they made certain."""
+        """Add tokens that do not end the reply. Returns the stream, and the text that is now certain."""
         if self.detokenizer is None:
             return self, ""
         detokenizer, piece = self.detokenizer.push(token_ids)
@@ -34,12 +38,12 @@ class TextStream:
         return replace(self, detokenizer=detokenizer, num_shown=self.num_shown + keep, held=text[keep:]), text[:keep]
 
     def end(self, text: str) -> str:
-        """What is left of the reply's whole text."""
+        """The rest of the reply's whole text."""
         return text[self.num_shown :]
 
 
 def held_back(text: str, strings: Iterable[str]) -> int:
-    """The length of the longest end of `text` that is the beginning, but not the whole, of one of the strings."""
+    """The length of the longest end of `text` that is a beginning, but not the whole, of one of the strings."""
     longest = 0
     for string in strings:
         for length in range(min(len(text), len(string) - 1), longest, -1):

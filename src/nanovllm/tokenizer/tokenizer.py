@@ -5,45 +5,72 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.chat_template import Render, compile_templates
 
-REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not, or not yet, a character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer:
-    """One checkpoint's tokenizer and chat template. `special_tokens` maps names such as `bos_token` to their text."""
+    """The tokenizer and chat template of one checkpoint.
+
+    Attributes:
+        backend: The tokenizer of the `tokenizers` library.
+        render: The compiled chat template.
+        special_tokens: Names such as `bos_token`, and the text of these tokens.
+        bos_token_id: The start token's id, if there is one.
+        max_token_id: The highest token id.
+        max_base_id: The highest token id of the vocabulary without added tokens.
+        think_token_ids: The ids of `<think>` and `</think>`, if both are single tokens.
+        byte_token_ids: The ids of the byte-fallback tokens `<0x00>` ... `<0xFF>`, if there are any.
+    """
 
     backend: tokenizers.Tokenizer = field(repr=False)
     render: Render = field(repr=False)
     special_tokens: Mapping[str, str]
     bos_token_id: int | None
     max_token_id: int
-    max_base_id: int  # of the vocabulary without added tokens
-    think_token_ids: tuple[int, int] | None  # of `<think>` and `</think>`, where both are single tokens
-    byte_token_ids: frozenset[int] = field(repr=False)  # of the byte-fallback tokens `<0x00>` ... `<0xFF>`, where there are any
+    max_base_id: int
+    think_token_ids: tuple[int, int] | None
+    byte_token_ids: frozenset[int] = field(repr=False)
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text; bytes are read as UTF-8. Text like `<|im_end|>` becomes the special token it names.
+        """The token ids of a text.
 
-        `add_special_tokens` puts the start token (and what else the tokenizer wants) around the text: true only where nothing stands
-        before it. Raises `InvalidRequestError` naming the position for a lone surrogate or a byte that is not UTF-8.
+        Args:
+            text: A string, or bytes, which are read as UTF-8. Text like `<|im_end|>` becomes the special token of this name.
+            add_special_tokens: Whether to add the start token, and other tokens that the tokenizer puts around a text. Use it only at the
+                beginning of a prompt.
+
+        Raises:
+            InvalidRequestError: The text has a lone surrogate, or a byte that is not UTF-8. The message names the position.
         """
         return self.backend.encode(check_text(text), add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; an id that the tokenizer does not know gives no text, such as those that only pad a model's vocabulary."""
+    def decode(self, ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """The text of token ids.
+
+        An id that the tokenizer does not know gives no text, such as an id that only pads a model's vocabulary.
+        """
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, enable_thinking: bool = True, **variables: Any
     ) -> str:
-        """The prompt text of a conversation by the model's own template, special tokens written out: encode it without adding any.
+        """The prompt text of a conversation by the model's own template. It contains the special tokens: encode it without adding any.
 
-        `variables` (such as `tools`) reach the template as they are. Raises `InvalidRequestError`: no template, or one that fails.
+        Args:
+            messages: The messages, each a mapping with a role and its content.
+            add_generation_prompt: Whether the text ends where the assistant's reply begins.
+            enable_thinking: Passed to the template: whether the reply may begin with a think block.
+            **variables: Passed to the template unchanged, such as `tools`.
+
+        Raises:
+            InvalidRequestError: There is no template, or it fails.
         """
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -56,11 +83,15 @@ class Tokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Detokenizer:
-    """Token ids in, text out, piece by piece: the pieces and `rest()` together are `decode` of all the ids, and no piece ends inside a
-    character.
+    """Turns a stream of token ids into pieces of text. No piece ends inside a character.
 
-    `window` holds the ids since the last piece but one, of which the first `num_shown` are already shown: a decoder may drop a space
-    at its start, so new ids are decoded behind old ones.
+    The pieces and `rest()` together equal `decode` of all ids.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        skip_special_tokens: Whether special tokens give no text.
+        window: The ids since the last piece but one. A decoder may drop a space at its start, so new ids are decoded after old ones.
+        num_shown: How many ids of the window were already shown.
     """
 
     tokenizer: Tokenizer
@@ -70,11 +101,11 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> "Detokenizer":
-        """A detokenizer that has seen nothing."""
+        """A detokenizer without any ids yet."""
         return Detokenizer(tokenizer=tokenizer, skip_special_tokens=skip_special_tokens)
 
     def push(self, ids: Iterable[int]) -> "tuple[Detokenizer, str]":
-        """The detokenizer after `ids`, and the text that became certain; an unfinished character waits for its other bytes."""
+        """Add ids. Returns the detokenizer, and the text that is now certain; an unfinished character waits for its other bytes."""
         window = (*self.window, *ids)
         after = replace(self, window=window)
         if not window or self._in_byte_run(window):
@@ -85,18 +116,21 @@ class Detokenizer:
         return replace(self, window=window[self.num_shown :], num_shown=len(window) - self.num_shown), piece
 
     def _in_byte_run(self, window: tuple[int, ...]) -> bool:
-        """A run of byte tokens, skipped ones between or not, decodes as a whole: one bad byte at its end changes what stands before."""
+        """Whether the window ends with byte tokens, apart from skipped tokens.
+
+        These decode together: one bad byte at the end changes the text before it.
+        """
         runs = self.tokenizer.byte_token_ids
         return bool(runs) and next((i in runs for i in reversed(window) if self.tokenizer.decode([i], self.skip_special_tokens)), False)
 
     def rest(self) -> str:
-        """The text that no piece has shown yet; at the end of a stream, unfinished characters come out as U+FFFD."""
+        """The text that no piece has shown yet. At the end of a stream, unfinished characters become U+FFFD."""
         shown = self.tokenizer.decode(self.window[: self.num_shown], self.skip_special_tokens)
         return self.tokenizer.decode(self.window, self.skip_special_tokens)[len(shown) :]
 
 
 def check_text(text: str | bytes) -> str:
-    """The text, known to be valid Unicode. Raises `InvalidRequestError` naming the position of the first fault."""
+    """Return the text, checked to be valid Unicode. Raises `InvalidRequestError` naming the position of the first fault."""
     try:
         if isinstance(text, bytes):
             return text.decode("utf-8")
@@ -107,17 +141,20 @@ def check_text(text: str | bytes) -> str:
         raise InvalidRequestError(f"byte {error.object[error.start]:#04x} at position {error.start} is not valid UTF-8") from error
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
-        told = f"lone surrogate U+{code:04X} at position {error.start}"
-        if 0xDC80 <= code <= 0xDCFF:  # what Python makes of such a byte in arguments, and in the input of some locales
-            told = f"byte {code - 0xDC00:#04x} at position {error.start} is not valid UTF-8 ({told})"
-        raise InvalidRequestError(told) from error
+        fault = f"lone surrogate U+{code:04X} at position {error.start}"
+        if 0xDC80 <= code <= 0xDCFF:  # Python encodes such a byte so in arguments, and in the input of some locales
+            fault = f"byte {code - 0xDC00:#04x} at position {error.start} is not valid UTF-8 ({fault})"
+        raise InvalidRequestError(fault) from error
     return text
 
 
 def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
-    """A `Tokenizer` from its parts; `config` has the form of a `tokenizer_config.json`, `template` is a chat template or several by name.
+    """Build a `Tokenizer` from its parts.
 
-    Takes over `backend`: truncation and padding go.
+    Args:
+        backend: The tokenizer of the `tokenizers` library. It is taken over, and its truncation and padding are switched off.
+        config: Values in the form of a `tokenizer_config.json`.
+        template: A chat template, several by name, or None.
     """
     backend.no_truncation()
     backend.no_padding()

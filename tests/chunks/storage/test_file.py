@@ -162,6 +162,18 @@ def test_a_loaded_prefix_is_found_by_its_tokens_and_finds_itself(model: Model, t
     nv.check(state)
 
 
+def test_shared_pages_are_not_written(model: Model, tmp_path: Path) -> None:
+    """The KV in memory is marked, so that a second write of the same values shows."""
+    tokens = list(range(10))
+    saved(model, tmp_path / "chunk", tokens)
+    state, chunk = filled(model, tokens[:8])
+    shared = list(chunk.pages)
+    state.kv.pools[0][:, shared] = 7.0
+    state, loaded = nv.load_chunk(model, state, tmp_path / "chunk")
+    assert list(loaded.pages)[:2] == shared
+    assert (state.kv.pools[0][:, shared] == 7.0).all() and not (state.kv.pools[0][:, loaded.pages[2]] == 7.0).any()
+
+
 def test_approximate_pages_are_not_found(model: Model, tmp_path: Path) -> None:
     state, chunk = filled(model, list(range(12)))
     state, both = nv.compose(model, state, [chunk, chunk])
@@ -274,9 +286,9 @@ def test_a_head_that_does_not_fit_is_refused(small: Model, tmp_path: Path, name:
     [
         ([1, 2, 50, 4, 5], None, "token id 50"),
         ([1, 2, -1, 4, 5], None, "token id -1"),
-        (None, [0, 1, 2, 2, 3], "positions"),
-        (None, [-1, 0, 1, 2, 3], "positions"),
-        (None, [0, 1, 2, 3, -(2**31)], "positions"),
+        (None, [0, 1, 2, 2, 3], "positions do not ascend"),
+        (None, [-1, 0, 1, 2, 3], "positions do not ascend"),
+        (None, [0, 1, 2, 3, -(2**31)], "positions do not ascend"),
         (None, [0, 1, 2, 3, 5], "num_exact"),
     ],
 )
@@ -375,7 +387,7 @@ def test_a_failure_between_windows_leaves_the_old_state(model: Model, tmp_path: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.ops.kv_cache.kv_write", interrupted)
+        patch.setattr("nanovllm.ops.kv_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             nv.load_chunk(model, state, tmp_path / "chunk")
     nv.check(state)
@@ -436,7 +448,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(small: Model, t
 WRITER = """
 import sys, time
 import nanovllm as nv
-from nanovllm import chunk_format
+from nanovllm.chunks.storage import blocks, format as chunk_format
 from nanovllm.testing.models import random_model, tiny_config
 model = random_model(tiny_config(vocab_size=50, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4))
 state, chunk = nv.prefill(model, nv.init_state(model, num_pages=8, page_size=4), [9, 8, 7, 6])
@@ -446,7 +458,7 @@ def slow(head):
         print("here", flush=True)
         time.sleep(60)
     return whole(head)
-chunk_format.encode = slow
+blocks.encode = slow
 nv.save_chunk(state, chunk, sys.argv[1])
 """
 

@@ -361,7 +361,7 @@ def test_the_store_against_a_list(tmp_path: Path) -> None:
 WORKER = """
 import sys, random
 import nanovllm as nv
-from nanovllm.state.store import ChunkStore
+from nanovllm.chunks.storage.store import ChunkStore
 from nanovllm.testing.models import random_model, tiny_config
 folder, seed, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 model = random_model(tiny_config(vocab_size=50, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4))

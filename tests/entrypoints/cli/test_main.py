@@ -19,8 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nanovllm as nv
+from nanovllm.entrypoints import arguments as arguments_module
+from nanovllm.entrypoints import conversation as conversations
 from nanovllm.entrypoints import process
-from nanovllm.entrypoints.cli import chat
+from nanovllm.entrypoints.arguments import sampling
+from nanovllm.entrypoints.cli import chat, generate
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.display.terminal import View
 from nanovllm.entrypoints.llm import LLM
@@ -86,7 +89,7 @@ def test_sampling_flags_reach_the_request(folder):
     flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-tokens 4 --seed 7 --stop a --stop b --repetition-penalty 1.1"
     flags += " --presence-penalty 0.5 --frequency-penalty 0.25 --ignore-eos"
     options = cli.build_parser(with_bench=False).parse_args(["generate", "--model", folder, *flags.split(), "x"])
-    assert cli.sampling(options, MODEL) == nv.SamplingParams(
+    assert sampling(options, MODEL) == nv.SamplingParams(
         temperature=0.5,
         top_k=3,
         top_p=0.9,
@@ -100,7 +103,7 @@ def test_sampling_flags_reach_the_request(folder):
         ignore_eos=True,
     )
     options = cli.build_parser(with_bench=False).parse_args(["generate", "x"])
-    assert cli.sampling(options, MODEL) == nv.SamplingParams(temperature=0, max_tokens=256)  # an empty generation_config is greedy
+    assert sampling(options, MODEL) == nv.SamplingParams(temperature=0, max_tokens=256)  # an empty generation_config is greedy
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ def test_a_turn_runs_only_what_is_new_in_it(page_size):
 def test_ctrl_c_keeps_the_part_of_the_reply_that_is_there(monkeypatch):
     state, conversation = nv.init_state(MODEL, num_pages=256), chat.Conversation()
     whole = LLM(MODEL, num_pages=256).chat([{"role": "user", "content": "Hello"}], GREEDY)
-    real, steps = chat.step, []
+    real, steps = conversations.step, []
 
     def interrupted(model, state):
         steps.append(None)
@@ -234,7 +237,7 @@ def test_ctrl_c_keeps_the_part_of_the_reply_that_is_there(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return real(model, state)
 
-    monkeypatch.setattr(chat, "step", interrupted)
+    monkeypatch.setattr(conversations, "step", interrupted)
     state, conversation, figures = ask(MODEL, state, conversation, "Hello")
     assert figures.finish_reason == "stopped"
     assert figures.reply == 4
@@ -246,7 +249,7 @@ def test_ctrl_c_keeps_the_part_of_the_reply_that_is_there(monkeypatch):
 
 
 def test_further_ctrl_c_in_one_step_ends_the_reply_alone(greedy, capsys, monkeypatch):
-    real, steps = chat.step, []
+    real, steps = conversations.step, []
 
     def interrupted(model, state):
         steps.append(None)
@@ -254,7 +257,7 @@ def test_further_ctrl_c_in_one_step_ends_the_reply_alone(greedy, capsys, monkeyp
             signal.raise_signal(signal.SIGINT)
         return real(model, state)
 
-    monkeypatch.setattr(chat, "step", interrupted)
+    monkeypatch.setattr(conversations, "step", interrupted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHello\n/stats\n"))
     assert cli.main(["chat", *greedy]) == 0
     captured = capsys.readouterr()
@@ -265,7 +268,7 @@ def test_further_ctrl_c_in_one_step_ends_the_reply_alone(greedy, capsys, monkeyp
 
 
 def test_an_error_of_the_engine_ends_the_reply_and_the_chat_goes_on(greedy, capsys, monkeypatch):
-    real, steps = chat.step, []
+    real, steps = conversations.step, []
 
     def broken(*args, **options):
         raise nv.OutOfPagesError("the device's memory ran out")
@@ -281,7 +284,7 @@ def test_an_error_of_the_engine_ends_the_reply_and_the_chat_goes_on(greedy, caps
         nv.check(state)
         return state, outputs
 
-    monkeypatch.setattr(chat, "step", failing)
+    monkeypatch.setattr(conversations, "step", failing)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHello\nAnd then?\n/stats\n"))
     assert cli.main(["chat", *greedy]) == 0
     captured = capsys.readouterr()
@@ -345,7 +348,7 @@ def test_a_warning_is_one_line(greedy, capsys, monkeypatch):
         raise nv.OutOfPagesError("full")
 
     before = warnings.formatwarning
-    monkeypatch.setattr(cli, "run_generate", warned)
+    monkeypatch.setattr(generate, "run_generate", warned)
     assert cli.main(["generate", *greedy, "x"]) == 2
     assert capsys.readouterr().err == "nanovllm: warning: slow, as it is\nnanovllm: error: full\n"
     assert warnings.formatwarning is before
@@ -510,7 +513,7 @@ def test_the_command_is_installed():
 
 def test_only_a_process_of_our_own_is_frozen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before, calls = gc.get_freeze_count(), []
-    monkeypatch.setattr(process, "freeze", lambda: calls.append(1))
+    monkeypatch.setattr(arguments_module, "freeze", lambda: calls.append(1))
     arguments = ["generate", "--max-tokens", "2", "Once upon a time"]
     assert cli.main(arguments) == 0 and not calls
     monkeypatch.setattr(sys, "argv", ["nanovllm", *arguments])

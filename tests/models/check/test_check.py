@@ -187,9 +187,14 @@ def test_the_c_kernels_keep_the_bound_on_random_and_extreme_weights(architecture
 @pytest.mark.parametrize(
     ("architecture", "few", "dtype"),
     [
-        *((name, few, "float16") for name in FUSED for few in (True, False)),
+        # Each architecture by kernels of few rows or of many, each kind of kernel by several architectures; the other half takes minutes.
+        *(
+            pytest.param(name, few, "float16", marks=[] if few == (i % 2 == 0) else pytest.mark.long)
+            for i, name in enumerate(FUSED)
+            for few in (True, False)
+        ),
         ("Qwen3ForCausalLM", True, "float32"),
-        ("LlamaForCausalLM", True, "float32"),
+        pytest.param("LlamaForCausalLM", True, "float32", marks=pytest.mark.long),
     ],
 )
 def test_the_kernels_for_a_gpu_keep_the_bound_interpreted(
@@ -424,8 +429,8 @@ def test_no_memory_to_look_with_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("nanovllm.engine.init_state.choose", full)
-    with pytest.warns(UserWarning, match="random-0: no memory to check the fast decode path with: it is used unchecked"):
+    monkeypatch.setattr("nanovllm.executor.build_executor.choose", full)
+    with pytest.warns(UserWarning, match="random-0: not enough memory to check the fast decode path: it is used unchecked"):
         nv.init_state(small(), num_pages=8, check=True)
 
 

@@ -14,12 +14,12 @@ from immutables import Map
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm import models
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.executor import compiled
 from nanovllm.models.check.compare import spread_rows
 from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.layers import rope_angles
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import DEFAULT, PARTS, Cuts, StepCuts, with_cuts
@@ -312,7 +312,7 @@ def test_layers_and_head_by_themselves_take_the_cuts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fused, "_few", lambda *_: True)
     batch, kv = step(model, 2)
     x = torch.randn(2, model.config.hidden_size)
-    cos, sin = models.layers.rope_angles(batch.positions, model.params.inv_freq, model.config.rope)
+    cos, sin = rope_angles(batch.positions, model.params.inv_freq, model.config.rope)
     path = FastPath(name="fused", layer=with_cuts(fused.layer, CUTS), head=with_cuts(fused.head, CUTS), plan=lambda _: None)
     with recorded() as calls:
         path.layer(model.params.layers[0], x, kv.pools[0], 0, cos, sin, batch, model.config)

@@ -152,8 +152,8 @@ WRITER = """
 import json, sys
 from pathlib import Path
 from immutables import Map
-from nanovllm.models.cuts import StepCuts
-from nanovllm.tune.file import write_cuts
+from nanovllm.models.fast.cuts import StepCuts
+from nanovllm.models.tuning.file import write_cuts
 path, rows, key = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 for _ in range(60):
     write_cuts(path, key, Map({n: StepCuts(qkv=(8, 2, 0)) for n in (1, 2)[:rows]}), [{"filler": "x" * 20_000}])
@@ -309,7 +309,7 @@ def test_cuts_that_do_not_keep_the_bound_are_dropped(served: Path, monkeypatch: 
 
     monkeypatch.setattr(building, "choose", choose)
     written(served)
-    with pytest.warns(UserWarning, match=r"the cuts of .*\.json are not used but the defaults: by them layer 0 errs"):
+    with pytest.warns(UserWarning, match=r"ignoring tuning file .*\.json, using the default tile configurations: with it, .*layer 0 errs"):
         state = nv.init_state(MODEL, num_pages=8, check=True)
     assert made == [(None, None)] and state.runtime.cuts is None and looked == [Cuts(steps=STEPS, source=str(served)), None]
     monkeypatch.setattr(building, "choose", lambda *_: (all_fast(MODEL.config), ""))
@@ -360,7 +360,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
     written(served)
     found = Cuts(steps=STEPS, source=str(served))
     why = re.escape(f"{served}: no kernel can be made by its cuts: {' '.join(str(failure).split())}")
-    with pytest.warns(UserWarning, match=f"{why}; the default cuts are used"):
+    with pytest.warns(UserWarning, match=f"{why}; the default tile configurations are used"):
         assert start(None) is None
     assert made == [found, None]
     for asked in (True, served, str(served)):
@@ -399,7 +399,7 @@ def tuning(served: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(command, "machine_of", lambda model: H200)
     monkeypatch.setattr(command, "Recorder", lambda device: None)
     monkeypatch.setattr(command, "measuring", measuring)
-    monkeypatch.setattr(command.collector, "freeze", lambda: None)
+    monkeypatch.setattr(command, "freeze", lambda: None)
     return served
 
 

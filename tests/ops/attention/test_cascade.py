@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm.executor.cascade_policy import own_runs, shared_runs
 from nanovllm.ops import paged_decode, paged_prefill
-from nanovllm.ops.attention import cascade
+from nanovllm.ops.attention import cascade_plan
 from nanovllm.ops.attention.cascade import PromptCascade, attend_part, merge, merge_parts
 from nanovllm.ops.attention.cascade_plan import LEAST_OWN, TILE, CascadePlan, CascadeWorkspace, cut_runs, tiles
 from nanovllm.ops.attention.plan_table import PlanMismatchError, UnknownPlanError
@@ -260,10 +260,22 @@ def interpreted_decode(tree, runs, shares=None, limits=()):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("rows", "page_size", "group", "head_dim"),
-    [(1, 1, 3, 24), (3, 16, 2, 16), (12, 4, 3, 24), (9, 4, 8, 16), (20, 1, 1, 32), (2, 4, 8, 80), (70, 16, 2, 64), (5, 3, 5, 128)],
+    [
+        (1, 1, 3, 24),
+        (3, 16, 2, 16),
+        (12, 4, 3, 24),
+        (9, 4, 8, 16),
+        (20, 1, 1, 32),
+        (2, 4, 8, 80),
+        (5, 3, 5, 128),
+        pytest.param(70, 16, 2, 64, marks=pytest.mark.long),
+    ],
 )
 def test_decode_interpreted(rows, page_size, group, head_dim):
-    tree = Tree(rows, page_size, group, head_dim=head_dim)
+@pytest.mark.parametrize(
+    ("rows", "page_size", "group", "head_dim"),
+    [(3, 16, 2, 16), (12, 4, 3, 24), pytest.param(20, 1, 8, 32, marks=pytest.mark.long), (5, 3, 5, 128)],
+)
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
         for shares in (1, 3, None):
             interpreted_decode(tree, runs, shares)
@@ -271,7 +283,10 @@ def test_decode_interpreted(rows, page_size, group, head_dim):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("limits", [*LIMITS, (64, 0.0), (65, 30.0)])
-@pytest.mark.parametrize(("rows", "page_size", "group", "head_dim"), [(3, 16, 2, 16), (12, 4, 3, 24), (20, 1, 8, 32), (5, 3, 5, 128)])
+@pytest.mark.parametrize(
+    ("rows", "page_size", "group", "head_dim"),
+    [(3, 16, 2, 16), (12, 4, 3, 24), pytest.param(20, 1, 8, 32, marks=pytest.mark.long), (5, 3, 5, 128)],
+)
 def test_decode_in_a_window_of_capped_scores_interpreted(rows, page_size, group, head_dim, limits):
     tree = Tree(rows, page_size, group, head_dim=head_dim)
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
@@ -285,7 +300,7 @@ def test_long_rows_in_a_window_interpreted(window, monkeypatch):
     tree = Tree(5, 16, 3, head_dim=24)
     tree.lens[:] = [63, 16, 64, 128, 65]
     for least in (16, 1):
-        monkeypatch.setattr(cascade, "LEAST_OWN", least)
+        monkeypatch.setattr(cascade_plan, "LEAST_OWN", least)
         interpreted_decode(tree, own_runs(tree.counts), 16, (window, 0.0))
 
 
@@ -298,7 +313,7 @@ def test_lengths_around_a_turn_of_the_loop_interpreted(lens, group, head_dim, mo
     assert (np.array(lens) <= tree.counts * 16).all()
     tree.lens[:] = lens  # `on_device` shares its memory
     for least in (512, 16, 1):
-        monkeypatch.setattr(cascade, "LEAST_OWN", least)
+        monkeypatch.setattr(cascade_plan, "LEAST_OWN", least)
         interpreted_decode(tree, own_runs(tree.counts), 16)
 
 

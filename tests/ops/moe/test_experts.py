@@ -170,8 +170,7 @@ def grouped(rows: int, outputs: int, depth: int) -> GroupedTiles:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("tiles", [grouped(16, 16, 16), grouped(32, 32, 32)])
-@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize(("tiles", "act"), [(grouped(16, 16, 16), "silu"), (grouped(32, 32, 32), "gelu")])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("sizes", [*SIZES, (33, 1, 1, 16, 16), (70, 5, 40, 48, 20)])
 def test_many_tokens_interpreted(sizes: tuple[int, ...], routing: str, act: str, tiles: GroupedTiles) -> None:

@@ -27,7 +27,7 @@ def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Generator[
     read to its end.
 
     Raises:
-        ChunkFileError: the file cannot be read, or a byte was changed. A change is found only after the last window, so do not rely on
+        ChunkFileError: The file cannot be read, or a byte was changed. A change is found only after the last window, so do not rely on
             earlier windows before the end.
     """
     start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
@@ -61,10 +61,10 @@ def write_file(fd: int, head: Head, gather: Callable[[int, Tensor], None], devic
     """Write a whole file and flush it to the disk.
 
     Args:
-        fd: an empty file.
-        head: its head, without the digest of the KV.
+        fd: An empty file.
+        head: Its head, without the digest of the KV.
         gather: `gather(first, out)` copies rows from `first` on into host memory.
-        device: the device of the KV.
+        device: The device of the KV.
 
     Returns:
         The head with the digest.

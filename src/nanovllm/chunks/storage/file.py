@@ -46,14 +46,14 @@ def save_chunk(state: EngineState, chunk: Chunk, path: str | os.PathLike[str]) -
     and KV `[L, T, 2, K, D]`, the model's fingerprint, and digests of all bytes; `chunks/storage/format.py` defines it.
 
     Args:
-        state: the newest state of the engine. It stays usable.
-        chunk: the chunk to write.
-        path: the file to write, by convention with the suffix `.safetensors`.
+        state: The newest state of the engine. It stays usable.
+        chunk: The chunk to write.
+        path: The file to write, by convention with the suffix `.safetensors`.
 
     Raises:
         InvalidRequestError: `path` is not a file name, or `chunk` is not a chunk.
-        ChunkFileError: the file cannot be written; no part of it is left.
-        OutOfPagesError: the device has no memory for the staging buffers.
+        ChunkFileError: The file cannot be written; no part of it is left.
+        OutOfPagesError: The device has no memory for the staging buffers.
         DonatedStateError: `state` was donated to a later call.
         ReleasedChunkError: `chunk` was released.
         ForeignChunkError: `chunk` belongs to another engine.
@@ -80,17 +80,17 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
     shared, and new ones enter it. The page size may differ from that of the engine that saved the file.
 
     Args:
-        model: the model of `init_state`, with the fingerprint and dtype of the file.
-        state: the newest state of the engine.
-        path: a file of `save_chunk`.
+        model: The model of `init_state`, with the fingerprint and dtype of the file.
+        state: The newest state of the engine.
+        path: A file of `save_chunk`.
 
     Returns:
         The next state, and the chunk.
 
     Raises:
-        ChunkFileError: the file is missing, truncated, changed or not a chunk file, or has another model, dtype or format version.
-        InvalidRequestError: the chunk is too long for the engine, or `path` is not a file name.
-        OutOfPagesError: too few pages are available now.
+        ChunkFileError: The file is missing, truncated, changed or not a chunk file, or has another model, dtype or format version.
+        InvalidRequestError: The chunk is too long for the engine, or `path` is not a file name.
+        OutOfPagesError: Too few pages are available now.
         DonatedStateError: `state` was donated to a later call.
 
     Examples:
@@ -196,7 +196,7 @@ def verify(fd: int, head: Head, path: Path, device: torch.device) -> None:
     """Read the whole KV of an open file and check its digest.
 
     Raises:
-        ChunkFileError: the KV was changed.
+        ChunkFileError: The KV was changed.
     """
     with closing(blocks.read_kv(fd, head, path, device)) as windows:
         for _ in windows:
@@ -207,7 +207,7 @@ def require_model(head: Head, model: Model, path: Path) -> None:
     """Require a file whose KV fits the model.
 
     Raises:
-        ChunkFileError: the fingerprint, dtype, rotary embedding, shape or vocabulary differs.
+        ChunkFileError: The fingerprint, dtype, rotary embedding, shape or vocabulary differs.
     """
     config = model.config
     if head.fingerprint != model.fingerprint:
@@ -256,10 +256,10 @@ def _gather(by_layer: Seq[tuple[Tensor, Tensor]], num_tokens: int, first: int, o
     Whole pages are gathered on the device and brought into the order of tokens first.
 
     Args:
-        by_layer: for each layer its memory `[N, 2, K, S, D]` and the chunk's pages in it.
-        num_tokens: tokens of the chunk.
-        first: the first row.
-        out: the host buffer.
+        by_layer: For each layer its memory `[N, 2, K, S, D]` and the chunk's pages in it.
+        num_tokens: Tokens of the chunk.
+        first: The first row.
+        out: The host buffer.
     """
     device = by_layer[0][0].device
     for layer, token, stop, at in _spans(first, len(out), num_tokens):

@@ -43,16 +43,16 @@ class Head:
     """The description of a chunk file: everything except the KV.
 
     Attributes:
-        fingerprint: the model's fingerprint.
-        dtype: the KV's dtype.
-        shape: the KV's shape `[L, T, 2, K, D]`.
-        page_size: tokens per page of the engine that saved the file; readers do not need it.
-        rope: the fields of the `RopeConfig` by which the keys were rotated.
-        provenance: whether the KV is exact.
-        num_exact: leading tokens whose KV is exact.
+        fingerprint: The model's fingerprint.
+        dtype: The KV's dtype.
+        shape: The KV's shape `[L, T, 2, K, D]`.
+        page_size: Tokens per page of the engine that saved the file; readers do not need it.
+        rope: The fields of the `RopeConfig` by which the keys were rotated.
+        provenance: Whether the KV is exact.
+        num_exact: Leading tokens whose KV is exact.
         tokens: int32 `[T]`.
         positions: int32 `[T]`.
-        kv_sha256: the digest of the KV, or zeros while it is unknown.
+        kv_sha256: The digest of the KV, or zeros while it is unknown.
     """
 
     fingerprint: str
@@ -122,7 +122,7 @@ def decode(fd: int, path: Path) -> Head:
     """Read and check the head of an open file.
 
     Raises:
-        ChunkFileError: the file cannot be read, or is not a valid chunk file.
+        ChunkFileError: The file cannot be read, or is not a valid chunk file.
     """
     try:
         return _decode(fd)

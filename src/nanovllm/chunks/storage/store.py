@@ -44,8 +44,8 @@ class ChunkStore:
     Files of other programs in the folder are left alone. A file that is being written is not counted in the limit.
 
     Attributes:
-        folder: the folder, as an absolute path.
-        max_bytes: the limit of all chunk files, in bytes.
+        folder: The folder, as an absolute path.
+        max_bytes: The limit of all chunk files, in bytes.
 
     Examples:
         >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
@@ -64,8 +64,8 @@ class ChunkStore:
         """Open a store, and make its folder if it is missing.
 
         Args:
-            folder: the folder.
-            max_bytes: the limit of all chunk files, in bytes; a whole number, also as a float such as `1e9`.
+            folder: The folder.
+            max_bytes: The limit of all chunk files, in bytes; a whole number, also as a float such as `1e9`.
 
         Raises:
             InvalidRequestError: `max_bytes` is not a whole number of at least 1, or `folder` is not a path.
@@ -90,9 +90,9 @@ class ChunkStore:
         Does not donate `state`.
 
         Args:
-            state: the newest state of the engine. It stays usable.
-            chunk: the chunk to write.
-            key: the chunk's name: letters, digits, ".", "_" and "-". It replaces an older chunk of that name. None: a hash of model,
+            state: The newest state of the engine. It stays usable.
+            chunk: The chunk to write.
+            key: The chunk's name: letters, digits, ".", "_" and "-". It replaces an older chunk of that name. None: a hash of model,
                 tokens, positions and provenance, and also of the KV if it is approximate. An exact chunk that is already stored is not
                 written again.
 
@@ -100,9 +100,9 @@ class ChunkStore:
             The key.
 
         Raises:
-            InvalidRequestError: the key is invalid, or the chunk is larger than the store's limit.
-            ChunkFileError: the file cannot be written, the index is damaged, or a file of another program has the chunk's name.
-            OutOfPagesError: the device has no memory for the staging buffers.
+            InvalidRequestError: The key is invalid, or the chunk is larger than the store's limit.
+            ChunkFileError: The file cannot be written, the index is damaged, or a file of another program has the chunk's name.
+            OutOfPagesError: The device has no memory for the staging buffers.
             DonatedStateError: `state` was donated to a later call.
             ReleasedChunkError: `chunk` was released.
             ForeignChunkError: `chunk` belongs to another engine.
@@ -146,17 +146,17 @@ class ChunkStore:
         So are chunks that are too long for the engine, if a shorter one fits.
 
         Args:
-            model: the model of `init_state`.
-            state: the newest state of the engine.
-            key_or_tokens: a key, or token ids. For a text, ask `longest` for the key.
+            model: The model of `init_state`.
+            state: The newest state of the engine.
+            key_or_tokens: A key, or token ids. For a text, ask `longest` for the key.
 
         Returns:
             The next state, and the chunk, or None if there is none. A file that another process has just evicted counts as none.
 
         Raises:
-            InvalidRequestError: the key or the token ids are invalid, or the chunk is too long for the engine.
-            ChunkFileError: the index is damaged, or the file of the key is damaged or of another model.
-            OutOfPagesError: too few pages are available now.
+            InvalidRequestError: The key or the token ids are invalid, or the chunk is too long for the engine.
+            ChunkFileError: The index is damaged, or the file of the key is damaged or of another model.
+            OutOfPagesError: Too few pages are available now.
             DonatedStateError: `state` was donated to a later call.
 
         Examples:
@@ -203,16 +203,16 @@ class ChunkStore:
         Damaged files are skipped.
 
         Args:
-            model: the model.
-            tokens: token ids, or a text, which is encoded as a prompt.
-            verify: whether to read the whole file and check its digests. False: check only its head.
+            model: The model.
+            tokens: Token ids, or a text, which is encoded as a prompt.
+            verify: Whether to read the whole file and check its digests. False: check only its head.
 
         Returns:
             The key, or None if there is no such chunk.
 
         Raises:
             InvalidRequestError: `tokens` is neither a text nor valid token ids.
-            ChunkFileError: the index is damaged.
+            ChunkFileError: The index is damaged.
 
         Examples:
             >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
@@ -247,7 +247,7 @@ class ChunkStore:
         """The keys of all chunks, the most recently used first.
 
         Raises:
-            ChunkFileError: the index is damaged.
+            ChunkFileError: The index is damaged.
 
         Examples:
             >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
@@ -264,7 +264,7 @@ class ChunkStore:
         """The size of all chunk files, in bytes.
 
         Raises:
-            ChunkFileError: the index is damaged.
+            ChunkFileError: The index is damaged.
 
         Examples:
             >>> nv.ChunkStore("chunks", max_bytes=1 << 30).size
@@ -277,14 +277,14 @@ class ChunkStore:
         """Delete the least recently used chunks until the rest is within a limit.
 
         Args:
-            max_bytes: the limit in bytes. None: the store's own limit; 0: delete all.
+            max_bytes: The limit in bytes. None: the store's own limit; 0: delete all.
 
         Returns:
             The keys of the deleted chunks.
 
         Raises:
             InvalidRequestError: `max_bytes` is not a whole number of at least 0.
-            ChunkFileError: the index is damaged, or the folder cannot be written.
+            ChunkFileError: The index is damaged, or the folder cannot be written.
 
         Examples:
             >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
@@ -305,14 +305,14 @@ class ChunkStore:
         """Delete one chunk.
 
         Args:
-            key: the chunk's key.
+            key: The chunk's key.
 
         Returns:
             Whether the store had a chunk of this key.
 
         Raises:
             InvalidRequestError: `key` is not a string.
-            ChunkFileError: the index is damaged, or the folder cannot be written.
+            ChunkFileError: The index is damaged, or the folder cannot be written.
 
         Examples:
             >>> nv.ChunkStore("chunks", max_bytes=1 << 30).discard("king")

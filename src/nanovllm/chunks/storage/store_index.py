@@ -43,7 +43,7 @@ def read_index(folder: Path) -> Mapping[str, Entry]:
     """The entries by key; empty if the folder has no index.
 
     Raises:
-        ChunkFileError: the file is not an index.
+        ChunkFileError: The file is not an index.
     """
     path = folder / INDEX
     try:
@@ -62,6 +62,6 @@ def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
     """Replace the folder's index.
 
     Raises:
-        OSError: the index cannot be written; the old one stays.
+        OSError: The index cannot be written; the old one stays.
     """
     write_whole(folder / INDEX, json.dumps({key: asdict(entry) for key, entry in index.items()}).encode())

@@ -21,8 +21,8 @@ examples:
   nanovllm generate --stream "Once upon a time,"          continue a text with the packaged tiny model
   nanovllm generate --chat --stream "What is 3 + 4?"      one question, answered
   nanovllm chat                                           a conversation
-  nanovllm chat --model Qwen/Qwen3-0.6B                   with a model out of the Hugging Face cache
-  nanovllm chat --model Qwen/Qwen3-0.6B --download        the same, fetched from the Hub where the cache lacks it
+  nanovllm chat --model Qwen/Qwen3-0.6B --download        with a model of the Hugging Face Hub, which is kept in the cache
+  nanovllm chat --model Qwen/Qwen3-0.6B                   the same from the cache, without a network
   nanovllm generate --prompts prompts.txt > replies.jsonl many prompts at once, one a line
   nanovllm memory --out memory.svg                        who holds the pages of the KV memory, and what is shared
   nanovllm models                                         what is supported, and how it runs

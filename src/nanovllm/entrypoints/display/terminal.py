@@ -34,11 +34,11 @@ class View:
     """The display state of a reply on a terminal.
 
     Attributes:
-        styled: whether think blocks are dimmed; otherwise they are printed like other text.
-        clean: whether control characters are replaced.
-        inside: whether the text is inside a think block.
-        fresh: whether nothing of the current block was printed yet.
-        held: text that is held back: a possible part of a tag, or white space that may end a block.
+        styled: Whether think blocks are dimmed; otherwise they are printed like other text.
+        clean: Whether control characters are replaced.
+        inside: Whether the text is inside a think block.
+        fresh: Whether nothing of the current block was printed yet.
+        held: Text that is held back: a possible part of a tag, or white space that may end a block.
     """
 
     styled: bool

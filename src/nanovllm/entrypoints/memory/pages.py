@@ -17,13 +17,13 @@ class PageOwner:
     Attributes:
         kind: "chunk", or the phase of the request: "running", "waiting", "kept" (ended, to become a chunk) or "session" (between
             `begin` and `commit`).
-        id: the chunk's `liveness`, or the request's id.
-        name: the name that `memory` was given for it, or None.
-        num_tokens: tokens of the chunk or the request.
-        num_filled: tokens whose KV is filled.
-        pages: the pages in order. The last may be partly filled, or not filled yet.
-        num_own: pages without another owner.
-        provenance: whether the KV is exact.
+        id: The chunk's `liveness`, or the request's id.
+        name: The name that `memory` was given for it, or None.
+        num_tokens: Tokens of the chunk or the request.
+        num_filled: Tokens whose KV is filled.
+        pages: The pages in order. The last may be partly filled, or not filled yet.
+        num_own: Pages without another owner.
+        provenance: Whether the KV is exact.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
@@ -64,11 +64,11 @@ class PageRun:
     """Consecutive pages with the same owners: a node of the radix tree of all owners' pages.
 
     Attributes:
-        pages: the pages in order.
-        parent: the index in `MemoryReport.runs` of the node before this one, or None for a root.
-        start: the number of pages before this node.
-        owners: the owners of these pages at this place. Empty if only the prefix index holds them.
-        ends: the owners whose last page is the last page of this node.
+        pages: The pages in order.
+        parent: The index in `MemoryReport.runs` of the node before this one, or None for a root.
+        start: The number of pages before this node.
+        owners: The owners of these pages at this place. Empty if only the prefix index holds them.
+        ends: The owners whose last page is the last page of this node.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
@@ -94,11 +94,11 @@ class FrameReport:
     A frame is the KV memory of a page in these layers.
 
     Attributes:
-        num_frames: all frames.
-        num_needed: frames that an owner needs for one of its pages.
-        num_spare: frames that nobody needs but that later requests may reuse; they are evicted for new ones.
-        frame_bytes: bytes of a frame, over all sliding-window layers.
-        num_held: pages with an owner.
+        num_frames: All frames.
+        num_needed: Frames that an owner needs for one of its pages.
+        num_spare: Frames that nobody needs but that later requests may reuse; they are evicted for new ones.
+        frame_bytes: Bytes of a frame, over all sliding-window layers.
+        num_held: Pages with an owner.
     """
 
     num_frames: int
@@ -125,15 +125,15 @@ class PageFigures:
     An owner is a live chunk or a request. The prefix index is not an owner: a page that only the index holds is idle and can be evicted.
 
     Attributes:
-        page_size: tokens per page.
-        page_bytes: bytes of a page over all layers, its frame included.
-        owners: the owners, chunks first.
-        runs: the radix tree of the owners' pages and of the idle pages, each node after its parent. A page occurs twice only if a gap put
+        page_size: Tokens per page.
+        page_bytes: Bytes of a page over all layers, its frame included.
+        owners: The owners, chunks first.
+        runs: The radix tree of the owners' pages and of the idle pages, each node after its parent. A page occurs twice only if a gap put
             it after other pages.
-        page_owners: for each page its owners.
-        idle: the idle pages.
-        num_indexed: pages that the prefix index can find, with and without owners.
-        frames: the frames, if the model has sliding-window layers.
+        page_owners: For each page its owners.
+        idle: The idle pages.
+        num_indexed: Pages that the prefix index can find, with and without owners.
+        frames: The frames, if the model has sliding-window layers.
     """
 
     page_size: int

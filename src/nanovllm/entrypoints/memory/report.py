@@ -26,14 +26,14 @@ class MemoryReport(PageFigures):
     """The pages of an engine's pool by owner. `print` it, or write `svg()` to a file.
 
     Attributes:
-        page_size: tokens per page.
-        page_bytes: bytes of a page over all layers, its frame included.
-        owners: the owners, chunks first.
-        runs: the radix tree of the owners' pages and of the idle pages, each node after its parent.
-        page_owners: for each page its owners.
-        idle: the pages that only the prefix index holds.
-        num_indexed: pages that the prefix index can find, with and without owners.
-        frames: the frames, if the model has sliding-window layers.
+        page_size: Tokens per page.
+        page_bytes: Bytes of a page over all layers, its frame included.
+        owners: The owners, chunks first.
+        runs: The radix tree of the owners' pages and of the idle pages, each node after its parent.
+        page_owners: For each page its owners.
+        idle: The pages that only the prefix index holds.
+        num_indexed: Pages that the prefix index can find, with and without owners.
+        frames: The frames, if the model has sliding-window layers.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
@@ -49,7 +49,7 @@ class MemoryReport(PageFigures):
         """The figures, a map of the pages and the tree, as lines of text.
 
         Args:
-            color: whether to colour the map for a terminal.
+            color: Whether to colour the map for a terminal.
 
         Returns:
             The text.
@@ -97,17 +97,17 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
     reads no device memory.
 
     Args:
-        state: the newest state of the engine. It stays usable.
-        names: names for chunks, and for requests by their ids.
+        state: The newest state of the engine. It stays usable.
+        names: Names for chunks, and for requests by their ids.
 
     Returns:
         The report.
 
     Raises:
-        InvalidRequestError: a name is not a text, or its value is neither a chunk nor the id of a current request.
+        InvalidRequestError: A name is not a text, or its value is neither a chunk nor the id of a current request.
         DonatedStateError: `state` was donated to a later call.
-        ReleasedChunkError: a named chunk was released.
-        ForeignChunkError: a named chunk belongs to another engine.
+        ReleasedChunkError: A named chunk was released.
+        ForeignChunkError: A named chunk belongs to another engine.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")

@@ -38,10 +38,10 @@ class Line:
     """One line of the tree: a node, or several nodes that are only counted.
 
     Attributes:
-        trail: for each level down to this line, whether its branch is the last one.
-        run: the node, or None.
-        hidden: the nodes that are only counted.
-        start: the number of pages before the node.
+        trail: For each level down to this line, whether its branch is the last one.
+        run: The node, or None.
+        hidden: The nodes that are only counted.
+        start: The number of pages before the node.
     """
 
     trail: tuple[bool, ...]

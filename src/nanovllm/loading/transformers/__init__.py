@@ -1,1 +1,1 @@
-"""Checkpoints of architectures without a file in `models/`: what transformers has for them, whether that can run, and their weights."""
+"""The transformers fallback: runs checkpoints of architectures without a file in `models/` through transformers, if that is possible."""

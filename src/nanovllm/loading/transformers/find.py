@@ -1,4 +1,4 @@
-"""Which class of transformers, or of a checkpoint's own code, a folder's `config.json` names, and what is known against it beforehand."""
+"""Finds the class of transformers, or of a checkpoint's own code, that a `config.json` names, and refuses classes that cannot run."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -15,23 +15,32 @@ from nanovllm.loading.transformers.found import Found, as_checkpoint_error, note
 from nanovllm.loading.transformers.remote_code import by_code
 from nanovllm.models.common.hf_config import FULL, HF, SLIDING
 
-ATTENDING = {FULL, SLIDING}  # what `layer_types` may name
+ATTENDING = {FULL, SLIDING}  # the accepted names in `layer_types`
 STATES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
-LENGTHWISE = ("dynamic", "longrope")  # rotations by which a key depends on how long its request is
+LENGTHWISE = ("dynamic", "longrope")  # with these rotary embeddings a key depends on the length of its request
 
 
 def find(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> Found:
-    """What runs the checkpoint of a folder. `known` names the built-in architectures.
+    """Find the class that runs the checkpoint of a folder.
 
-    Code that a checkpoint brings runs where transformers has no such architecture, and only with `trust_remote_code`; it is named on
-    stderr before, file by file. Raises `CheckpointError`.
+    Code of the checkpoint runs only if transformers does not have the architecture, and only with `trust_remote_code`. Each file is named
+    on stderr first.
+
+    Args:
+        folder: The checkpoint folder.
+        hf: Its config.
+        known: The names of the built-in architectures, for messages.
+        trust_remote_code: Whether code of the checkpoint may run.
+
+    Raises:
+        CheckpointError: The architecture is unknown or cannot run, or its code is not allowed.
     """
     names, auto_map = hf.get("architectures"), hf.get("auto_map") or {}
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"unknown architecture {names!r}: architectures in config.json must name one; known are {known}")
     code = not _native(hf, names) and bool(auto_map)
     if code and not trust_remote_code:
-        raise CheckpointError(f"the checkpoint brings its own code (auto_map={auto_map!r}): refused without trust_remote_code=True")
+        raise CheckpointError(f"the checkpoint brings its own code (auto_map={auto_map!r}): to run it, pass trust_remote_code=True")
     if auto_map and not code:
         note(f"{folder}: {names[0]} is in transformers {transformers.__version__}: the checkpoint's own code is not run")
     with as_checkpoint_error(f"{folder}: transformers {transformers.__version__} cannot read its config"), quiet():
@@ -54,7 +63,7 @@ def _by_transformers(folder: Path, hf: HF, names: list[str], known: str) -> Foun
     if model is None or not _native(hf, names):
         has = "none" if model is None else model.__name__
         raise CheckpointError(
-            f"unknown architecture {names!r}; known are {known}, and it is no causal language model of transformers {version}, "
+            f"unknown architecture {names!r}; known are {known}, and it is not a causal language model of transformers {version}, "
             f"which for model_type {kind!r} has {has}"
         )
     text = type(config).sub_configs.get("text_config")
@@ -62,26 +71,26 @@ def _by_transformers(folder: Path, hf: HF, names: list[str], known: str) -> Foun
 
 
 def require_ordinary(found: Found) -> None:
-    """Raise `CheckpointError` for what the class and the config say that paged keys and values cannot serve."""
+    """Raise `CheckpointError` if the class or the config asks for something that paged keys and values cannot serve."""
     model, config = found.model, found.decoder
     parameters = inspect.signature(model.forward).parameters
     types = set(getattr(config, "layer_types", None) or ())
     shared = getattr(config, "num_kv_shared_layers", None) or 0
-    turned = sorted({str(kind) for kind in _rope_types(config)} & set(LENGTHWISE))
+    lengthwise = sorted({str(kind) for kind in _rope_types(config)} & set(LENGTHWISE))
     if getattr(config, "is_encoder_decoder", False):
-        why = "it is an encoder and a decoder"
+        why = "it is an encoder-decoder model"
     elif getattr(model, "_is_stateful", False) or types & STATES:
-        why = f"its layers keep another state than keys and values (layer_types: {', '.join(sorted(map(str, types))) or 'not said'})"
+        why = f"its layers keep a state other than keys and values (layer_types: {', '.join(sorted(map(str, types))) or 'unknown'})"
     elif types - ATTENDING:
-        why = f"its layers attend otherwise than to all tokens or a window (layer_types: {', '.join(sorted(map(str, types - ATTENDING)))})"
+        why = f"its layers attend neither to all tokens nor to a window (layer_types: {', '.join(sorted(map(str, types - ATTENDING)))})"
     elif not model._can_set_attn_implementation():
         why = "its attention does not go through transformers' attention interface"
     elif "position_ids" not in parameters:
         why = "its forward takes no position_ids"
     elif shared:
         why = f"{shared} of its layers share the keys and values of others"
-    elif turned:
-        why = f"its rotary embedding ({', '.join(turned)}) depends on the length of the request"
+    elif lengthwise:
+        why = f"its rotary embedding ({', '.join(lengthwise)}) depends on the length of the request"
     else:
         return
     refuse(found, why)

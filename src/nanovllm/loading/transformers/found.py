@@ -1,4 +1,4 @@
-"""A transformers class that can run a checkpoint, and how what it lacks is reported."""
+"""`Found`: a transformers class that can run a checkpoint, and how its limits are reported."""
 
 import json
 import sys
@@ -17,7 +17,13 @@ from nanovllm.models.common.hf_config import HF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The class that runs a checkpoint, its config, and the files of Python that came with it and were run."""
+    """The class that runs a checkpoint.
+
+    Attributes:
+        model: The class.
+        config: Its config.
+        code: The Python files of the checkpoint that were run, if any.
+    """
 
     model: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -25,28 +31,28 @@ class Found:
 
     @property
     def decoder(self) -> PreTrainedConfig:
-        """The part of the config that is the decoder's."""
+        """The decoder's part of the config."""
         return self.config.get_text_config(decoder=True)
 
 
 def refuse(found: Found, why: str, cause: Exception | None = None) -> NoReturn:
-    """Raise the `CheckpointError` that says why a class cannot be run."""
+    """Raise the `CheckpointError` that says why a class cannot run."""
     raise CheckpointError(f"{found.model.__name__} is not built in, and cannot be run through transformers: {why}") from cause
 
 
 def canonical(hf: HF) -> bytes:
-    """The whole of a config, whatever the order of its keys."""
+    """The bytes of a whole config, independent of the order of its keys."""
     return json.dumps(hf, sort_keys=True).encode()
 
 
 def note(text: str) -> None:
-    """One line on stderr, there before anything else happens."""
+    """Print one line to stderr, flushed before anything else happens."""
     print(f"nanovllm: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def as_checkpoint_error(what: str) -> Iterator[None]:
-    """What transformers, or a checkpoint's code, raises inside becomes a `CheckpointError` that begins with `what`."""
+    """Turn an exception of transformers, or of a checkpoint's code, into a `CheckpointError` that begins with `what`."""
     try:
         yield
     except CheckpointError:
@@ -57,7 +63,7 @@ def as_checkpoint_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers says nothing of its own inside: no log below an error, no bars. Its switches are the process's; they are put back."""
+    """Silence transformers: no logs below an error, and no progress bars. Its switches are global, and are restored afterwards."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

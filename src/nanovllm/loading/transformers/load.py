@@ -1,4 +1,4 @@
-"""The weights of a model of transformers: read by transformers, tried beside its own attention, and then held apart from the module."""
+"""Loads a model through transformers, compares it with transformers' own attention, and keeps its weights apart from the module."""
 
 import copy
 import hashlib
@@ -27,15 +27,15 @@ from nanovllm.models.transformers import ATTENTION, ForeignParams, PagedStep, at
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.types import Float, Tensor
 
-PAGE_SIZE = 4  # of the trial's pages
-LENGTHS, FIRST = (11, 7), 6  # tokens of the trial's two rows, of which the first is filled in two steps
-LEAST_ERROR, SPACINGS = 1e-3, 32  # the error that the trial allows, relative, and in the dtype's spacings; whichever is more
+PAGE_SIZE = 4  # of the comparison's pages
+LENGTHS, FIRST = (11, 7), 6  # tokens of the comparison's two rows; the first row is filled in two steps, beginning with `FIRST` tokens
+LEAST_ERROR, SPACINGS = 1e-3, 32  # the larger is allowed: a relative error, and multiples of the dtype's machine epsilon
 
 
 def foreign_spec(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -> TransformersSpec:
-    """How a folder's model runs through transformers. Arguments as in `find`.
+    """Return the spec by which a folder's model runs through transformers. Arguments are as in `find`.
 
-    Raises `CheckpointError`, as do its `config_from_hf`, before any weights are read, and its `load`.
+    Raises `CheckpointError`. So do the spec's `config_from_hf`, before any weights are read, and its `load`.
     """
     found = find(folder, hf, known, trust_remote_code=trust_remote_code)
     return TransformersSpec(
@@ -52,11 +52,15 @@ def foreign_spec(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -
 def load_params(
     found: Found, hf: HF, folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, progress: bool | None = None
 ) -> tuple[ForeignParams, str]:
-    """The weights of a checkpoint folder on `device` in `dtype`, and the checkpoint's fingerprint. The host holds all of them for a moment.
+    """Load the weights of a checkpoint folder on `device` in `dtype`. The host holds all of them for a moment.
 
-    Raises `CheckpointError` for tensors that are missing, unknown or misshapen, and where the model's own attention and ours disagree.
+    Returns:
+        The weights, and the checkpoint's fingerprint.
+
+    Raises:
+        CheckpointError: Tensors are missing, unknown or have a wrong shape. Or paged attention gives other logits than the model's own.
     """
-    headers = read_headers(folder)  # first of all: it refuses pickles
+    headers = read_headers(folder)  # first, because it refuses pickles
     for fault in tensor_faults(found, headers):
         raise CheckpointError(f"{folder}: {fault}")
     with as_checkpoint_error(f"{folder}: transformers could not load it"), quiet():
@@ -64,11 +68,11 @@ def load_params(
             str(folder), config=copy.deepcopy(found.config), dtype=dtype, attn_implementation="eager", local_files_only=True,
             use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
-        module, told = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+        module, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if names := sorted(map(str, told.get(what) or ())):
+        if names := sorted(map(str, report.get(what) or ())):
             raise CheckpointError(f"{folder}: {what.replace('_', ' ')} for {config.architecture}: {', '.join(names[:8])}")
-    move: Any = module.eval().requires_grad_(False).to  # its decorator hides its type
+    move: Any = module.eval().requires_grad_(False).to  # typed as Any, because a decorator hides its type
     move(device)
     module.config.return_dict = True
     with as_checkpoint_error(f"{config.architecture} could not be run"), torch.no_grad():
@@ -83,7 +87,7 @@ def load_params(
 
 
 def _apart(module: PreTrainedModel, config: ModelConfig) -> ForeignParams:
-    """Weights and structure of a loaded module, which becomes the structure."""
+    """Separate the weights of a loaded module from its structure, for which the module itself is used."""
     once = {id(weight): weight.detach() for weight in module.parameters()}
     weights = {name: once[id(weight)] for name, weight in module.named_parameters(remove_duplicate=False)}
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -120,8 +124,11 @@ class Piece:
 
 
 def paged_logits(params: ForeignParams, config: ModelConfig, rows: list[Tensor], dtype: torch.dtype) -> Float[Tensor, "T V"]:
-    """The logits of all tokens of the rows over pages: the first row's beginning together with the second's, then the rest of the first
-    one, and the last token of both as a decode step."""
+    """The logits of all tokens of two rows, computed with paged KV in three steps.
+
+    The first step runs the first row's beginning and all of the second row but its last token. The second step runs the rest of the first
+    row but its last token. The third is a decode step with the last token of both.
+    """
     long, short = map(len, rows)
     steps = [
         [Piece(row=0, start=0, stop=FIRST), Piece(row=1, start=0, stop=short - 1)],
@@ -160,11 +167,14 @@ def _batch(rows: list[Tensor], pieces: list[Piece], width: int) -> Batch:
 
 
 def _require_agreement(found: Found, wanted: Tensor, got: Tensor, dtype: torch.dtype) -> None:
-    """In half precision most tokens must agree: a router that takes another expert by rounding is no fault."""
+    """Raise `CheckpointError` if the logits differ too much.
+
+    In half precision most tokens must agree: a router may pick another expert by rounding.
+    """
     wide = torch.promote_types(wanted.dtype, torch.float32)
     errors = (got.to(wide) - wanted.to(wide)).square().mean(-1).sqrt() / wanted.to(wide).square().mean(-1).sqrt().clamp(min=1e-6)
     error = float(errors.median() if dtype.itemsize == 2 else errors.max())
     bound = max(LEAST_ERROR, SPACINGS * torch.finfo(dtype).eps)
     if not error <= bound:
-        why = "it knows more of a token than its id, its position, and keys and values"
-        refuse(found, f"over pages its logits differ from its own by {error:.2g}, relative, more than {bound:.2g}: {why}")
+        why = "it uses more of a token than its id, its position, and keys and values"
+        refuse(found, f"with paged KV its logits have a relative error of {error:.2g}, above the bound of {bound:.2g}: {why}")

@@ -1,4 +1,4 @@
-"""Code that a checkpoint brings: found, named, and run only with `trust_remote_code`."""
+"""Finds the code of a checkpoint, names its files, and runs it; used only with `trust_remote_code`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +13,7 @@ from nanovllm.loading.transformers.found import Found, note
 
 
 def by_code(folder: Path, auto_map: Mapping[str, Any]) -> Found:
+    """Import the config and model classes from a checkpoint's own code, after naming each file on stderr. Raises `CheckpointError`."""
     references = [auto_map.get(name) for name in ("AutoConfig", "AutoModelForCausalLM")]
     named = [reference for reference in references if isinstance(reference, str)]
     if not isinstance(auto_map, Mapping) or not isinstance(references[1], str):
@@ -26,14 +27,14 @@ def by_code(folder: Path, auto_map: Mapping[str, Any]) -> Found:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     model = get_class_from_dynamic_module(references[1], str(folder), local_files_only=True)
     if not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
-        raise CheckpointError(f"{references[1]} is no PreTrainedModel")
+        raise CheckpointError(f"{references[1]} is not a subclass of PreTrainedModel")
     return Found(model=model, config=config, code=files)
 
 
 def code_files(folder: Path, reference: str) -> list[Path]:
-    """The files that run for `file.Class`, or for `org/repository--file.Class`, whose files are taken out of the Hugging Face cache.
+    """The files that run for `file.Class`, or for `org/repository--file.Class`, whose files come from the Hugging Face cache.
 
-    Raises `CheckpointError` for a file that is not there.
+    Raises `CheckpointError` if a file is missing.
     """
     repository, _, local = reference.rpartition("--")
     name = f"{local.partition('.')[0]}.py"
@@ -48,5 +49,5 @@ def code_files(folder: Path, reference: str) -> list[Path]:
         raise CheckpointError(f"auto_map names {reference!r}, and {repository or folder} has no {name}")
     files = [Path(first), *sorted(map(Path, get_relative_import_files(first)))]
     if missing := [file for file in files if not file.is_file()]:
-        raise CheckpointError(f"{first} imports {missing[0].name}, which is not there")
+        raise CheckpointError(f"{first} imports {missing[0].name}, which is missing")
     return [file.absolute() for file in files]

@@ -11,8 +11,12 @@ from nanovllm.types import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec(ModelSpec):
-    """`load` reads the weights of a folder, as `weights.load_params` does for built-in architectures; `tensor_faults` yields a sentence for
-    each fault of the folder's headers, as `weights.header_faults` does."""
+    """The spec of the transformers fallback.
+
+    Attributes:
+        load: Reads the weights of a folder, as `weights.load_params` does for built-in architectures.
+        tensor_faults: Yields a sentence for each fault of the folder's headers, as `weights.header_faults` does.
+    """
 
     load: Callable[..., tuple[Params[Tensor], str]]
     tensor_faults: Callable[[Mapping[str, TensorHeader]], Iterable[str]]

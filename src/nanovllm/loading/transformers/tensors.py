@@ -1,4 +1,4 @@
-"""Which tensors a model of transformers asks for, beside the headers of a checkpoint: told before any weight is read."""
+"""Compares the tensors that a model of transformers needs with the headers of a checkpoint, before any weight is read."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,14 +7,14 @@ from nanovllm.loading.safetensors_headers import TensorHeader
 from nanovllm.loading.transformers.found import Found, quiet
 from nanovllm.loading.transformers.trace import skeleton
 
-COMPUTED = r"rotary_emb\.inv_freq$"  # stored by old versions, and never read
+COMPUTED = r"rotary_emb\.inv_freq$"  # stored by old versions of transformers, never read
 
 
 def tensor_faults(found: Found, headers: Mapping[str, TensorHeader]) -> Iterator[str]:
-    """A sentence for each tensor that is missing, misshapen or unknown.
+    """Yield a sentence for each tensor that is missing or unknown, or has a wrong shape.
 
-    Nothing where some are missing and others unknown: transformers gives names of its own to what some checkpoints store (experts one by
-    one, layers without a prefix), and says which were left over once it has read them.
+    It yields nothing if some tensors are missing and others are unknown. Then transformers may rename stored tensors, such as separate
+    experts or layers without a prefix. It reports the remaining differences itself once it has read the weights.
     """
     with quiet():
         module = skeleton(found, "eager")

@@ -1,4 +1,4 @@
-"""A look at how a model of transformers attends, before its weights are read: it runs once on the meta device, and every call is noted."""
+"""Observes how a model of transformers attends, before its weights are read: it runs once on the meta device, recording every call."""
 
 import copy
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from nanovllm.models.common.hf_config import read_dtype, read_ids
 from nanovllm.models.transformers import ATTENTION, attach, attention
 from nanovllm.types import Bool, Tensor
 
-TRACED = "nanovllm_traced"  # the attention of this look
-LEAST, MOST = 24, 8200  # tokens of the run: more than any window that is looked at
-HARMLESS = {"position_ids", "attention_mask"}  # tensors that attention is given and does not need
+TRACED = "nanovllm_traced"  # the name of the recording attention
+LEAST, MOST = 24, 8200  # the fewest and the most tokens of the run
+HARMLESS = {"position_ids", "attention_mask"}  # tensors passed to attention that it does not need
 
 
 def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask that a model asks for, on the host and in full: True where a query sees a key."""
+    """The complete mask that a model asks for, on the host: True if a query sees a key."""
     return sdpa_mask(*args, **{**kwargs, "device": "cpu", "attention_mask": None, "allow_is_causal_skip": False})
 
 
-# Names in tables of transformers, for the whole process: modules find their attention by name only. The first one has no function for masks
-# beside it, so none is made in a step: pages and lengths say what a query sees.
+# These registrations hold for the whole process, because modules find their attention by name only. `ATTENTION` has no mask function, so no
+# mask is made in a step: pages and lengths define which keys a query sees.
 AttentionInterface.register(ATTENTION, attention)
 AttentionInterface.register(TRACED, attention)
 AttentionMaskInterface.register(TRACED, _whole_mask)
@@ -35,7 +35,7 @@ AttentionMaskInterface.register(TRACED, _whole_mask)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One layer's attention: its heads, and their sizes."""
+    """One layer's attention: the numbers of heads, and their sizes."""
 
     layer: int
     num_heads: int
@@ -45,23 +45,23 @@ class Call:
 
 
 class Recorder(nn.Module):
-    """Stands where a `PagedStep` will, notes the calls and refuses what that would not compute."""
+    """Takes the place of a `PagedStep`: records the attention calls, and refuses calls that a `PagedStep` could not compute."""
 
     def __init__(self, found: Found, num_tokens: int) -> None:
         super().__init__()
         self.found, self.num_tokens = found, num_tokens
         self.calls: list[Call] = []
-        self.masks: dict[tuple[int, int], Tensor] = {}  # that were compared, by identity and window; held, so that no other takes their id
+        self.masks: dict[tuple[int, int], Tensor] = {}  # compared masks, by id and window; kept alive so that no other mask gets their id
 
     def forward(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *, attention_mask: Tensor | None = None,
         sliding_window: int | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Nothing of attention but its shape."""
+        """Record a call, and return an empty tensor of the output's shape."""
         layer, window = module.layer_idx, sliding_window or 0
         if unknown := sorted(name for name, each in kwargs.items() if isinstance(each, Tensor) and name not in HARMLESS):
             sinks = " (attention sinks)" if "s_aux" in unknown else ""
-            refuse(self.found, f"attention in layer {layer} takes {', '.join(unknown)}{sinks}, which paged attention does not know")
+            refuse(self.found, f"attention in layer {layer} takes {', '.join(unknown)}{sinks}, which paged attention does not support")
         causal = kwargs.get("is_causal")
         if (getattr(module, "is_causal", True) if causal is None else causal) is False and attention_mask is None:
             refuse(self.found, f"attention in layer {layer} is not causal")
@@ -78,20 +78,23 @@ class Recorder(nn.Module):
         same = mask.device.type == "cpu" and mask.dtype == torch.bool and mask.shape[1:] == (1, self.num_tokens, self.num_tokens)
         if not same or not torch.equal(mask[0, 0], causal_mask(self.num_tokens, window)):
             known = f"the last {window} tokens" if window else "all tokens up to each"
-            refuse(self.found, f"attention in layer {layer} has a mask of its own, which is not that of {known}")
+            refuse(self.found, f"attention in layer {layer} has a mask of its own, which differs from the mask for {known}")
         self.masks[id(mask), window] = mask
 
 
 def causal_mask(num_tokens: int, window: int) -> Bool[Tensor, "T T"]:
-    """What pages make of a window: a query sees itself and what stands before it, `window` tokens in all; 0: everything."""
+    """The mask that pages and a window make: a query sees itself and the tokens before it, `window` tokens in total; 0: all of them."""
     at = torch.arange(num_tokens)
     seen = at <= at[:, None]
     return seen & (at > at[:, None] - window) if window else seen
 
 
 def trace(found: Found) -> ModelConfig:
-    """Run the model on the meta device, without weights, and read its sizes off what it does. Raises `CheckpointError` for a model whose
-    attention our pages cannot serve."""
+    """Run the model on the meta device, without weights, and read its sizes off the run.
+
+    Raises:
+        CheckpointError: Paged attention cannot serve the model's attention.
+    """
     num_tokens = _num_tokens(found.decoder)
     recorder = Recorder(found, num_tokens)
     try:
@@ -99,7 +102,7 @@ def trace(found: Found) -> ModelConfig:
             module = skeleton(found, TRACED)
             attach(module, recorder)
             ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
-            # Ones where a mask would go: without it the values of position_ids are looked at, which meta tensors do not have.
+            # A mask of ones: without a mask the values of position_ids are read, and meta tensors have none.
             out = module(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
             hidden_size, logits = embedding(module).shape[1], out.logits
     except CheckpointError:
@@ -111,23 +114,23 @@ def trace(found: Found) -> ModelConfig:
 
 
 def skeleton(found: Found, attention: str) -> PreTrainedModel:
-    """The model's module on the meta device, whose attention is registered by this name."""
+    """The model's module on the meta device, with the attention registered under this name."""
     with torch.device("meta"):
         module = found.model._from_config(copy.deepcopy(found.config), attn_implementation=attention)
     if module._can_set_experts_implementation():
-        module.set_experts_implementation("batched_mm")  # others ask which experts were chosen
+        module.set_experts_implementation("batched_mm")  # other implementations read the chosen experts, which have no values here
     return module.eval()
 
 
 def embedding(module: PreTrainedModel) -> Tensor:
-    """The table of the tokens' embeddings, `[V, M]`."""
+    """The token embedding table, `[V, M]`."""
     table = module.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     return table
 
 
 def _num_tokens(config: PreTrainedConfig) -> int:
-    """Enough to tell windows and chunks of attention from none."""
+    """The number of tokens for the run: enough that windows and chunks of attention show."""
     sizes = [value for name, value in config.to_dict().items() if ("window" in name or "chunk" in name) and isinstance(value, int)]
     return min(MOST, max([LEAST, *(size + 8 for size in sizes)]))
 
@@ -137,9 +140,9 @@ def _require_layers(found: Found, calls: list[Call]) -> None:
     if not calls:
         refuse(found, "its attention does not go through transformers' attention interface")
     if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
-        refuse(found, f"attention in layer {twice[0]} runs {layers.count(twice[0])} times a step, over keys of its own each time")
+        refuse(found, f"attention in layer {twice[0]} runs {layers.count(twice[0])} times per step, each time over other keys")
     if without := sorted(set(range(count or 0)) - set(layers)):
-        refuse(found, f"no attention runs in layer {', '.join(map(str, without[:8]))}, which may keep another state than keys and values")
+        refuse(found, f"no attention runs in layer {', '.join(map(str, without[:8]))}, which may keep a state other than keys and values")
     if set(layers) != set(range(count or 0)):
         refuse(found, f"attention runs in layers {sorted(layers)}, the config says num_hidden_layers={count}")
     for part in ("num_heads", "num_kv_heads", "key_dim", "value_dim"):

@@ -61,7 +61,7 @@ def programs(device: torch.device) -> int:
 def tiles(head_dim: int, dtype: torch.dtype, memory: int) -> tuple[Tile, Tile]:
     """Of the launch over what is shared, and of the one over the rows' ends, where a program may use `memory` bytes.
 
-    Chosen on an H200 (docs/performance.md); where heads are long or memory is short, tiles are smaller and fewer are in flight.
+    Chosen on an H200 (docs/explanation/performance.md); where heads are long or memory is short, tiles are smaller and fewer are in flight.
     """
     token = 2 * dtype.itemsize * max(16, 1 << (head_dim - 1).bit_length())  # bytes of its key and value
     tokens, queries = TILE if token <= 512 else 16, WIDE * token // 2

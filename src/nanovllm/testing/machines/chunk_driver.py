@@ -217,7 +217,7 @@ class ChunkDriver(EngineHolder):
             for out in outputs:
                 self._see(out, asked)
             check(self.state)
-        expect(not asked, f"invariant 6: requests {sorted(asked)} did not end within {MOST_STEPS} steps")
+        expect(not asked, f"requests {sorted(asked)} did not end within {MOST_STEPS} steps", invariant=6)
 
     def _see(self, out: StepOutput, asked: dict[int, Asked]) -> None:
         mine = asked[out.request_id]
@@ -240,13 +240,13 @@ class ChunkDriver(EngineHolder):
         self.kept.require_unchanged()
         stats = state.stats
         run = stats.prefill_tokens + stats.decode_tokens + stats.reused_tokens - stats.rerun_tokens - stats.discarded_tokens
-        expect(run == self.needed, f"invariant 9: {run} tokens run or reused, {self.needed} needed: {stats}")
+        expect(run == self.needed, f"{run} tokens run or reused, {self.needed} needed: {stats}", invariant=9)
         expect(sorted(state.chunks) == sorted(self.held), f"chunks {sorted(state.chunks)} are live, not {sorted(self.held)}")
         for held in self.held.values():
             if freeze(held.chunk) != held.seen:
-                expect(False, f"invariant 5: {held.chunk!r} was {held.seen}")
+                expect(False, f"{held.chunk!r} was {held.seen}", invariant=5)
             if kv_bytes(state, held.chunk) != held.kv:
-                expect(False, f"invariant 3: the KV of {held.chunk!r} changed")
+                expect(False, f"the KV of {held.chunk!r} changed", invariant=3)
         self._require_index(state)
 
     def _require_index(self, state: EngineState) -> None:

@@ -297,7 +297,7 @@ class ChunkMachine(ChunkDriver):
             self.state = release(self.state, chunk)
         check(self.state)
         available = self.state.pool.num_available
-        expect(available == room_of(self.state), f"invariant 6: {available} of {room_of(self.state)} pages came back")
+        expect(available == room_of(self.state), f"{available} of {room_of(self.state)} pages came back", invariant=6)
 
 
 class ModelChunkMachine(ChunkMachine):

@@ -251,7 +251,7 @@ class EngineMachine(SessionDriver):
         sessions = sum(len(prompt) - 1 for s in self.sessions for prompt in s.prompts)
         needed = self.needed + sessions + sum(p.most_filled for p in self.pending.values())
         extra = stats.rerun_tokens + stats.discarded_tokens
-        expect(run == needed + extra, f"invariant 9: {run} tokens run or reused; {needed} needed and {extra} extra: {stats}")
+        expect(run == needed + extra, f"{run} tokens run or reused; {needed} needed and {extra} extra: {stats}", invariant=9)
 
     @invariant()
     def memory_agrees(self) -> None:
@@ -260,7 +260,7 @@ class EngineMachine(SessionDriver):
         frames = state.pool.frames
         for chunk in state.chunks.values():
             self.world.require_kv(state.kv, list(chunk.pages), chunk.token_ids.tolist(), frames)
-            expect(kv_bytes(self.state, chunk) == self.chunk_kv[chunk.liveness], f"invariant 3: the KV of {chunk!r} changed")
+            expect(kv_bytes(self.state, chunk) == self.chunk_kv[chunk.liveness], f"the KV of {chunk!r} changed", invariant=3)
         for sequence in self._sequences(state):
             filled = sequence.tokens.array(0, sequence.num_filled).tolist()
             self.world.require_kv(state.kv, list(sequence.pages), filled, frames, sequence.retired)
@@ -281,11 +281,11 @@ class EngineMachine(SessionDriver):
                 break
             self._step()
             self.values_agree()
-        expect(not self.pending, f"invariant 6: requests {sorted(self.pending)} did not end within {bound} steps")
+        expect(not self.pending, f"requests {sorted(self.pending)} did not end within {bound} steps", invariant=6)
         for rid in list(self.ended):
             self.state, _ = detach(self.world.model, self.state, rid)
         for chunk in list(self.state.chunks.values()):
             self.state = release(self.state, chunk)
         check(self.state)
         available = self.state.pool.num_available
-        expect(available == room_of(self.state), f"invariant 6: {available} of {room_of(self.state)} pages came back")
+        expect(available == room_of(self.state), f"{available} of {room_of(self.state)} pages came back", invariant=6)

@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state import pages as page_ops
@@ -62,6 +62,30 @@ class PageMachine(RuleBasedStateMachine):
         self._move(self.ops.release(self.pages, run))
         self.shadow.remove(run)
 
+    @rule(target=held, run=held)
+    def retain_twice(self, run: tuple[int, ...]):
+        """Two more owners by one call, which names each page twice."""
+        if not set(run) <= set(self.shadow.owners):
+            return multiple()
+        self._move(self.ops.retain(self.pages, (*run, *run)))
+        self.shadow.add((*run, *run))
+        return multiple(run, run)
+
+    @precondition(lambda self: self.shadow.owners)
+    @rule(data=st.data())
+    def release_any(self, data: st.DataObject) -> None:
+        """Pages by one call in any order, each as often as it has owners or less often."""
+        owned = [page for page, count in sorted(self.shadow.owners.items()) for _ in range(count)]
+        run = data.draw(st.permutations(owned))[: data.draw(st.integers(1, len(owned)))]
+        self._move(self.ops.release(self.pages, run))
+        self.shadow.remove(run)
+
+    @rule(data=st.data())
+    def release_too_many(self, data: st.DataObject) -> None:
+        """A page that one call names more often than it has owners is a double free."""
+        page = data.draw(st.integers(0, self.shadow.num_pages - 1))
+        self._refused(self.ops.release, [page] * (self.shadow.owners.get(page, 0) + 1))
+
     @rule(page=st.integers(0, 7))
     def release_free(self, page: int) -> None:
         """A double free raises, whatever stands before it in the call."""
@@ -91,10 +115,10 @@ class PageMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         """Counts and free pages are the shadow's."""
         counts = dict(self.pages.refcounts.items())
-        expect(counts == self.shadow.owners, f"invariant 1: counts {counts}, owners {self.shadow.owners}")
+        expect(counts == self.shadow.owners, f"counts {counts}, owners {self.shadow.owners}", invariant=1)
         free = self.ops.free_pages(self.pages)
-        expect(len(free) == len(set(free)) == self.pages.num_free, f"invariant 2: free list {free} of {self.pages.num_free}")
-        expect(set(free) == self.shadow.free, f"invariant 2: free {free}, expected {self.shadow.free}")
+        expect(len(free) == len(set(free)) == self.pages.num_free, f"free list {free} of {self.pages.num_free}", invariant=2)
+        expect(set(free) == self.shadow.free, f"free {free}, expected {self.shadow.free}", invariant=2)
 
     @invariant()
     def old_values_stand(self) -> None:

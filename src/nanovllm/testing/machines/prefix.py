@@ -45,9 +45,9 @@ class PrefixMachine(RuleBasedStateMachine):
     def begin(self, tokens: list[int], index: bool) -> None:
         """A new run: what is indexed is shared, the rest gets pages of its own, evicting the oldest idle ones."""
         matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
-        expect(matched == self.shadow.match(tokens), f"invariant 4: {tokens} matched {matched}, not {self.shadow.match(tokens)}")
+        expect(matched == self.shadow.match(tokens), f"{tokens} matched {matched}, not {self.shadow.match(tokens)}", invariant=4)
         for page, key in zip(matched, self.shadow.keys(tokens), strict=False):
-            expect(self.memory[page] == key, f"invariant 4: {tokens} got page {page}, which holds {self.memory[page]}")
+            expect(self.memory[page] == key, f"{tokens} got page {page}, which holds {self.memory[page]}", invariant=4)
         pool = pools.acquire(self.pool, matched)
         self.shadow.idle = [page for page in self.shadow.idle if page not in matched]
         fresh = self._allocate(pool, pages_for(len(tokens), self.size) - len(matched))
@@ -119,7 +119,7 @@ class PrefixMachine(RuleBasedStateMachine):
         """A look-up changes nothing."""
         before = freeze(self.pool)
         found = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
-        expect(found == self.shadow.match(tokens), f"invariant 4: {tokens} matched {found}, not {self.shadow.match(tokens)}")
+        expect(found == self.shadow.match(tokens), f"{tokens} matched {found}, not {self.shadow.match(tokens)}", invariant=4)
         expect(freeze(self.pool) == before, f"looking {tokens} up changed the index")
 
     @invariant()

@@ -157,7 +157,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         for run, page in indexed_runs(self.pool.prefix):
             for offset in range(size):
                 held = self.memory.slots.get((page, offset))
-                expect(held == run[: len(run) - size + offset + 1], f"invariant 4: page {page} at {offset} holds {held}, its key {run}")
+                expect(held == run[: len(run) - size + offset + 1], f"page {page} at {offset} holds {held}, its key {run}", invariant=4)
 
     @invariant()
     def old_values_stand(self) -> None:
@@ -173,11 +173,11 @@ class ScheduleMachine(RuleBasedStateMachine):
             if not self.running and not self.waiting:
                 break
             self.step(0b1011)
-        expect(not self.running and not self.waiting, f"invariant 6: {len(sequences)} requests did not end within {bound} steps")
+        expect(not self.running and not self.waiting, f"{len(sequences)} requests did not end within {bound} steps", invariant=6)
         for hold in self.holds:
             self.pool = pools.release(self.pool, hold.pages)
         available, size = self.pool.num_available, self.limits.num_pages
-        expect(available == size, f"invariant 6: {available} of {size} pages came back")
+        expect(available == size, f"{available} of {size} pages came back", invariant=6)
 
     def _arrive(self, tokens: IntVector, pages: IntVector, num_filled: int, max_tokens: int, keep: bool) -> None:
         limit = min(self.limits.max_model_len, self.limits.num_pages * self.limits.page_size)
@@ -212,13 +212,13 @@ class ScheduleMachine(RuleBasedStateMachine):
         writers = Counter()
         for sequence, count in rows:
             wanted = max(sequence.todo, 1)
-            expect(0 < count <= wanted, f"invariant 7: {count} of {wanted} tokens are to run")
+            expect(0 < count <= wanted, f"{count} of {wanted} tokens are to run", invariant=7)
             end = sequence.num_filled + min(count, sequence.todo)
-            expect(end <= len(sequence.pages) * size, f"invariant 7: {end} tokens in {len(sequence.pages)} pages of {size}")
+            expect(end <= len(sequence.pages) * size, f"{end} tokens in {len(sequence.pages)} pages of {size}", invariant=7)
             writers.update(written_pages(sequence, min(count, sequence.todo), size).tolist())
         for page, count in writers.items():
             owners = plan.pool.pages.refcount(page)
-            expect(count == 1 and owners == 1, f"invariant 3: page {page} has {count} writers and {owners} owners")
+            expect(count == 1 and owners == 1, f"page {page} has {count} writers and {owners} owners", invariant=3)
         held = Counter(page for holder in (*plan.running, *plan.waiting, *plan.stuck, *self.holds) for page in holder.pages)
         check_pool(plan.pool, held)
         for sequence in plan.stuck:
@@ -257,11 +257,11 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def _check_progress(self, plan: Plan) -> None:
         if not self.running:
-            expect(not self.waiting or bool(plan.decode or plan.prefill or plan.stuck), "invariant 6: requests wait and nothing runs")
+            expect(not self.waiting or bool(plan.decode or plan.prefill or plan.stuck), "requests wait and nothing runs", invariant=6)
             self.oldest = None
             return
         oldest = (self.running[0].request.request_id, len(self.running[0].tokens) + self.running[0].num_filled)
-        expect(oldest != self.oldest, f"invariant 6: the oldest request {oldest[0]} stood still")
+        expect(oldest != self.oldest, f"the oldest request {oldest[0]} stood still", invariant=6)
         self.oldest = oldest
 
     def _pinned(self) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state.chunk import Chunk
+from nanovllm.state.invariants import broken
 from nanovllm.state.pages import PageState, free_pages
 from nanovllm.state.pool import Pool
 from nanovllm.state.prefix_cache import ROOT, PrefixIndex
@@ -23,10 +24,16 @@ class ShadowMismatchError(AssertionError):
 
 
 @no_type_check  # called for every slot: run-time checks would cost more than all else
-def expect(holds: bool, what: str) -> None:
-    """Raise `ShadowMismatchError` unless `holds`."""
+def expect(holds: bool, what: str, *, invariant: int | None = None) -> None:
+    """Raise `ShadowMismatchError` unless `holds`.
+
+    Args:
+        holds: What must be true.
+        what: The values that were found.
+        invariant: The number, in `nanovllm.state.invariants.INVARIANTS`, of the invariant that they break; the message then quotes it.
+    """
     if not holds:
-        raise ShadowMismatchError(what)
+        raise ShadowMismatchError(what if invariant is None else broken(invariant, what))
 
 
 @no_type_check
@@ -77,7 +84,7 @@ class KeptValues:
     def require_unchanged(self) -> None:
         """Raise `ShadowMismatchError` if an old value looks different from when it was kept."""
         for value, before in self.kept:
-            expect(freeze(value) == before, f"invariant 5: an old {type(value).__name__} changed from {before} to {freeze(value)}")
+            expect(freeze(value) == before, f"an old {type(value).__name__} changed from {before} to {freeze(value)}", invariant=5)
 
 
 @dataclass(slots=True)
@@ -182,7 +189,7 @@ class ShadowMemory:
         run = tuple(tokens.tolist())
         for at in range(count):
             place = (pages[at // self.page_size], at % self.page_size)
-            expect(self.slots.get(place) == run[: at + 1], f"invariant 4: slot {place} holds {self.slots.get(place)}, not {run[: at + 1]}")
+            expect(self.slots.get(place) == run[: at + 1], f"slot {place} holds {self.slots.get(place)}, not {run[: at + 1]}", invariant=4)
 
 
 def indexed_runs(index: PrefixIndex) -> list[tuple[tuple[int, ...], int]]:

@@ -63,9 +63,9 @@ class AheadExecutor:
         self.ready = self.inner.decode(model, after) if self.ahead.next() else None
         return after, drawn.at(self.ahead.places)
 
-    def thrown_away(self) -> int:
+    def take_discarded_count(self) -> int:
         """See `Executor`."""
-        return self.ahead.thrown_away() + self.inner.thrown_away()
+        return self.ahead.take_discarded_count() + self.inner.take_discarded_count()
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, **options: Any) -> DecodeCarry:
         """See `Executor`."""

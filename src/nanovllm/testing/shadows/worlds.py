@@ -78,9 +78,9 @@ class FlakyExecutor:
         """See `Executor`."""
         return self._run(lambda: self.inner.decode(model, carry))
 
-    def thrown_away(self) -> int:
+    def take_discarded_count(self) -> int:
         """See `Executor`."""
-        return self.inner.thrown_away()
+        return self.inner.take_discarded_count()
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, **options: Any) -> DecodeCarry:
         """See `Executor`."""
@@ -179,7 +179,7 @@ class SymbolicWorld:
             for at, number in enumerate(wanted):
                 place = table[at // size]
                 held = number if place < 0 else read(memory, place, at % size)
-                expect(held == number, f"invariant 4: slot {at} of {list(tokens)} in place {place} holds {held}, not {number}")
+                expect(held == number, f"slot {at} of {list(tokens)} in place {place} holds {held}, not {number}", invariant=4)
 
     def kv_of(self, before: Cells, token: int, position: int) -> int:
         """See `Oracle`."""
@@ -249,7 +249,7 @@ class ModelWorld:
             wanted = expected[:, 0, :, :, :count]
             there = (table >= 0).repeat_interleave(size)[:count, None]  # H D behind it
             error = ((found - wanted) * there).abs().amax().item()
-            expect(error <= self.tolerance, f"invariant 4: the KV of {list(tokens)} in {places} is off by {error}")
+            expect(error <= self.tolerance, f"the KV of {list(tokens)} in {places} is off by {error}", invariant=4)
 
     @cached_property
     def reference(self) -> Reference:
@@ -324,5 +324,5 @@ def drain(model: Model, state: EngineState, max_steps: int = 10000) -> tuple[Eng
             return state, ended
         state, outputs = step(model, state)
         ended.update({out.request_id: out.output for out in outputs if out.output is not None})
-    expect(False, f"invariant 6: {len(state.running)} requests run and {len(state.waiting)} wait after {max_steps} steps")
+    expect(False, f"{len(state.running)} requests run and {len(state.waiting)} wait after {max_steps} steps", invariant=6)
     return state, ended

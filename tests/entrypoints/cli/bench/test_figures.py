@@ -34,6 +34,7 @@ from nanovllm.entrypoints.cli.bench.roofline import (
 )
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS, Measured, Spent, run_workloads
+from nanovllm.entrypoints.display.tables import WORDS, aligned
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 # By hand: of a layer q 8x4, k and v 2x4 each, o 4x8, gate and up 6x4 each, down 4x6; two layers; a head of 10x4.
@@ -263,8 +264,8 @@ def test_tables_are_aligned(grown: dict[str, Any]) -> None:
     text = report.text(result)
     for title, head, rows in report.sections(result):
         assert all(len(cells) == len(head) for cells in rows) and title in text
-        lines = report.aligned(head, rows)
-        if head[-1] not in report.WORDS:
+        lines = aligned(head, rows)
+        if head[-1] not in WORDS:
             assert len({len(line) for line in lines}) == 1, lines
     rates = next(rows for _, head, rows in report.sections(result) if head[0] == "workload")
     assert rates[0][0] == "<b1>" and rates[0][-2:] == ("20%", "0")

@@ -162,7 +162,7 @@ def test_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "chat_template.jinja").unlink()
     assert "no chat template" in text(look(folder))
     change(folder, vocab_size=200)
-    assert "the tokenizer has the id 255, the model's vocab_size is 200" in refused(folder, capsys)
+    assert "the tokenizer has the id 255, but the model's vocab_size is 200" in refused(folder, capsys)
     (folder / "tokenizer.json").unlink()
     told = refused(folder, capsys)
     assert "no tokenizer" in told and "tokenizer=False" in told

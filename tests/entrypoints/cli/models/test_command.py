@@ -1,4 +1,4 @@
-"""`nanovllm models`: what is said of the architectures is what the code does, and what the README shows."""
+"""`nanovllm models`: what is said of the architectures is what the code does, and what docs/reference/models.md shows."""
 
 import json
 from contextlib import nullcontext
@@ -101,11 +101,11 @@ def test_the_table_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["architecture"] for each in found["architectures"]] == list(REGISTRY)
 
 
-def test_the_readme_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reference_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "--markdown"]) == 0
     shown = capsys.readouterr().out
     assert shown == markdown([listed(name) for name in REGISTRY]) + "\n"
-    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert shown in (ROOT / "docs/reference/models.md").read_text(encoding="utf-8")
 
 
 def cache_folder(cache: Path, name: str) -> Path:

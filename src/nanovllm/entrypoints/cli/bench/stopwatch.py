@@ -60,9 +60,9 @@ class Stopwatch:
         self.steps += 1
         return result
 
-    def thrown_away(self) -> int:
+    def take_discarded_count(self) -> int:
         """See `Executor`."""
-        return self.inner.thrown_away()
+        return self.inner.take_discarded_count()
 
     def begin(self, model: Model, kv: KVState, rows: Any, ticket: int, **options: Any) -> DecodeCarry:
         """See `Executor`."""

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm models`."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print the table as the README has it")
+    form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     parser.add_argument("--cached", action="store_true", help="list the models in the local Hugging Face cache, and whether each runs")
 
 

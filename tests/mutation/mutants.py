@@ -1,0 +1,421 @@
+"""Small bugs that tests must find. Each changes one line of the package and names the tests that should fail on it.
+
+Most are of four kinds that tests miss easily. Inputs are too symmetric to show them, they cost time or memory and leave the tokens right,
+they lie exactly at a boundary, or they are in a branch that only raises an error.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A bug: in `file` of the package, the text `old` becomes `new`. `tests` are pytest's names of files or tests that should fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def bugs(file: str, tests: tuple[str, ...], *changes: tuple[str, str, str]) -> list[Mutant]:
+    """Mutants of one file by (name, old text, new text)."""
+    return [Mutant(name=name, file=file, old=old, new=new, tests=tests) for name, old, new in changes]
+
+
+PAGES = ("tests/state/test_pages.py",)
+PREFIX = ("tests/state/test_prefix_cache.py",)
+SEQUENCE_PAGES = ("tests/state/test_sequence_pages.py",)
+FRAMES = ("tests/state/test_window_frames.py",)
+WINDOWS = ("tests/engine/test_windows.py",)
+STEADY = ("tests/state/test_steady.py",)
+REQUEST = ("tests/state/test_request.py",)
+SCHEDULER = ("tests/engine/test_scheduler.py",)
+STEP = ("tests/engine/test_step.py",)
+GENERATE = ("tests/chunks/test_generate.py",)
+SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
+OUTPUT = ("tests/engine/test_output.py",)
+CUTS = (
+    "tests/sampling/test_sampler.py::test_ties_at_every_cut_are_kept_together",
+    "tests/sampling/test_sampler.py::test_a_mass_that_is_reached_exactly_needs_no_further_token",
+    "tests/sampling/test_sampler.py::test_a_token_at_exactly_min_p_counts_for_the_mass",
+    "tests/sampling/test_sampler.py::test_each_cut_sees_what_the_one_before_left",
+)
+COMPOSE = ("tests/chunks/test_compose.py",)
+HANDLES = ("tests/chunks/test_handles.py",)
+CHUNK_FILES = (
+    "tests/chunks/storage/test_file.py::test_ids_that_do_not_fit_are_refused",
+    "tests/chunks/storage/test_file.py::test_shared_pages_are_not_written",
+)
+STORE = (
+    "tests/chunks/storage/test_store.py::test_the_longest_exact_prefix",
+    "tests/chunks/storage/test_store.py::test_the_least_recently_used_goes_first",
+    "tests/chunks/storage/test_store.py::test_a_larger_limit_before",
+)
+TOKENIZER = ("tests/tokenizer/test_tokenizer.py",)
+TOKENIZER_FILES = ("tests/loading/test_tokenizer_files.py",)
+WEIGHTS = (
+    "tests/loading/test_weights.py::test_two_tensors_for_one_parameter_are_refused_by_name",
+    "tests/loading/test_weights.py::test_a_head_that_differs_at_its_end_alone_counts",
+    "tests/loading/test_weights.py::test_fingerprint_sees_config_headers_and_bytes",
+)
+HEADERS = ("tests/loading/test_safetensors_headers.py",)
+CONFIG = ("tests/models/common/test_hf_config.py",)
+CASCADE_POLICY = ("tests/executor/test_cascade_policy.py",)
+RUN_AHEAD = ("tests/executor/test_run_ahead.py",)
+CASCADE = ("tests/ops/attention/test_cascade.py",)
+HUB = ("tests/loading/test_hub.py",)
+LAYOUT = ("tests/chunks/test_layout.py",)
+
+MUTANTS: tuple[Mutant, ...] = (
+    # State
+    *bugs(
+        "state/pages.py",
+        PAGES,
+        ("owners left are kept in sorted order", "        left = counts.get(unique)\n", ""),
+        ("a page retained twice by one call counts once", "owners + times", "owners + 1"),
+    ),
+    *bugs(
+        "state/prefix_cache.py",
+        PREFIX,
+        (
+            "an eviction goes on past its count",
+            "due = due[index.contains(due)][: index.num_idle - wanted]",
+            "due = due[index.contains(due)]",
+        ),
+        (
+            "a second copy is indexed after an indexed page",
+            "if key in index.heads or key[1] == _behind(index, run.parent):",
+            "if key in index.heads:",
+        ),
+    ),
+    *bugs(
+        "state/pool.py",
+        PREFIX,
+        ("a released run becomes evictable from its beginning", "    backwards = held[::-1]\n", "    backwards = held\n"),
+    ),
+    *bugs(
+        "state/sequence_pages.py",
+        SEQUENCE_PAGES,
+        (
+            "indexed pages replace as many of one's own",
+            "if len(matched) * page_size <= sequence.num_filled:",
+            "if len(matched) * page_size < sequence.num_filled:",
+        ),
+        (
+            "approximate KV enters the index on preemption",
+            "tokens = sequence.tokens.array(0, sequence.num_exact)",
+            "tokens = sequence.tokens.array(0, sequence.num_filled)",
+        ),
+    ),
+    *bugs(
+        "state/request.py",
+        REQUEST,
+        (
+            "the next oldest is searched for from id zero",
+            "items, head = self.items.delete(request_id), self.head",
+            "items, head = self.items.delete(request_id), 0",
+        ),
+        ("a pushed back request is not first", "head=min(self.head, rid) if self.items else rid", "head=self.head if self.items else rid"),
+    ),
+    *bugs(
+        "state/window_frames.py",
+        WINDOWS,
+        ("a window retires a page too early", "- window + 1) // page_size", "- window + 2) // page_size"),
+    ),
+    *bugs(
+        "state/window_frames.py",
+        FRAMES,
+        ("one frame too many for a window", "return 1 + -(-(window - 1) // page_size)", "return 1 + -(-window // page_size)"),
+    ),
+    *bugs(
+        "state/lru.py",
+        FRAMES,
+        (
+            "spare frames are taken youngest first",
+            "pages = ages.groups.get(time, NO_PAGES)[:missing]",
+            "pages = ages.groups.get(time, NO_PAGES)[-missing:]",
+        ),
+    ),
+    *bugs(
+        "state/pool.py",
+        FRAMES,
+        ("a retired page is not reused", "served = np.flatnonzero(behind <= retired)", "served = np.flatnonzero(behind < retired)"),
+    ),
+    *bugs(
+        "state/steady.py",
+        STEADY,
+        ("the first row is taken for the first to end", "first_end=int(left.min()), steps=steps", "first_end=int(left[0]), steps=steps"),
+        ("a stop token of one row ends another row", "if token in self.base[row].request.stop_ids", "if token in self.stop_ids"),
+    ),
+    # Engine
+    *bugs(
+        "engine/scheduler.py",
+        SCHEDULER + STEP,
+        (
+            "the copy of a shared tail needs no page",
+            "spare = self.pool.num_available - shares_tail(self.pool, sequence, size)",
+            "spare = self.pool.num_available",
+        ),
+        (
+            "a sequence with all its pages holds others up",
+            "if room - filled < steps and room < request.max_len - 1:",
+            "if room - filled < steps:",
+        ),
+        ("tokens run again count as reused", "self.num_reused += max(0, there - sequence.most_filled)", "self.num_reused += there"),
+        ("pages ahead of need while one waits to come back", "back = first is not None and first.most_filled > 0", "back = False"),
+        ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
+    ),
+    *bugs(
+        "engine/step.py",
+        STEP,
+        ("a request waits after a row has ended", "steps=0 if state.waiting else after.steps)", "steps=after.steps)"),
+    ),
+    *bugs(
+        "engine/requests.py",
+        STEP,
+        ("all requests of an engine have one seed", "SeedSequence((seed, request_id))", "SeedSequence((seed, 0))"),
+        ("a prompt as long as the engine is accepted", "if num_prompt >= limit:", "if num_prompt > limit:"),
+    ),
+    *bugs(
+        "engine/scheduler.py",
+        SCHEDULER,
+        ("a request that fits exactly waits", "return missing <= free - idle", "return missing < free - idle"),
+        ("idle pages of a prompt count twice", "return missing <= free - idle", "return missing <= free"),
+    ),
+    *bugs(
+        "engine/output.py",
+        STEP,
+        (
+            "length wins over a stop",
+            "    if token in request.stop_ids or (",
+            "    if (token in request.stop_ids and sequence.tokens.length < request.max_len) or (",
+        ),
+        (
+            "tokens run again after a preemption are not counted",
+            "return prompt, max(0, min(sequence.most_filled, start + count) - start)",
+            "return prompt, max(0, min(sequence.most_filled, start + count) - start - 1)",
+        ),
+    ),
+    *bugs(
+        "engine/output.py",
+        OUTPUT,
+        (
+            "a stop string ends at its last place",
+            "found=stops.start + min(places) if places else None",
+            "found=stops.start + max(places) if places else None",
+        ),
+        (
+            "the end kept for stop strings is a character short",
+            "begin = max(0, len(text) - max(map(len, strings)) + 1)",
+            "begin = max(0, len(text) - max(map(len, strings)) + 2)",
+        ),
+        ("the stop token is in the text", "        ids.pop()\n", "        pass\n"),
+        ("the decode speed counts the first token", "decode_tokens_per_second=(generated - 1)", "decode_tokens_per_second=generated"),
+    ),
+    *bugs(
+        "tokenizer/stream.py",
+        OUTPUT,
+        (
+            "a stop string is not held back whole",
+            "for length in range(min(len(text), len(string) - 1), longest, -1):",
+            "for length in range(min(len(text), len(string) - 2), longest, -1):",
+        ),
+    ),
+    # Sampling
+    *bugs(
+        "sampling/sampler.py",
+        CUTS,
+        ("top-p keeps a token more at the boundary", "sums_BC - weights_BC < wanted_B1", "sums_BC - weights_BC <= wanted_B1"),
+        ("min-p drops a token at the boundary", "(sorted_BC >= least_B1)", "(sorted_BC > least_B1)"),
+        (
+            "top-k keeps a token more",
+            "last_B1 = sorted_BC.gather(1, num_kept_B1 - 1)",
+            "last_B1 = sorted_BC.gather(1, num_kept_B1.clamp(max=sorted_BC.shape[1] - 1))",
+        ),
+        (
+            "the looser of two cuts wins",
+            "torch.where(cut_B1, torch.maximum(last_B1, least_B1), least_B1)",
+            "torch.where(cut_B1, last_B1, least_B1)",
+        ),
+    ),
+    # Chunks and their files
+    *bugs(
+        "chunks/layout.py",
+        LAYOUT,
+        (
+            "later gaps are lost where a gap is cut",
+            "for at, offset in chunk.gaps if at > stop)",
+            "for at, offset in chunk.gaps if at > stop + 1)",
+        ),
+        (
+            "a gap at the cut counts twice",
+            "for at, offset in chunk.gaps if at <= stop), default=0)",
+            "for at, offset in chunk.gaps if at < stop), default=0)",
+        ),
+        ("keys rotate as if there were no gaps", "pieces.append((stop - at, place - offset))", "pieces.append((stop - at, place))"),
+        (
+            "drop by shift keeps a gap at its start",
+            "shared, gaps = start // page_size, tuple(gap for gap in chunk.gaps if gap[0] < start)",
+            "shared, gaps = start // page_size, tuple(gap for gap in chunk.gaps if gap[0] <= start)",
+        ),
+    ),
+    *bugs(
+        "chunks/handles.py",
+        HANDLES,
+        (
+            "a truncated chunk keeps its last page",
+            "pages=chunk.pages.truncate(pages_for(length, page_size)),",
+            "pages=chunk.pages.truncate(min(len(chunk.pages), length // page_size + 1)),",
+        ),
+    ),
+    *bugs(
+        "chunks/handles.py",
+        COMPOSE,
+        (
+            "a truncated chunk keeps the gap at its end",
+            "gaps=tuple(gap for gap in chunk.gaps if gap[0] < length),",
+            "gaps=tuple(gap for gap in chunk.gaps if gap[0] <= length),",
+        ),
+    ),
+    *bugs(
+        "chunks/handles.py",
+        GENERATE,
+        ("spare pages of a reply stay taken", "pool = pools.release(state.pool, spare.tolist())", "pool = state.pool"),
+    ),
+    *bugs(
+        "chunks/storage/format.py",
+        CHUNK_FILES,
+        (
+            "two tokens at one position are loaded",
+            "if positions[0] < 0 or (np.diff(positions.astype(np.int64)) <= 0).any():",
+            "if positions[0] < 0 or (np.diff(positions.astype(np.int64)) < 0).any():",
+        ),
+    ),
+    *bugs(
+        "chunks/storage/file.py",
+        CHUNK_FILES,
+        ("a token id of the vocabulary's size is loaded", "(head.tokens >= config.vocab_size)", "(head.tokens > config.vocab_size)"),
+        (
+            "shared pages are written by a load",
+            "low, (pool, index) = max(token, start), places[layer]",
+            "low, (pool, index) = token, places[layer]",
+        ),
+    ),
+    *bugs(
+        "chunks/storage/store.py",
+        STORE,
+        (
+            "the most recently used chunk goes first",
+            "        for key in sorted(used, key=used.__getitem__):\n",
+            "        for key in sorted(used, key=used.__getitem__, reverse=True):\n",
+        ),
+        ("a store that is just full evicts", "            if size <= limit:\n", "            if size < limit:\n"),
+        ("a chunk as long as the prompt is passed over", "entry.num_tokens <= len(tokens)", "entry.num_tokens < len(tokens)"),
+    ),
+    *bugs(
+        "chunks/session.py",
+        SESSION,
+        ("a session's last room is refused", "if len(sequence.tokens) + room > limit:", "if len(sequence.tokens) + room >= limit:"),
+        (
+            "a filled context without steps is not reused",
+            "reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)",
+            "reused = 0",
+        ),
+    ),
+    *bugs(
+        "chunks/generate.py",
+        GENERATE,
+        ("replies that fit exactly are refused", "    if needed > available:\n", "    if needed >= available:\n"),
+    ),
+    # Text
+    *bugs(
+        "tokenizer/chat_template.py",
+        TOKENIZER,
+        ("tojson ignores sort_keys", "separators=separators, sort_keys=sort_keys)", "separators=separators)"),
+        ("tojson ignores separators", "separators=separators, sort_keys=sort_keys)", "sort_keys=sort_keys)"),
+    ),
+    *bugs(
+        "tokenizer/chat_template.py",
+        TOKENIZER + TOKENIZER_FILES,
+        ("tools without a template of their own", '(usual if variables.get("tools") is None else with_tools)', "usual"),
+        ("a model without a default template gets another", ") or other)(variables)", ") or with_tools)(variables)"),
+    ),
+    *bugs(
+        "tokenizer/tokenizer.py",
+        TOKENIZER + TOKENIZER_FILES,
+        (
+            "special tokens win over the caller's variables",
+            '{"tools": None, "documents": None, **self.special_tokens, **variables}',
+            '{"tools": None, "documents": None, **variables, **self.special_tokens}',
+        ),
+    ),
+    # Loading
+    *bugs(
+        "loading/weights.py",
+        WEIGHTS,
+        ("two tensors map to one parameter", "        if name in named:\n", "        if False:\n"),
+        (
+            "the fingerprint leaves the end of a tensor out",
+            "for at in (header.start, (header.start + last) // 2, last):",
+            "for at in (header.start, (header.start + last) // 2):",
+        ),
+        ("equal heads are compared by their first bytes", "            left -= size\n", "            left = 0\n"),
+    ),
+    *bugs(
+        "loading/safetensors_headers.py",
+        HEADERS,
+        (
+            "a tensor is in another shard than the index says",
+            "if places is not None and places.get(name) != file:",
+            "if places is not None and name not in places:",
+        ),
+    ),
+    *bugs(
+        "loading/hub.py",
+        HUB,
+        ("an ambiguous commit is taken for the first", "    if len(matching) == 1:\n", "    if matching:\n"),
+    ),
+    *bugs(
+        "config.py",
+        CONFIG,
+        (
+            "a long rotary embedding is used a token too early",
+            "if max_model_len is None or max_model_len <= usual:",
+            "if max_model_len is None or max_model_len < usual:",
+        ),
+    ),
+    # Decode steps, run-ahead, shared pages
+    *bugs(
+        "executor/cascade_policy.py",
+        CASCADE_POLICY,
+        ("a page that a query sees in part is shared", "int(whole[group].min()))", "int(whole[group].max()))"),
+        (
+            "steps just worth sharing are not",
+            "if spared >= (1 if self.always else least) else None",
+            "if spared > (1 if self.always else least) else None",
+        ),
+        (
+            "prompts that just fill tiles are not shared",
+            "* self.group > FULL_TILE * len(counts):",
+            "* self.group >= FULL_TILE * len(counts):",
+        ),
+    ),
+    *bugs(
+        "executor/run_ahead.py",
+        RUN_AHEAD,
+        ("a row that only reads runs ahead", "s.pages.length * page_size if s.todo else 0,", "s.pages.length * page_size,"),
+        ("a row with just enough room stops the others", "in rooms if room < wanted)", "in rooms if room <= wanted)"),
+        ("equal rows change places", 'kind="stable")] = np.arange(len(rows))', 'kind="stable")[::-1]] = np.arange(len(rows))'),
+    ),
+    *bugs(
+        "executor/decode.py",
+        SESSION,
+        ("a stepped carry is accepted", "    if ran != num_steps:\n", "    if ran < num_steps:\n"),
+    ),
+    *bugs(
+        "ops/attention/cascade.py",
+        CASCADE,
+        ("the window is a token wider", "hidden |= at < visible[:, None] - window", "hidden |= at < visible[:, None] - window - 1"),
+    ),
+)

@@ -1,0 +1,76 @@
+"""CONTRIBUTING.md alone is enough to add an op and an architecture: its steps are taken in a copy of the repository."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+BLOCK = r"   ```python\n(.*?)   ```\n"
+CREATED = re.compile(rf"Create `([\w/]+\.py)`:\n{BLOCK}", re.S)
+EDITED = re.compile(rf"In `([\w/]+\.py)`,[^`]*(?:`(\w+)`[^`]*)?below\n{BLOCK}   add[^\n]*\n{BLOCK}", re.S)
+RUN = re.compile(r"   ```\n   (OMP_NUM_THREADS=1 python -m pytest .*?)\n   ```\n")
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository with everything that the page says to create and to add."""
+    home = tmp_path_factory.mktemp("copy") / "nanovllm"
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "dist")
+    for name in ("src", "tests", "tools", "benchmarks", "docs", "examples"):
+        shutil.copytree(ROOT / name, home / name, ignore=ignored)
+    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+        shutil.copy(ROOT / file, home / file)
+    created, edited = CREATED.findall(PAGE), EDITED.findall(PAGE)
+    assert len(created) == 3 and len(edited) == 2
+    for name, code in created:
+        assert not (home / name).exists()
+        (home / name).write_text(textwrap.dedent(code))
+    for name, imported, below, added in edited:
+        text, place = (home / name).read_text(), textwrap.indent(textwrap.dedent(below), "")
+        assert text.count(place) == 1, place
+        text = text.replace(place, place + re.sub("^ {3}", "", added, flags=re.M))
+        if imported:
+            text, count = re.subn(r"^(from nanovllm\.models import \w+, .*)$", rf"\1, {imported}", text, count=1, flags=re.M)
+            assert count == 1
+        (home / name).write_text(text)
+    return home
+
+
+def run(home: Path, *arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(home / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *arguments], cwd=home, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_commands_of_the_page_pass(copy: Path) -> None:
+    commands = RUN.findall(PAGE)
+    assert len(commands) == 2
+    for command in commands:
+        passed = re.search(r"(\d+) passed", run(copy, *shlex.split(command)[2:]))
+        assert passed and int(passed[1]) >= 3, command
+
+
+def test_what_was_added_is_in_the_style(copy: Path) -> None:
+    run(copy, "-m", "ruff", "check", "src", "tests")
+    run(copy, "-m", "pytest", "-q", "tests/test_layout.py")
+
+
+def test_the_new_architecture_is_listed_and_runs(copy: Path) -> None:
+    assert "ToyForCausalLM" in run(copy, "-m", "nanovllm", "models")
+    program = """if True:
+        import nanovllm as nv
+        from nanovllm.testing.models import random_model, tiny_config
+        llm = nv.LLM(random_model(tiny_config("ToyForCausalLM")), num_pages=8)
+        print(len(llm.generate([[1, 2, 3]], nv.SamplingParams(max_tokens=5))[0].token_ids))
+    """
+    assert run(copy, "-c", program).split() == ["5"]
