@@ -290,7 +290,7 @@ def test_pickles_are_refused(made: Made, tmp_path: Path) -> None:
 
 def test_check_says_what_runs(made: Made, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", str(made.folder), "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 0
-    assert "through transformers" in capsys.readouterr().out
+    assert "through the transformers fallback" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["path"] == "through transformers"
     look, params = found["outlook"], load_model(made.folder, device="cpu").params

@@ -1,4 +1,4 @@
-"""The architectures: one file each, found by the name that a Hugging Face `config.json` gives in `architectures`."""
+"""The built-in architectures, one file each. `REGISTRY` finds them by the name in `architectures` of a Hugging Face `config.json`."""
 
 from nanovllm.models.common.params import Layer, ParamInfo, Params
 from nanovllm.models.fast import fused

@@ -1,8 +1,8 @@
 """ERNIE 4.5 (Baidu, 2025), dense and with experts.
 
-Its rotary embedding turns neighbouring channels 2i and 2i + 1 together, where the others turn i and i + D/2. Queries and keys meet only
-in products, so their channels may stand in any order that both share: the even ones are kept before the odd ones, and everything that
-turns or moves keys serves this architecture too.
+Its rotary embedding rotates the pairs of channels 2i and 2i + 1; the other architectures rotate i and i + D/2. Attention uses only
+products of queries and keys, so both may have their channels in any common order. The even channels are stored before the odd ones. So
+all code that rotates or moves keys works for this architecture too.
 """
 
 from typing import Any
@@ -20,7 +20,10 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 
 def config_from_hf_moe(hf: HF) -> ModelConfig:
-    """The same of an `Ernie4_5_MoeForCausalLM` checkpoint: routing in float32, a learned correction of the choice, shared experts."""
+    """The config of an `Ernie4_5_MoeForCausalLM` checkpoint: float32 routing, a learned correction of the choice, shared experts.
+
+    Raises `CheckpointError` for a setting that this file does not implement.
+    """
     if read_bool(hf, "use_bias", False):
         raise CheckpointError("config.json: use_bias=true is not supported with experts: the head would have a bias")
     num_layers, size = read_int(hf, "num_hidden_layers"), read_int(hf, "moe_intermediate_size", 1536)
@@ -45,7 +48,7 @@ def _config(hf: HF, architecture: str, **fields) -> ModelConfig:
 
 
 def checkpoint_name(name: str) -> str | None:
-    """What the table calls a tensor of a checkpoint; None for those that predict several tokens at once, which are not run."""
+    """The name in the table of a checkpoint tensor; None for the multi-token prediction layers, which are not used."""
     return None if name.startswith("model.mtp_") else name
 
 

@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team, 2024): a Llama with scaled embeddings, gains stored less 1, and GeGLU."""
+"""Gemma (Gemma Team, 2024): a Llama with scaled embeddings, norm weights stored minus 1, and GeGLU."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from nanovllm.models.common import tables
 from nanovllm.models.common.hf_config import HF, read_bool, read_int, read_sizes
 from nanovllm.models.common.params import Layer, ParamInfo, Params
 
-GAINS: Mapping[str, Any] = {"offset": 1.0, "dtype": torch.float32}  # gains are multiplied in float32, before the norm is rounded
+GAINS: Mapping[str, Any] = {"offset": 1.0, "dtype": torch.float32}  # norm weights are multiplied in float32, before rounding
 
 
 def config_from_hf(hf: HF) -> ModelConfig:
@@ -21,9 +21,12 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 
 def gemma_sizes(hf: HF, architecture: str, **fields) -> ModelConfig:
-    """What the three generations share. Raises `CheckpointError`, for models that are no causal ones too."""
+    """The config of all three generations of Gemma; `fields` are their differences.
+
+    Raises `CheckpointError` for a setting that is not implemented, for example bidirectional attention.
+    """
     if hf.get("use_bidirectional_attention"):
-        raise CheckpointError("config.json: use_bidirectional_attention=true is not supported: tokens would see later ones")
+        raise CheckpointError("config.json: use_bidirectional_attention=true is not supported: tokens would attend to later tokens")
     hidden = read_int(hf, "hidden_size")
     scale, bias = math.sqrt(max(0, hidden)), read_bool(hf, "attention_bias", False)
     more: dict[str, Any] = {"embed_scale": scale, "attention_bias": bias}

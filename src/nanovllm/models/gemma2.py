@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team, 2024): Gemma with norms on either side of attention and MLP, soft caps, and a window in every other layer."""
+"""Gemma 2 (Gemma Team, 2024): Gemma with norms before and after attention and MLP, soft caps, and sliding windows in every other layer."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 
 def scores(hf: HF, attention_cap: float, logit_cap: float) -> dict[str, Any]:
-    """How scores and logits are scaled and capped; the caps are for absent keys, a null one means none."""
+    """Scale and soft caps of scores and logits. The arguments are the defaults of missing keys; a null key means no soft cap."""
     caps = {"attention_softcap": ("attn_logit_softcapping", attention_cap), "logit_softcap": ("final_logit_softcapping", logit_cap)}
     read = {name: read_float({key: hf.get(key, cap)}, key, 0.0) for name, (key, cap) in caps.items()}
     scalar = read_float(hf, "query_pre_attn_scalar", 256.0)
@@ -28,7 +28,7 @@ def scores(hf: HF, attention_cap: float, logit_cap: float) -> dict[str, Any]:
 
 
 def sandwich(c: ModelConfig, prefix: str) -> dict[str, Any]:
-    """The four norms of a layer, and its MLP between the last two."""
+    """The four norms of a layer: before and after attention, before and after the MLP."""
     names = {"input_norm": "input", "o_norm": "post_attention", "post_norm": "pre_feedforward", "down_norm": "post_feedforward"}
     return {field: tables.gain(f"{prefix}.{name}_layernorm", c.hidden_size, **GAINS) for field, name in names.items()}
 

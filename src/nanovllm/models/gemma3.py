@@ -1,5 +1,5 @@
-"""Gemma 3's text model (Gemma Team, 2025): Gemma 2's layers with norms of query and key heads in the place of soft caps; five layers with a
-window, which turn by a rotary embedding of their own, for each one without."""
+"""Gemma 3's text model (Gemma Team, 2025): Gemma 2's layers with norms of query and key heads in place of soft caps. Five of six layers
+have a sliding window and a rotary embedding of their own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from nanovllm.models.common.params import Layer, ParamInfo, Params
 from nanovllm.models.gemma import GAINS, gemma_sizes
 from nanovllm.models.gemma2 import sandwich, scores
 
-SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}  # absent where they are the 4B model's
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}  # defaults: the 4B model's
 
 
 def config_from_hf(hf: HF) -> ModelConfig:
@@ -22,7 +22,7 @@ def config_from_hf(hf: HF) -> ModelConfig:
         raise CheckpointError(f"config.json: sliding_window_pattern={hf['sliding_window_pattern']!r} must be at least 1")
     every, most = read_int(hf, "sliding_window_pattern", 6), read_int(hf, "max_position_embeddings", 131072)
     usual = {i: SLIDING if (i + 1) % every else FULL for i in range(read_int(hf, "num_hidden_layers"))}
-    # Windows that hide nothing are kept: they say which layers turn by the embedding of their own.
+    # Windows longer than the context are kept too: they tell which layers use the local rotary embedding.
     hides = hf.get("sliding_window", 4096) is not None
     windows = read_windows({**hf, **({} if hides else {"sliding_window": most}), "max_position_embeddings": None}, usual, 4096)
     ropes = {"rope": _rope(hf, FULL, "rope_theta", 1e6), "local_rope": _rope(hf, SLIDING, "rope_local_base_freq", 1e4)}
@@ -30,7 +30,10 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 
 def config_from_hf_with_vision(hf: HF) -> ModelConfig:
-    """The same of a `Gemma3ForConditionalGeneration` checkpoint, of which the text model alone runs."""
+    """The config of a `Gemma3ForConditionalGeneration` checkpoint. Only its text model is used.
+
+    Raises `CheckpointError` for a setting that this file does not implement.
+    """
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: text_config={text!r} must be an object")
@@ -46,7 +49,7 @@ def config_to_hf_with_vision(config: ModelConfig) -> HF:
 
 
 def checkpoint_name(name: str) -> str | None:
-    """What the table calls a tensor of a checkpoint with vision; None for those of other parts."""
+    """The name in the table of a tensor of a checkpoint with vision; None for tensors outside of the text model."""
     for prefix in ("model.language_model.", "language_model.model."):
         if name.startswith(prefix):
             return f"model.{name.removeprefix(prefix)}"
@@ -56,12 +59,12 @@ def checkpoint_name(name: str) -> str | None:
 
 
 def _rope(hf: HF, kind: str, theta_key: str, theta: float) -> Any:
-    """The rotary embedding of one kind of layer: `rope_parameters` by kind, or the flat keys of older configs."""
+    """The rotary embedding of one type of layer, from `rope_parameters` by type, or from the flat keys of older configs."""
     given = hf.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(
         name not in (FULL, SLIDING) or not isinstance(value, Mapping | None) for name, value in given.items()
     ):
-        raise CheckpointError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
+        raise CheckpointError(f"config.json: rope_parameters={given!r} must be an object with the keys {FULL} and {SLIDING}")
     scaling = hf.get("rope_scaling") if kind == FULL else None
     plain = {"rope_theta", "rope_scaling", "rope_parameters"}
     flat = {name: value for name, value in hf.items() if name not in plain}

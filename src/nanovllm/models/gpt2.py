@@ -20,7 +20,7 @@ NAMES = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size", "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
-BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old checkpoints hold
+BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks in old checkpoints
 
 
 def config_from_hf(hf: HF) -> ModelConfig:
@@ -58,7 +58,7 @@ def config_to_hf(config: ModelConfig) -> HF:
 
 
 def checkpoint_name(name: str) -> str | None:
-    """What the table calls a tensor of a checkpoint, whose names may lack their prefix; None for what is computed."""
+    """The name in the table of a checkpoint tensor, whose prefix may be missing; None for causal masks, which are not used."""
     if name.endswith(BUFFERS):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
@@ -105,7 +105,7 @@ def param_table(c: ModelConfig) -> Params[ParamInfo]:
 
 
 def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
-    """One decoder layer, compilable on its own; `cos` and `sin` are not used. `pages` is donated: k and v of layer `index` go into it."""
+    """Donates `pages`. One decoder layer, which can be compiled alone. Writes k and v into layer `index`; ignores `cos` and `sin`."""
     eps = config.rms_norm_eps
     assert w.gate_up is not None and w.down is not None
     h_TM = F.layer_norm(x_TM, x_TM.shape[-1:], w.input_norm, w.input_norm_bias, eps)

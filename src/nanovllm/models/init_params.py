@@ -1,4 +1,4 @@
-"""A table of parameters filled: at random, or without memory."""
+"""Weights from a table of parameters: random weights, and weights without memory."""
 
 import hashlib
 import math
@@ -13,12 +13,12 @@ from nanovllm.models.common.params import ParamInfo, Params, as_kept
 from nanovllm.models.registry import REGISTRY
 from nanovllm.types import Tensor
 
-DRAWN = 16 << 20  # random values drawn at once; a multiple of the 16 that a CPU's generator draws together
+DRAWN = 16 << 20  # random values that are generated at once; a multiple of 16, the block size of the CPU's generator
 HOST = torch.device("cpu")
 
 
 def without_memory(config: ModelConfig, dtype: torch.dtype) -> Params[Tensor]:
-    """The weights of a built-in architecture in `dtype` as tensors that hold no memory: what asks for shapes and dtypes needs no more."""
+    """The weights of a built-in architecture as meta tensors, which have shapes and dtypes but no memory."""
     meta = torch.device("meta")
 
     def empty(info: ParamInfo) -> Tensor:
@@ -28,18 +28,25 @@ def without_memory(config: ModelConfig, dtype: torch.dtype) -> Params[Tensor]:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Elements of all parameters that a checkpoint holds."""
+    """The number of elements of all parameters in a checkpoint."""
     return sum(num_stored(info) for info in infos(REGISTRY[config.architecture].param_table(config)) if info.sources)
 
 
 def random_params(
     config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02, drawn_on: torch.device = HOST
 ) -> Params[Tensor]:
-    """Random weights from the architecture's table: matrices and biases normal with deviation `std`, gains `1 + std * normal`.
+    """Random weights from the architecture's table: normal with deviation `std`; norm weights are `1 + std * normal`.
 
-    The same seed gives the same values on every device: they are drawn in float32 on the CPU, then cast. On `drawn_on`, another device,
-    they are drawn by its own generator: faster, and other values, which may differ from one kind of GPU to the next (see
-    `drawn_by`). Beyond the parameters themselves 64 MiB are held.
+    By default the values are generated in float32 on the CPU, then cast, so the same seed gives the same values on every device. It needs
+    64 MiB of memory in addition to the weights.
+
+    Args:
+        config: The model's config.
+        seed: The seed.
+        device: The device of the weights.
+        dtype: The dtype of the weights.
+        std: The standard deviation.
+        drawn_on: The device whose generator is used. A GPU is faster, but its values depend on the kind of GPU (see `drawn_by`).
     """
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
@@ -47,19 +54,19 @@ def random_params(
         flat, mean = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 1.0 if info.kind == "gain" else 0.0
         for part in flat.split(DRAWN):
             drawn = torch.empty(part.shape, device=drawn_on).normal_(mean - info.offset, std, generator=generator)
-            part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # what a checkpoint in this dtype could hold
+            part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # rounded as in a checkpoint of this dtype
         return as_kept(info, flat)
 
     return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
 
 
 def drawn_by(device: torch.device) -> str:
-    """Whose generator draws on a device. How a GPU deals numbers to threads depends on the size of the GPU, so each kind has its name."""
+    """The name of a device's random generator. The values of a GPU's generator depend on the size of the GPU, so each GPU model differs."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def num_stored(info: ParamInfo) -> int:
-    """Elements of a parameter in a checkpoint."""
+    """The number of elements of a parameter in a checkpoint."""
     return sum(math.prod(shape) for shape in info.source_shapes)
 
 
@@ -69,7 +76,7 @@ def dtype_for(info: ParamInfo, dtype: torch.dtype) -> torch.dtype:
 
 
 def build_params(table: Params[ParamInfo], make: Callable[[ParamInfo], Tensor], device: torch.device) -> Params[Tensor]:
-    """Fill the table in its own order by `make`; the rotary frequencies are computed here."""
+    """Fill the table with `make`, in the order of the table. The rotation speeds are computed here."""
 
     def leaf(info: ParamInfo | None) -> Tensor | None:
         match info:
@@ -84,10 +91,11 @@ def build_params(table: Params[ParamInfo], make: Callable[[ParamInfo], Tensor], 
 
 
 def random_fingerprint(config: ModelConfig, seed: int, std: float = 0.02, by: str = "cpu") -> str:
-    """The fingerprint (hex) of `random_params` of this config, seed and deviation; `by` is whose generator drew them (see `drawn_by`)."""
+    """The fingerprint (hex) of `random_params` with this config, seed and deviation. `by` is the name of the generator (`drawn_by`)."""
     where = "" if by == "cpu" else f" {by}"
     return hashlib.sha256(f"random {config!r} {seed} {std}{where}".encode()).hexdigest()
 
 
 def infos(table: Params[ParamInfo]) -> Iterable[ParamInfo]:
+    """All descriptions in a table."""
     return (leaf for leaf in pytree.tree_leaves(table) if leaf is not None)

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): a Llama whose layers may attend to a window of the last tokens alone."""
+"""Mistral (Jiang et al., 2023): a Llama whose layers may have a sliding window."""
 
 from nanovllm.config import ModelConfig
 from nanovllm.models import llama

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): Mistral's attention, and experts in the place of every MLP, two for each token."""
+"""Mixtral (Jiang et al., 2024): Mistral's attention, and experts in place of every MLP, two per token."""
 
 from nanovllm.config import ModelConfig, MoEConfig
 from nanovllm.models.common import tables

@@ -16,10 +16,26 @@ from nanovllm.types import Tensor, register_value
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """A loaded model. `dtype` is that of the weights on `device`; `config.dtype` is what the checkpoint was saved in.
+    """A loaded model: config, weights and tokenizer as one frozen value. `nanovllm.load_model` makes it.
 
-    `generation_config` is the checkpoint's file as it stands. `fingerprint` tells whose KV a chunk holds (see `weights.fingerprint`).
-    As a pytree its leaves are the weights; the rest is structure.
+    As a pytree, its leaves are the weights. All other fields belong to the tree's structure.
+
+    Attributes:
+        name: The name or the folder that `load_model` was given.
+        config: Sizes and settings of the architecture.
+        params: The weights, on `device`.
+        tokenizer: The checkpoint's tokenizer; None if the checkpoint has no tokenizer.
+        spec: The functions of the architecture.
+        generation_config: The content of the checkpoint's `generation_config.json`, unchanged.
+        fingerprint: A hash of the weights (hex). A chunk file records it, so that a file of another model is refused.
+        device: The device of the weights.
+        dtype: The dtype of the weights. `config.dtype` is the dtype that the checkpoint was saved in.
+
+    Examples:
+        >>> model
+        Model('tiny', Qwen3ForCausalLM, 5,772,544 parameters, float32 on cpu)
+        >>> model.config.num_layers, model.config.dtype
+        (8, 'bfloat16')
     """
 
     name: str
@@ -34,7 +50,15 @@ class Model:
 
     @property
     def foreign(self) -> bool:
-        """Whether transformers' module runs the model, for there is no file in `models/` for its architecture."""
+        """Whether the model runs through the transformers fallback, because its architecture has no file in `models/`.
+
+        Returns:
+            True for a model of the transformers fallback, False for a built-in architecture.
+
+        Examples:
+            >>> model.foreign
+            False
+        """
         return isinstance(self.params, ForeignParams)
 
     def __repr__(self) -> str:

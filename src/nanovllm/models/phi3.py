@@ -1,8 +1,8 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini (Abdin et al., 2024): a Llama whose projections are stored fused. Part of a head may turn; LongRoPE
-(Ding et al., 2024) turns long requests otherwise than short ones.
+"""Phi-3, Phi-3.5 and Phi-4-mini (Abdin et al., 2024): a Llama whose projections are stored fused. Only a part of a head may be rotated.
+LongRoPE (Ding et al., 2024) has other rotation speeds for long requests than for short ones.
 
-The channels that turn in pairs i and i + R/2, of the first R, are kept as i and i + D/2 like everybody's; the others fill the rest, with
-speed 0.
+The checkpoint rotates the first R channels in pairs i and i + R/2. They are reordered to pairs i and i + D/2, as in all architectures.
+The other channels fill the rest, with speed 0.
 """
 
 import math
@@ -25,7 +25,7 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 
 def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
-    """How requests of up to `original_max_position_embeddings` tokens turn, and longer ones where these turn otherwise."""
+    """The rotary embedding of requests of up to `original_max_position_embeddings` tokens, and that of longer requests if it differs."""
     sources = [hf.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(source, Mapping) for source in sources):
         raise CheckpointError(f"config.json: rope_parameters and rope_scaling must be objects, not {sources!r}")
@@ -37,7 +37,7 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
     head_dim = read_int(hf, "head_dim", hidden // max(1, num_heads))
     turning = head_dim if partial == 1 else int(head_dim * partial)
     if not 0 < partial <= 1 or (partial != 1 and turning % 2):
-        even = f"in (0, 1] and turn an even number of channels, not {turning} of head_dim={head_dim}"
+        even = f"in (0, 1] and rotate an even number of channels, not {turning} of head_dim={head_dim}"
         raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} must be {even}")
     if kind not in ("su", "yarn", "longrope"):
         flat = {"rope_type": kind, "rope_theta": theta, "factor": given.get("factor")}
@@ -62,13 +62,13 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
 def _factors(given: HF, name: str, pairs: int) -> tuple[float, ...]:
     value = given.get(name)
     if not isinstance(value, list) or len(value) != pairs or not all(isinstance(x, int | float) and x > 0 for x in value):
-        raise CheckpointError(f"config.json: {name}={value!r} must be {pairs} positive numbers, one for each pair of channels that turns")
+        raise CheckpointError(f"config.json: {name}={value!r} must be {pairs} positive numbers, one for each rotated pair of channels")
     return tuple(float(x) for x in value)
 
 
 def param_table(c: ModelConfig) -> Params[ParamInfo]:
     """Every parameter's shape and its tensors in the checkpoint."""
-    width, kept, behind = tables.heads(c)
+    width, kept, out_fields = tables.heads(c)
     q, rows, kept_rows = c.num_heads * width, c.num_heads + 2 * c.num_kv_heads, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
 
     def layer_table(prefix: str, _: int) -> Layer[ParamInfo]:
@@ -79,7 +79,7 @@ def param_table(c: ModelConfig) -> Params[ParamInfo]:
             qkv_bias=None,
             q_norm=None,
             k_norm=None,
-            o=loaded("matrix", (f"{attn}.o_proj.weight", (c.hidden_size, q)), **behind),
+            o=loaded("matrix", (f"{attn}.o_proj.weight", (c.hidden_size, q)), **out_fields),
             o_bias=None,
             post_norm=tables.gain(f"{prefix}.post_attention_layernorm", c.hidden_size),
             gate_up=loaded("matrix", (f"{prefix}.mlp.gate_up_proj.weight", (2 * c.intermediate_size, c.hidden_size))),

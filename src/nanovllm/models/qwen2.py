@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al., 2024): a Llama whose queries, keys and values have biases; its upper layers may have a window."""
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): a Llama whose queries, keys and values have biases; its upper layers may have sliding windows."""
 
 from nanovllm.config import ModelConfig
 from nanovllm.models.common import tables
@@ -12,7 +12,7 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 
 def qwen_windows(hf: HF) -> tuple[int, ...]:
-    """The windows of Qwen 2 and 3: where they are switched on, those of layers from `max_window_layers` on."""
+    """The windows of Qwen2 and Qwen3. If they are switched on, the layers from `max_window_layers` on have one."""
     if not read_bool(hf, "use_sliding_window", False):
         hf = {**hf, "sliding_window": None}
     first = read_int(hf, "max_window_layers", 28)

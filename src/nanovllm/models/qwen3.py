@@ -16,7 +16,7 @@ def config_from_hf(hf: HF) -> ModelConfig:
 
 
 def qwen3_attention(c: ModelConfig, prefix: str) -> dict[str, Any]:
-    """The attention of a Qwen3 layer, with or without experts behind it."""
+    """The descriptions of the attention weights of a Qwen3 layer. Qwen3-MoE has the same."""
     return {
         **tables.attention(c, prefix, qkv_bias=c.attention_bias, o_bias=c.attention_bias),
         "q_norm": tables.gain(f"{prefix}.q_norm", c.head_dim),

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al., 2025): Qwen3's attention, and experts in the place of the MLP of most or all layers."""
+"""Qwen3-MoE (Yang et al., 2025): Qwen3's attention, and experts in place of the MLP in most or all layers."""
 
 from nanovllm.config import ModelConfig, MoEConfig
 from nanovllm.errors import CheckpointError
@@ -12,7 +12,7 @@ def config_from_hf(hf: HF) -> ModelConfig:
     """The config of a `Qwen3MoeForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
     num_layers, every, dense = read_int(hf, "num_hidden_layers"), read_int(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if every < 1 or not isinstance(dense, list):
-        raise CheckpointError(f"config.json: decoder_sparse_step={every!r} must be at least 1 and mlp_only_layers={dense!r} a list")
+        raise CheckpointError(f"config.json: decoder_sparse_step={every!r} must be at least 1, and mlp_only_layers={dense!r} a list")
     moe = MoEConfig(
         num_experts=read_int(hf, "num_experts", read_int(hf, "num_local_experts", 128)),
         top_k=read_int(hf, "num_experts_per_tok", 8),

@@ -1,4 +1,4 @@
-"""The built-in architectures by the name that a Hugging Face `config.json` gives in `architectures`, and `forward`."""
+"""The built-in architectures by their name in `architectures` of a Hugging Face `config.json`, and `forward`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -67,8 +67,24 @@ REGISTRY: Mapping[str, ModelSpec] = MappingProxyType(
 
 
 def fitted(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
-    """The config by which a model is kept on a device: heads of a width that the GPU's attention kernels do not serve get zeros behind
-    their channels up to the next that they do, where the architecture's table can do that and no norm of a head would count them."""
+    """The config for a model on a device: narrow heads are padded with zero channels to a width that the attention kernels support.
+
+    A config stays as it is if the kernels support its width, if the architecture's table cannot pad, or if a norm of a head would count
+    the zeros.
+
+    Args:
+        config: The config of the checkpoint.
+        device: The device that the weights will be on.
+        dtype: The dtype that the weights will have.
+
+    Returns:
+        `config` itself, or a config with a wider `head_dim` and the original width in `stored_head_dim`.
+
+    Examples:
+        >>> from nanovllm.models import fitted
+        >>> fitted(model.config, model.device, model.dtype) is model.config
+        True
+    """
     served = attention_backend(device, dtype, config.head_dim, 16) == "flashinfer"
     wider = [width for width in FLASHINFER_HEAD_DIMS if width > config.head_dim]
     if served or not wider or attention_backend(device, dtype, wider[0], 16) != "flashinfer" or config.architecture not in REGISTRY:
@@ -80,16 +96,16 @@ def fitted(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Mod
 
 
 def unfitted(config: ModelConfig) -> ModelConfig:
-    """The config that the checkpoint has of a model whose heads `fitted` made wider."""
+    """The config of the checkpoint, from a config that `fitted` may have changed: its inverse."""
     if not config.stored_head_dim:
         return config
     scale = 0.0 if config.scale == config.stored_head_dim**-0.5 else config.attention_scale
-    ropes = _turning(config, lambda partial: partial / (config.stored_head_dim / config.head_dim))  # exact: the wider is a power of two
+    ropes = _turning(config, lambda partial: partial / (config.stored_head_dim / config.head_dim))  # exact: head_dim is a power of two
     return replace(config, head_dim=config.stored_head_dim, stored_head_dim=0, attention_scale=scale, **ropes)
 
 
 def _turning(config: ModelConfig, changed: Callable[[float], float]) -> dict[str, Any]:
-    """The rotary embeddings, the part of a head that turns `changed`."""
+    """The rotary embeddings of a config, with `changed` applied to the rotated part of a head."""
     ropes = {name: getattr(config, name) for name in ("rope", "local_rope", "long_rope")}
     return {name: rope and replace(rope, partial=changed(rope.partial)) for name, rope in ropes.items()}
 
@@ -103,11 +119,40 @@ def forward(
     layer: Callable[..., Tensor] | None = None,
     fast: FastChoice | None = None,
 ) -> tuple[Float[Tensor, "R V"], KVState]:
-    """Donates `kv`. Run one step's tokens through the model: logits `[R, V]` in the model's dtype, and the new KV state.
+    """Donates `kv`. Run one step's tokens through the model.
 
-    R is the length of `batch.logit_indices`, or every token when that is None. `layer` replaces the architecture's own layer function
-    by a compiled form of it. On a CPU decode batches run in C where there is a compiler (`cpu.py`), all layers of them or those of `fast`;
-    an architecture's own `forward` never does.
+    On a CPU with a C compiler, decode batches run in C (`models/fast/cpu.py`). All other batches run in plain PyTorch. On a GPU, slots
+    and page tables are not checked against the size of the pool.
+
+    Args:
+        params: The weights, `model.params`.
+        kv: The KV memory. It is overwritten; use the returned value.
+        batch: The tokens of the step.
+        config: The model's config, `model.config`.
+        layer: A compiled form of the architecture's layer function. With it, the C kernels are not used.
+        fast: The layers that may run in C, and whether the head may. None means all.
+
+    Returns:
+        The logits `[R, V]` in the model's dtype, and the KV state that holds the new keys and values. R is the length of
+        `batch.logit_indices`, or the number of tokens if that is None.
+
+    Raises:
+        KeyError: `config.architecture` is not in `nanovllm.models.REGISTRY`.
+        IndexError: On a CPU, a slot or a page of a decode batch is outside the pool. Nothing was written.
+        TypeError: On a CPU, a weight of a decode batch has another dtype than the embedding table.
+
+    Examples:
+        Run the first three tokens of a sequence on page 0:
+
+        >>> def ints(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> batch = nv.Batch(
+        ...     input_ids=ints(5, 6, 7), positions=ints(0, 1, 2), slots=ints(0, 1, 2), page_tables=ints([0]), seq_lens=ints(3),
+        ...     cu_seqlens=ints(0, 3),
+        ... )
+        >>> logits, kv = nv.forward(model.params, state.kv, batch, model.config)
+        >>> tuple(logits.shape)
+        (3, 4096)
     """
     if isinstance(params, fallback.ForeignParams):
         return fallback.forward(params, kv, batch, config)

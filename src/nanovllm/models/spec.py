@@ -1,4 +1,4 @@
-"""`ModelSpec`: what is an architecture's own."""
+"""`ModelSpec`: the functions of one architecture."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +15,21 @@ from nanovllm.types import Float, Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What is an architecture's own. `layer` stands alone so that it can be compiled once for all layers; `head` is the plain one.
+    """The functions of one architecture. `nanovllm.models.REGISTRY` holds one for each name.
 
-    `checkpoint_name` gives a checkpoint's tensor the name by which the table asks for it, None where it is not wanted. `config_to_hf` is
-    `config_from_hf` backwards. `known` are models that people know by the architecture.
+    Attributes:
+        config_from_hf: Reads the content of a `config.json`. Raises `CheckpointError` for a setting that is not implemented.
+        param_table: Describes every parameter of a model with this config, and the checkpoint tensors that it is made of.
+        layer: One decoder layer in plain PyTorch. It is a function of its own so that it can be compiled once for all layers.
+        head: The final norm and the logits in plain PyTorch.
+        checkpoint_name: Maps the name of a checkpoint tensor to the name in the table; None if the tensor is not used.
+        config_to_hf: The inverse of `config_from_hf`.
+        known: Well-known models of this architecture, as `nanovllm models` prints them.
+
+    Examples:
+        >>> from nanovllm.models import REGISTRY
+        >>> REGISTRY["Qwen3ForCausalLM"].known
+        'Qwen3 from 0.6B to 32B'
     """
 
     config_from_hf: Callable[[HF], ModelConfig]
@@ -32,7 +43,30 @@ class ModelSpec:
     def forward(
         self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig, *, layer: Callable[..., Tensor] | None = None
     ) -> tuple[Float[Tensor, "R V"], KVState]:
-        """Donates `kv`. `decoder.forward` with the architecture's plain layers, or with `layer`."""
+        """Donates `kv`. Run one step's tokens through the plain layers, never through the C kernels or the Triton kernels.
+
+        Args:
+            params: The weights.
+            kv: The KV memory. It is overwritten; use the returned value.
+            batch: The tokens of the step.
+            config: The model's config.
+            layer: A layer function to use in place of `self.layer`, for example a compiled form of it.
+
+        Returns:
+            The logits `[R, V]` in the model's dtype, and the KV state that holds the new keys and values. R is the length of
+            `batch.logit_indices`, or the number of tokens if that is None.
+
+        Examples:
+            >>> def ints(*values):
+            ...     return torch.tensor(values, dtype=torch.int32)
+            >>> batch = nv.Batch(
+            ...     input_ids=ints(5, 6), positions=ints(0, 1), slots=ints(0, 1), page_tables=ints([0]), seq_lens=ints(2),
+            ...     cu_seqlens=ints(0, 2),
+            ... )
+            >>> logits, kv = model.spec.forward(model.params, state.kv, batch, model.config)
+            >>> tuple(logits.shape)
+            (2, 4096)
+        """
         if isinstance(params, fallback.ForeignParams):
             return fallback.forward(params, kv, batch, config)
         return decoder.forward(params, kv, batch, config, layer=self.layer if layer is None else layer, head=self.head)

@@ -1,8 +1,8 @@
-"""Architectures without a file here: transformers' module runs the step, and its attention goes over our pages.
+"""The transformers fallback, for architectures without a file here: transformers' module runs the step, with attention over our pages.
 
-The module holds no weights: it is structure. Weights, and the step's pages and batch, are put into it for the length of one call
-(`torch.func.functional_call`), so that `forward` is a function of its arguments. Attention functions of transformers are given the module
-that calls them; each such module holds one `PagedStep`, whose buffers are the step.
+The module has no weights of its own; it is only structure. For one call, `torch.func.functional_call` puts the weights, the step's pages
+and the batch into it. So `forward` is a function of its arguments. transformers passes the calling module to an attention function. Each
+such module has one `PagedStep`, whose buffers are the tensors of the step.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,22 @@ from nanovllm.ops import kv_write, paged_decode, paged_prefill
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Int32, Tensor, register_value
 
-ATTENTION = "nanovllm_paged"  # the name by which transformers knows `attention`
-STEP = "nanovllm_step"  # the submodule that holds a step
+ATTENTION = "nanovllm_paged"  # the name of `attention` in transformers' registry
+STEP = "nanovllm_step"  # the name of the submodule with the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ForeignParams(Params[Tensor]):
-    """The weights of a module of transformers, by its own names; those that are tied stand under each of their names.
+    """The weights of a transformers module.
 
-    `layers` is empty: no fast form, and no layer here, knows them. `embed` is one of the weights. `inv_freq` is zero: how positions enter
-    is not known, so keys can be copied and not turned. `keeps`: the module makes the logits of given tokens alone, where it is asked to.
-    `module` is structure and holds no memory; it serves one call at a time, and so one thread.
+    `layers` is empty, because no fast form supports them. `embed` is one of the weights. `inv_freq` is zero: the use of positions is not
+    known, so keys can be copied but not rotated.
+
+    Attributes:
+        weights: The weights by the module's own names. Tied weights are listed under each name.
+        buffers: The module's buffers by name.
+        module: The module, without memory. It can run one call at a time, so only one thread may use it.
+        keeps: Whether the module can compute the logits of selected tokens only.
     """
 
     weights: dict[str, Tensor]
@@ -43,9 +48,9 @@ register_value(ForeignParams, static=("module", "keeps"))
 
 
 class PagedStep(nn.Module):
-    """A step as buffers, which `forward` of this file puts in; called as attention: `[1, H, T, D]` to `[1, T, H, D]`.
+    """The tensors of a step as buffers, which this file's `forward` sets. Called as attention, it maps `[1, H, T, D]` to `[1, T, H, D]`.
 
-    `cu_seqlens` is empty for a decode batch. `plan` lies on the host.
+    `cu_seqlens` is empty for a decode batch. `plan` is on the host.
     """
 
     pages: Float[Tensor, "L N 2 K S D"]
@@ -72,7 +77,7 @@ class PagedStep(nn.Module):
         softcap: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Write keys and values of the module's layer, attend over the page tables. Heads narrower than a slot's are padded with zeros."""
+        """Write the keys and values of the module's layer, then attend over the page tables. Narrow heads are padded with zeros."""
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         width, kept = self.pages.shape[-1], value.shape[-1]
         q_THD, k_TKD, v_TKD = (_heads(each, width, self.pages.dtype) for each in (query, key, value))
@@ -88,7 +93,7 @@ class PagedStep(nn.Module):
 
 
 def _heads(heads_1XTD: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`[1, X, T, D]` as `[T, X, width]`."""
+    """Heads `[1, X, T, D]` as `[T, X, width]`, padded with zeros."""
     heads_TXD = heads_1XTD[0].transpose(0, 1)
     if heads_TXD.shape[-1] < width:
         heads_TXD = nn.functional.pad(heads_TXD, (0, width - heads_TXD.shape[-1]))
@@ -98,19 +103,19 @@ def _heads(heads_1XTD: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that is registered with transformers: the step that the calling module holds does it."""
+    """The attention function that is registered with transformers. It calls the `PagedStep` of the calling module."""
     return getattr(module, STEP)(module, query, key, value, attention_mask=attention_mask, **kwargs), None
 
 
 def attach(module: nn.Module, step: nn.Module) -> None:
-    """Give `step` to all submodules that know which layer they belong to."""
+    """Add `step` as a submodule to `module` and to all its submodules with a `layer_idx`."""
     layered = [each for each in module.modules() if isinstance(vars(each).get("layer_idx"), int)]
     for each in (module, *layered):
         each.add_module(STEP, step)
 
 
 def forward(params: ForeignParams, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Float[Tensor, "R V"], KVState]:
-    """Donates `kv`. See `models.forward`."""
+    """Donates `kv`. Run one step's tokens through the transformers module. Arguments and results are as in `registry.forward`."""
     (pages,) = kv.pools
     prompts = batch.slots.new_empty(0) if batch.cu_seqlens is None else batch.cu_seqlens
     step = {
@@ -129,5 +134,5 @@ def forward(params: ForeignParams, kv: KVState, batch: Batch, config: ModelConfi
 
 
 def nothing_here(*_: Any, **__: Any) -> Any:
-    """Stands for the table of weights, the layer and the head, which an architecture without a file here has not."""
-    raise InvalidRequestError("this architecture runs through transformers: nanovllm has no table of its weights and no layer of its own")
+    """A placeholder for the table of weights, the layer and the head, which the transformers fallback lacks. Always raises."""
+    raise InvalidRequestError("this architecture runs through the transformers fallback, which has no table of weights and no layers here")

@@ -119,11 +119,11 @@ def test_sampling_flags_reach_the_request(folder):
         (["generate", ""], "the prompt is empty"),
         (["generate", "\udcff"], r"byte 0xff at position 0 is not valid UTF-8 \(lone surrogate U\+DCFF at position 0\)"),
         (["generate", "--no-think", "x"], "add --chat"),
-        (["generate", "--prompts", "p", "x"], "give no prompt"),
+        (["generate", "--prompts", "p", "x"], "cannot be combined with a prompt"),
         (["generate", "--prompts", "/no/such/file"], "No such file"),
         (["chat", "--max-model-len", "9999"], "max_model_len=9999 exceeds"),
-        (["bench", "--which", "", "--device", "cpu"], "unknown workload ''; there are b1"),
-        (["bench", "--which", "b1,foo", "--device", "cpu"], "unknown workload 'foo'; there are b1, b8, b64, offline, prefix, host"),
+        (["bench", "--which", "", "--device", "cpu"], "unknown workload ''; choose from b1"),
+        (["bench", "--which", "b1,foo", "--device", "cpu"], "unknown workload 'foo'; choose from b1, b8, b64, offline, prefix, host"),
         (["bench", "--dtype", "int7", "--device", "cpu"], "dtype 'int7' is not a floating-point torch dtype"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -364,11 +364,11 @@ def test_without_a_compiler_one_line_tells_so(greedy, tmp_path):
 def test_help_tells_the_defaults(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     for command, *told in (
-        ("generate", "(default: enough for requests of full length, but at most 4 GiB on a CPU", "empty lines left out"),
-        ("chat", "{all,recompute,shift,gap}", "(default recompute)"),
+        ("generate", "(default: enough for requests of full length, but at most 4 GiB on a CPU", "skip empty lines"),
+        ("chat", "{all,recompute,shift,gap}", "(default: recompute)"),
         ("memory", "(default: 256; 96 for the demonstration)"),
         ("bench", "tiny, a folder, a repository", "(default: qwen3-0.6b on a GPU, tiny on a CPU)"),
-        ("eval-reuse", "(default: what the measurement needs)"),
+        ("eval-reuse", "(default: enough for the measurement)"),
     ):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])

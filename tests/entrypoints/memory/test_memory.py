@@ -415,7 +415,7 @@ def test_texts_and_chunk_files(folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--branch", "x"], "give that too"),
+        (["--branch", "x"], "give the text too"),
         (["x", "--max-tokens", "-1"], "--max-tokens -1"),
         (["x", "--out", "memory.png"], "ends with .svg"),
         (["x", "--out", "/no/such/folder/memory.svg"], "No such file"),

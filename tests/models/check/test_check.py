@@ -383,7 +383,8 @@ def test_wrong_layers_fall_back_and_the_replies_are_the_plain_ones(indices: tupl
     monkeypatch.setattr(cpu, "decode_layer", planted(model, forgets_q_norm, *indices))
     wrong = replies(model)
     assert [g.token_ids for g in wrong] != [g.token_ids for g in plain]
-    told = rf"^random-0: the path C errs by .* beyond its bound .*: layers? {', '.join(map(str, indices))} will run in plain torch"
+    which = f"layers? {', '.join(map(str, indices))}"
+    told = rf"^random-0: the path C has a relative error of .* above its bound .*: {which} will run in plain torch"
     with pytest.warns(UserWarning, match=told):
         kept = replies(model, check=True)
     assert [g.token_ids for g in kept] == [g.token_ids for g in plain]
@@ -451,7 +452,7 @@ def test_kernels_that_cannot_be_made_are_not_used(monkeypatch: pytest.MonkeyPatc
     model = small()
     choice, said = choose(model, 16)
     assert choice == FastChoice(layers=(False,) * 3, head=False)
-    assert said == "random-0: the path C cannot run here ('out of shared memory'): plain torch does, slower"
+    assert said == "random-0: the path C cannot run here ('out of shared memory'): plain torch runs the model, slower"
     assert warned(model, check=True) == [said]
 
 
@@ -658,7 +659,7 @@ def test_a_fault_of_one_number_of_rows_is_seen_where_it_has_cuts(monkeypatch: py
         report = examine(model, 30, cuts=cuts)
         assert report.fallen == fallen and report.rows == ((1, 2, 8, 16, 24) if cuts is None else (1, 2, 8, 16, 24, 160))
         assert report.as_json()["tuning"] == report.tuning == (None if cuts is None else "a file")
-        assert table(report).splitlines()[0].endswith("fast path: made up" if cuts is None else "fast path: made up, cut as a file says")
+        assert table(report).splitlines()[0].endswith("fast path: made up" if cuts is None else "fast path: made up, tuned by a file")
 
 
 def test_the_command_takes_the_cuts_that_engines_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -685,7 +686,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_an_error_of_the_report(monkeypat
         raise CutError("cut (1,) has 1 number")
 
     monkeypatch.setattr("nanovllm.models.check.examine.fast_path", refused)
-    with pytest.raises(nv.TuningFileError, match=r"a file: no kernel can be made by its cuts: cut \(1,\)"):
+    with pytest.raises(nv.TuningFileError, match=r"a file: a kernel cannot be built with its tile configurations: cut \(1,\)"):
         examine(small(), 8, cuts=by_rows((1, 1)))
 
 
@@ -702,7 +703,7 @@ def test_the_report_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> N
     lines = table(report).splitlines()
     assert lines[0].startswith("random-0, Qwen3ForCausalLM, float32 on ") and lines[0].endswith("fast path: C")
     assert "1.5 x plain + 3.9e-06" in lines[1] and "96.5" in lines[5] and "nan" in lines[6]
-    assert lines[-1] == "Beyond the bound, and so in plain torch: layer 1."
+    assert lines[-1] == "Above the bound, and so in plain torch: layer 1."
     found = json.loads(json.dumps(report.as_json(), allow_nan=False))
     assert found["layers"][1]["fast"] == {"output": None, "kv": found["layers"][1]["fast"]["kv"]}
     assert found["layers"][0]["k_gain"] == 96.5 and found["falls_back"] == ["1"] and found["agreement"]["both"] == 50
@@ -714,7 +715,7 @@ def test_weights_that_are_no_numbers_are_said_to_be() -> None:
     broken = replace(broken, down=torch.full_like(broken.down, math.nan))
     params = replace(model.params, layers=(model.params.layers[0], broken, *model.params.layers[2:]))
     told = table(examine(replace(model, params=params), 20)).splitlines()[-1]
-    assert told.startswith("No numbers come out of layer 1, ") and "the head" in told and "not finite" in told
+    assert told.startswith("The output is NaN or infinite in layer 1, ") and "the head" in told and "not finite" in told
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -750,10 +751,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ("arguments", "match"),
     [
         (["no-such-model"], "'no-such-model' is neither a folder nor a repository"),
-        (["tiny", "--model", "tiny"], "two models were named, 'tiny' and 'tiny': give one"),
+        (["tiny", "--model", "tiny"], "two models were named, 'tiny' and --model 'tiny': give one of them"),
         (["--tokens", "3000"], "num_tokens=3000"),
         (["--dtype", "int8"], "dtype 'int8'"),
-        (["--tuning", "x.json"], "is for the kernels of a CUDA GPU"),
+        (["--tuning", "x.json"], "applies to the fused kernels of a CUDA GPU"),
         (["--device", "abacus"], "device='abacus'"),
         (["--tokens", "2", "--output", "/dev/null/folder/report.json"], "Not a directory"),
     ],

@@ -81,26 +81,26 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], bytes], str]] = {
     "not text": (lambda d: b"\x80\x04\x95\xff", "not JSON"),
     "deep": (lambda d: b"[" * 100_000, "not JSON"),
     "large": (lambda d: b" " * (LARGEST + 1), "larger than any tuning file"),
-    "a list": (edited(lambda d: [d]), "a list, not a tuning file"),
-    "another format": (edited(lambda d: d | {"format": 2}), "format 2, this version reads 1"),
-    "no key": (edited(lambda d: d.pop("key") and None), "does not say what it was measured for"),
+    "a list": (edited(lambda d: [d]), "a list, so it is not a tuning file"),
+    "another format": (edited(lambda d: d | {"format": 2}), "format 2, but this version reads format 1"),
+    "no key": (edited(lambda d: d.pop("key") and None), "the object `key` is missing"),
     "another GPU": (edited(lambda d: d["key"].update(gpu="NVIDIA A100")), 'another gpu: "NVIDIA A100", here it is "cpu"'),
     "another dtype": (edited(lambda d: d["key"].update(dtype="float16")), "another dtype"),
     "another model": (edited(lambda d: d["key"]["shapes"].update(hidden_size=512)), "another shapes"),
     "another torch": (edited(lambda d: d["key"]["versions"].update(torch="2.0")), "another versions"),
     "another kernel": (edited(lambda d: d["key"].update(kernels="0" * 16)), "another kernels"),
-    "no cuts": (edited(lambda d: d.pop("cuts") and None), "has no cuts"),
-    "rows that are none": (edited(lambda d: d["cuts"].update({"0": {}})), "'0' is no number of rows"),
-    "rows in words": (edited(lambda d: d["cuts"].update({"one": {}})), "'one' is no number of rows"),
+    "no cuts": (edited(lambda d: d.pop("cuts") and None), "the object `cuts` is missing"),
+    "rows that are none": (edited(lambda d: d["cuts"].update({"0": {}})), "'0' is not a number of rows"),
+    "rows in words": (edited(lambda d: d["cuts"].update({"one": {}})), "'one' is not a number of rows"),
     "a step that is none": (edited(lambda d: d["cuts"].update({"1": [1]})), "cuts of 1 rows"),
-    "an unknown part": (edited(lambda d: d["cuts"]["1"].update(embed=[1, 1, 0])), "embed of 1 rows cannot be cut"),
-    "a part that is not run": (edited(lambda d: d["cuts"]["64"].update(head=[1, 1, 0])), "head of 64 rows cannot be cut"),
-    "a cut that does not fit": (edited(lambda d: d["cuts"]["1"].update(qkv=[3, 2, 0])), r"qkv of 1 rows cannot be cut by \[3, 2, 0\]"),
-    "a huge cut": (edited(lambda d: d["cuts"]["1"].update(qkv=[1 << 70, 2, 0])), "qkv of 1 rows cannot be cut"),
-    "a negative cut": (edited(lambda d: d["cuts"]["64"].update(attend=[32, 4, -3, 1])), "attend of 64 rows cannot be cut"),
-    "a cut of fractions": (edited(lambda d: d["cuts"]["1"].update(qkv=[8.0, 2, 0])), "qkv of 1 rows cannot be cut"),
-    "a cut of truths": (edited(lambda d: d["cuts"]["1"].update(qkv=[True, 2, 0])), "qkv of 1 rows cannot be cut"),
-    "a cut in words": (edited(lambda d: d["cuts"]["1"].update(qkv="820")), "qkv of 1 rows cannot be cut"),
+    "an unknown part": (edited(lambda d: d["cuts"]["1"].update(embed=[1, 1, 0])), "embed of 1 rows cannot use the tile configuration"),
+    "a part that is not run": (edited(lambda d: d["cuts"]["64"].update(head=[1, 1, 0])), "head of 64 rows cannot use the tile"),
+    "a cut that does not fit": (edited(lambda d: d["cuts"]["1"].update(qkv=[3, 2, 0])), r"qkv of 1 rows cannot use .* \[3, 2, 0\]"),
+    "a huge cut": (edited(lambda d: d["cuts"]["1"].update(qkv=[1 << 70, 2, 0])), "qkv of 1 rows cannot use the tile configuration"),
+    "a negative cut": (edited(lambda d: d["cuts"]["64"].update(attend=[32, 4, -3, 1])), "attend of 64 rows cannot use the tile"),
+    "a cut of fractions": (edited(lambda d: d["cuts"]["1"].update(qkv=[8.0, 2, 0])), "qkv of 1 rows cannot use the tile configuration"),
+    "a cut of truths": (edited(lambda d: d["cuts"]["1"].update(qkv=[True, 2, 0])), "qkv of 1 rows cannot use the tile configuration"),
+    "a cut in words": (edited(lambda d: d["cuts"]["1"].update(qkv="820")), "qkv of 1 rows cannot use the tile configuration"),
 }  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_the_file_in_the_cache_is_taken_where_it_is(served: Path) -> None:
     assert use.cuts_for(MODEL, None) is None
-    with pytest.raises(nv.TuningFileError, match="`nanovllm tune` writes it"):
+    with pytest.raises(nv.TuningFileError, match="run `nanovllm tune`"):
         use.cuts_for(MODEL, True)
     written(served)
     for tuning in (None, True, served, str(served)):
@@ -205,7 +205,7 @@ def test_the_file_in_the_cache_is_taken_where_it_is(served: Path) -> None:
 
 def test_a_damaged_file_in_the_cache_is_warned_of_and_the_defaults_serve(served: Path) -> None:
     served.write_text("{")
-    with pytest.warns(UserWarning, match="not JSON.*the default cuts are used") as told:
+    with pytest.warns(UserWarning, match="not JSON.*the default tile configurations are used") as told:
         assert use.cuts_for(MODEL, None) is None
     assert str(told[0].message).startswith(str(served))
     for tuning in (True, served):
@@ -217,9 +217,9 @@ def test_a_damaged_file_in_the_cache_is_warned_of_and_the_defaults_serve(served:
 def test_what_others_can_write_is_not_believed(folder: bool, served: Path) -> None:
     written(served)
     (served.parent if folder else served).chmod(0o777 if folder else 0o666)
-    with pytest.warns(UserWarning, match="can be written by other users; the default cuts are used"):
+    with pytest.warns(UserWarning, match="other users can write this file or its folder.*the default tile configurations are used"):
         assert use.cuts_for(MODEL, None) is None
-    with pytest.raises(nv.TuningFileError, match="can be written by other users"):
+    with pytest.raises(nv.TuningFileError, match="other users can write this file"):
         use.cuts_for(MODEL, True)
     assert use.cuts_for(MODEL, served) is not None  # whoever names it, knows it
 
@@ -254,7 +254,7 @@ def test_kernels_whose_sources_cannot_be_read_have_no_file(served: Path, monkeyp
         with pytest.raises(nv.TuningFileError, match=r"no_such_kernel\.py: the kernels' sources could not be read") as error:
             use.cuts_for(MODEL, tuning)
         assert tuning is True or str(error.value).startswith(f"{served}: ")
-    with pytest.warns(UserWarning, match="no_such_kernel.*the default cuts are used"):
+    with pytest.warns(UserWarning, match="no_such_kernel.*the default tile configurations are used"):
         assert use.cuts_for(MODEL, None) is None
 
 
@@ -294,7 +294,7 @@ def test_an_engine_takes_the_cuts_and_tells_of_them(served: Path, monkeypatch: p
     assert nv.init_state(MODEL, num_pages=8, tuning=False).runtime.cuts is None
     assert nv.LLM(MODEL, num_pages=8, tuning=served).state.runtime.cuts == state.runtime.cuts
     served.write_text("")
-    with pytest.warns(UserWarning, match="the default cuts are used"):
+    with pytest.warns(UserWarning, match="the default tile configurations are used"):
         assert nv.init_state(MODEL, num_pages=8).runtime.cuts is None
 
 
@@ -359,7 +359,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
     monkeypatch.setattr(examine, "chosen", lambda *_: all_fast(MODEL.config))
     written(served)
     found = Cuts(steps=STEPS, source=str(served))
-    why = re.escape(f"{served}: no kernel can be made by its cuts: {' '.join(str(failure).split())}")
+    why = re.escape(f"{served}: a kernel cannot be built with its tile configurations: {' '.join(str(failure).split())}")
     with pytest.warns(UserWarning, match=f"{why}; the default tile configurations are used"):
         assert start(None) is None
     assert made == [found, None]
@@ -383,8 +383,8 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
 def test_on_a_cpu_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--device", "cpu"]) == 2
     captured = capsys.readouterr()
-    assert not captured.out and captured.err.startswith("nanovllm: error: tune measures kernels, and needs a CUDA GPU")
-    assert "the device here is cpu" in captured.err and captured.err.count("\n") == 1
+    assert not captured.out and captured.err.startswith("nanovllm: error: tune needs a CUDA GPU")
+    assert "this device is cpu" in captured.err and captured.err.count("\n") == 1
 
 
 @pytest.fixture
@@ -406,9 +406,9 @@ def tuning(served: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_prints_a_table_and_writes_the_file(tuning: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--batches", "1,64"]) == 0
     out = capsys.readouterr().out
-    assert "2 of 11 kernels are cut otherwise than by default." in out and f"Written to {tuning}" in out
+    assert "2 of 11 kernels have a tile configuration other than the default." in out and f"Written to {tuning}" in out
     (head, *rows) = out.splitlines()[2:16]
-    assert head.split() == ["part", "rows", "default", "us", "chosen", "us", "faster", "cut", "measured", "skipped"]
+    assert head.split() == ["part", "rows", "default", "us", "chosen", "us", "faster", "tiles", "measured", "skipped"]
     for part in ("layer", "qkv"):
         told = [row.split()[:5] for row in rows if row.split()[0] == part]
         assert told == [[part, count, "2.00", "1.00", "50.0%"] for count in ("1", "64")]
@@ -442,7 +442,7 @@ def test_a_run_that_measured_nothing_leaves_the_file(
     before = tuning.read_bytes()
     failing(monkeypatch, 1, 64)
     assert cli.main(["tune", "--batches", "1,64"]) == 2 and tuning.read_bytes() == before
-    assert f"nothing could be measured (no memory for it); {tuning} is as it was" in capsys.readouterr().err
+    assert f"nothing could be measured (no memory for it); {tuning} is unchanged" in capsys.readouterr().err
     tuning.unlink()
     assert cli.main(["tune", "--batches", "1,64"]) == 2 and not tuning.exists()
 
@@ -500,10 +500,10 @@ def test_what_the_command_cannot_do_is_told_before_it_measures(
     with pytest.raises(SystemExit):
         cli.main(["tune", "--batches", "0"])
     tuning.parent.chmod(0o777)
-    assert cli.main(["tune"]) == 2 and "name a file with --output" in capsys.readouterr().err
+    assert cli.main(["tune"]) == 2 and "give a file with --output" in capsys.readouterr().err
     tuning.parent.chmod(0o700)
     monkeypatch.setattr(command.fused, "serves", lambda params, config: False)
-    assert cli.main(["tune"]) == 2 and "is not served" in capsys.readouterr().err
+    assert cli.main(["tune"]) == 2 and "cannot be tuned" in capsys.readouterr().err
 
 
 def test_bench_records_whether_cuts_were_used(served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -532,5 +532,5 @@ def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch, serv
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
     assert use.cuts_for(MODEL, None) is None
-    with pytest.raises(nv.TuningFileError, match="no file in the user's cache"):
+    with pytest.raises(nv.TuningFileError, match="no tuning file in the user's cache"):
         use.cuts_for(MODEL, True)

@@ -272,10 +272,7 @@ def interpreted_decode(tree, runs, shares=None, limits=()):
     ],
 )
 def test_decode_interpreted(rows, page_size, group, head_dim):
-@pytest.mark.parametrize(
-    ("rows", "page_size", "group", "head_dim"),
-    [(3, 16, 2, 16), (12, 4, 3, 24), pytest.param(20, 1, 8, 32, marks=pytest.mark.long), (5, 3, 5, 128)],
-)
+    tree = Tree(rows, page_size, group, head_dim=head_dim)
     for runs in (shared_runs(tree.tables, tree.lens // page_size, tree.counts, always), own_runs(tree.counts)):
         for shares in (1, 3, None):
             interpreted_decode(tree, runs, shares)

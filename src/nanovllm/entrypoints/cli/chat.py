@@ -1,4 +1,4 @@
-"""`nanovllm chat`: a conversation whose KV stays between turns, so that a turn runs only the tokens that are new in it."""
+"""`nanovllm chat`: a conversation that keeps its KV between turns, so that each turn runs only its new tokens."""
 
 import argparse
 import sys
@@ -25,24 +25,24 @@ from nanovllm.tokenizer.tokenizer import check_text
 HELP = """\
 Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
   /reset      forget the conversation and start a new one
-  /no_think   answer without thinking first; as the last word of a message, the model is asked so for that message
-  /think      think first again
-  /stats      how many prompt tokens ran, and how many were there already
-  /memory     who holds the pages of the KV memory
-  /help       this text
+  /no_think   turn thinking off; at the end of a message, it asks the model not to think for that message only
+  /think      turn thinking on
+  /stats      show how many prompt tokens were run, and how many were reused
+  /memory     show the owners of the pages of the KV memory
+  /help       show this text
   /exit       leave"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm chat`."""
     parser.add_argument("--system", metavar="TEXT", help="the system message, which tells the model how to behave")
-    parser.add_argument("--no-think", action="store_true", help="begin with thinking off")
+    parser.add_argument("--no-think", action="store_true", help="start with thinking turned off")
     parser.add_argument(
         "--retain",
         choices=("all", *MODES),
         default="recompute",
-        help="how an answer's KV is kept without the thinking before it: run again (exact), or moved or left in place (fast, approximate); "
-        "all keeps the thinking too, for the model to see (default %(default)s)",
+        help="how to keep an answer's KV without its thinking. recompute: run the answer again (exact). shift: move its keys to the new "
+        "positions (fast, approximate). gap: leave it in place (fast, approximate). all: keep the thinking too (default: %(default)s)",
     )
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=2048)
@@ -57,7 +57,7 @@ def run(
     thinking: bool = True,
     retain: Retain = "recompute",
 ) -> int:
-    """The interactive program: reads messages from stdin until its end or `/exit`. Returns the exit code."""
+    """The interactive program: read messages from stdin until its end or `/exit`. Returns the exit code."""
     check_retain(model, "all" if retain == "recompute" else retain)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -102,7 +102,7 @@ def run(
             case _:
                 try:
                     check_text(text)
-                    with noted_interrupts(every=True):  # between the turn's end and this assignment too
+                    with noted_interrupts(every=True):  # a Ctrl-C between the turn's end and this assignment would lose the state
                         state, conversation, figures = _show_turn(model, state, conversation, text, params)
                 except NanoVLLMError as error:
                     note(f"error: {error}")
@@ -127,7 +127,7 @@ def _show_turn(
         note("[stopped]")
     if figures.error is not None:
         note(f"error: {figures.error}")
-    if not figures.reply:  # ended before the first token: as if the message had not been sent
+    if not figures.reply:  # stopped before the first token: forget the message
         answered = replace(answered, messages=conversation.messages)
     return state, answered, figures
 
@@ -140,9 +140,9 @@ def _enable_line_editing() -> None:
 
 
 def run_chat(options: argparse.Namespace) -> int:
-    """`nanovllm chat`."""
-    # Two sequences' pages: the conversation's chunk, and a reply over a shorter head of it. A CPU runs prompts in small
-    # chunks, because Ctrl-C waits for the end of a step.
+    """Run `nanovllm chat`: load the model, make an engine, start the conversation. Returns the exit code."""
+    # Pages for two sequences: the conversation's chunk, and a reply that starts from a shorter prefix of it. A CPU runs prompts in
+    # small pieces, because Ctrl-C waits for the end of a step.
     model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
     params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192

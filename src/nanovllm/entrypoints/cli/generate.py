@@ -1,4 +1,4 @@
-"""`nanovllm generate`: a reply to one prompt, or to a file of prompts."""
+"""`nanovllm generate`: a reply to one prompt, or to each prompt of a file."""
 
 import argparse
 import json
@@ -16,23 +16,23 @@ from nanovllm.tokenizer.tokenizer import check_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm generate`."""
-    parser.add_argument("prompt", nargs="*", help="the text to continue; several words are joined; without any, stdin is read")
-    prompts = "a prompt a line, empty lines left out; prints a JSON object a reply, in the same order"
+    parser.add_argument("prompt", nargs="*", help="the text to continue; several arguments are joined by spaces (default: read stdin)")
+    prompts = "read one prompt per line and skip empty lines; print one JSON object per reply, in the same order"
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=prompts)
-    parser.add_argument("--stream", action="store_true", help="print the reply while it is made")
-    parser.add_argument("--chat", action="store_true", help="take the prompt as a question to a chat model")
-    parser.add_argument("--system", metavar="TEXT", help="the system message, with --chat")
-    parser.add_argument("--no-think", action="store_true", help="with --chat: answer without thinking first")
+    parser.add_argument("--stream", action="store_true", help="print the reply while it is generated")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a message to a chat model")
+    parser.add_argument("--system", metavar="TEXT", help="the system message; needs --chat")
+    parser.add_argument("--no-think", action="store_true", help="answer without thinking first; needs --chat")
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=256)
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """`nanovllm generate`."""
+    """Run `nanovllm generate`. Returns the exit code. Raises `InvalidRequestError` for options that contradict each other."""
     if options.prompts is not None and (options.prompt or options.stream):
-        raise InvalidRequestError("--prompts takes its prompts from the file: give no prompt and no --stream beside it")
+        raise InvalidRequestError("--prompts cannot be combined with a prompt or --stream: its prompts come from the file")
     if not options.chat and (options.system or options.no_think):
-        raise InvalidRequestError("--system and --no-think are for questions to a chat model: add --chat")
+        raise InvalidRequestError("--system and --no-think need --chat: add --chat")
     texts = _lines(options.prompts) if options.prompts is not None else [_prompt(options)]
     model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
     llm = LLM(model, **engine_limits(options), max_num_seqs=256 if options.prompts is not None else 1)

@@ -18,23 +18,29 @@ from nanovllm.errors import NanoVLLMError
 
 EXAMPLES = """\
 examples:
-  nanovllm generate --stream "Once upon a time,"          continue a text with the packaged tiny model
-  nanovllm generate --chat --stream "What is 3 + 4?"      one question, answered
-  nanovllm chat                                           a conversation
-  nanovllm chat --model Qwen/Qwen3-0.6B --download        with a model of the Hugging Face Hub, which is kept in the cache
-  nanovllm chat --model Qwen/Qwen3-0.6B                   the same from the cache, without a network
-  nanovllm generate --prompts prompts.txt > replies.jsonl many prompts at once, one a line
-  nanovllm memory --out memory.svg                        who holds the pages of the KV memory, and what is shared
-  nanovllm models                                         what is supported, and how it runs
-  nanovllm check Qwen/Qwen3-0.6B                          whether it will run and how, and whether the fast kernels compute what they should
-  nanovllm tune --model Qwen/Qwen3-0.6B                   measure how the kernels are cut fastest on this GPU, once
+  nanovllm generate --stream "Once upon a time,"           continue a text with the packaged tiny model
+  nanovllm generate --chat --stream "What is 3 + 4?"       answer one question with the packaged tiny model
+  nanovllm generate --prompts prompts.txt > replies.jsonl  run many prompts at once, one prompt per line
+  nanovllm chat                                            chat with the packaged tiny model
+  nanovllm chat --model Qwen/Qwen3-0.6B --download         chat with a larger model; downloads it the first time
+  nanovllm chat --model Qwen/Qwen3-0.6B                    the same afterwards, from the Hugging Face cache
+  nanovllm memory --out memory.svg                         draw the owners of the pages of the KV memory
+  nanovllm models                                          list the supported architectures, and how each runs
+  nanovllm check Qwen/Qwen3-0.6B --download                say whether a model will run, and compare its fast kernels with plain PyTorch
+  nanovllm tune --model Qwen/Qwen3-0.6B                    find the fastest tile configurations for this GPU, once per model
+
+A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. Give --download the first time.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for what cannot be understood or served (one line on stderr), 130 after Ctrl-C.
+    """Run one command and return its exit code.
 
-    `check` returns 1 where a layer falls back.
+    Args:
+        argv: The arguments after `nanovllm`; None takes those of the process.
+
+    Returns:
+        0: success. 1: a finding of `check` or `tune`, as their `--help` says. 2: an error, printed as one line on stderr. 130: Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -51,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader went away; what is still buffered must not fail a second time at exit.
+        # The reader of the pipe is gone. The buffered rest goes to /dev/null, or the flush at exit would fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Warnings of the block look like errors do: one line, without the place in the source."""
+    """Print warnings like errors inside this block: one line, without the position in the source."""
 
     def formatted(message: Warning | str, *_: object, **__: object) -> str:
         return f"nanovllm: warning: {' '.join(str(message).split())}\n"
@@ -78,40 +84,45 @@ def _version() -> str:
 
 
 def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
-    """The parser of all commands; options of `tune`, `bench`, `profile`, `eval-reuse` cost imports and are left out unless asked for."""
+    """The parser of all commands. `with_bench`: with the options of `tune`, `bench`, `profile` and `eval-reuse`, whose imports are slow."""
     parser = Parser(
-        prog="nanovllm", description="Run language models.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="nanovllm",
+        description="Run language models in pure PyTorch, and fork, edit and recombine their KV cache.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
     names = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
     commands = parser.add_subparsers(title="commands", required=True, metavar=names, parser_class=CommandParser)
 
-    reply = commands.add_parser("generate", help="reply to one prompt, or to a file of prompts")
+    reply = commands.add_parser("generate", help="generate a reply to one prompt, or to each prompt of a file")
     generate.add_arguments(reply)
     reply.set_defaults(run=generate.run_generate)
 
-    talk = commands.add_parser("chat", help="talk with a model", epilog=chat.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    talk = commands.add_parser("chat", help="chat with a model", epilog=chat.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     chat.add_arguments(talk)
     talk.set_defaults(run=chat.run_chat)
 
-    memory = commands.add_parser("memory", help="show who holds the pages of the KV memory", description=memory_demo.DESCRIPTION)
+    memory = commands.add_parser("memory", help="show the owners of the pages of the KV memory", description=memory_demo.DESCRIPTION)
     memory_demo.add_arguments(memory)
     add_model_options(memory, num_pages=f"{memory_demo.NUM_PAGES}; {memory_demo.DEMO_PAGES} for the demonstration")
     memory.set_defaults(run=memory_demo.run)
 
-    models = commands.add_parser("models", help="list what is supported, and how it runs", description=models_command.DESCRIPTION)
+    models = commands.add_parser(
+        "models", help="list the supported architectures, and how each runs", description=models_command.DESCRIPTION
+    )
     models_command.add_arguments(models)
     models.set_defaults(run=models_command.main)
 
-    told = "say whether a model will run here, and compare its fast kernels with its plain layers"
-    check = commands.add_parser("check", help=told, description=check_command.DESCRIPTION)
+    purpose = "say whether a model will run here, and compare its fast kernels with its plain layers"
+    check = commands.add_parser("check", help=purpose, description=check_command.DESCRIPTION)
     check_command.add_arguments(check)
     check.set_defaults(run=check_command.main)
 
-    tuned = commands.add_parser("tune", help="measure how the kernels of a GPU are cut fastest, and keep it")
-    bench = commands.add_parser("bench", help="measure the speed of this machine")
-    profiled = commands.add_parser("profile", help="show which kernels a step is made of")
-    quality = commands.add_parser("eval-reuse", help="measure what reuse of KV costs in quality")
+    tuned = commands.add_parser("tune", help="find the fastest tile configurations of the kernels on this GPU, and keep them in a file")
+    bench = commands.add_parser("bench", help="measure the speed of a model on this machine")
+    profiled = commands.add_parser("profile", help="show the time of each kernel in a step")
+    quality = commands.add_parser("eval-reuse", help="measure the loss of quality from approximate reuse of KV")
     if with_bench:
         from nanovllm.entrypoints.cli.bench import command as bench_command
         from nanovllm.entrypoints.cli.bench import profile
@@ -126,6 +137,6 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         profile.add_arguments(profiled)
         profiled.set_defaults(run=lambda options: profile.main(options, options.arguments))
         eval_command.add_arguments(quality)
-        add_model_options(quality, num_pages="what the measurement needs")
+        add_model_options(quality, num_pages="enough for the measurement")
         quality.set_defaults(run=lambda options: eval_command.main(options, engine_limits(options)))
     return parser

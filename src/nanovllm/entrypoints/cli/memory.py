@@ -1,4 +1,4 @@
-"""`nanovllm memory`: texts, chunk files or a demonstration in the pages of an engine, and who holds what."""
+"""`nanovllm memory`: fill the pages of an engine with texts, chunk files or a demonstration, and show the owners of the pages."""
 
 import argparse
 import sys
@@ -27,9 +27,10 @@ from nanovllm.state.engine_state import EngineState
 
 Named: TypeAlias = "dict[str, Chunk | int]"
 DESCRIPTION = """\
-Fill pages with a text and with texts that go on from it, or with chunk files, and show who holds them: figures, a map with a
-character a page, and the tree of what begins alike. Without any, a demonstration: a system prompt, questions, a fork, a cut,
-a gap, a composed chunk, pages that only the prefix index holds, requests that run and wait."""
+Fill pages of KV memory with a text and its continuations, or with chunk files, and show the owners of the pages. The report has
+figures, a map with one character per page, and the tree of shared prefixes. Without a text and without --load, a demonstration runs.
+It has a system prompt, questions, a fork, a truncated chunk, a chunk with a gap, and a composed chunk. It also has pages that only the
+prefix index holds, a running request and a waiting request."""
 NUM_PAGES, DEMO_PAGES = 256, 96
 SYSTEM = (
     "You are the guide of an old harbour town by the sea. The town is Velmora, and it is the capital of Aistonia. The king of Aistonia is "
@@ -42,18 +43,18 @@ GREETING = "A greeting for guests: be welcome in the town, have some bread, and 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `nanovllm memory`, those of the model aside."""
-    parser.add_argument("text", nargs="?", help="what the branches share, a system prompt for instance")
-    parser.add_argument("--branch", action="append", default=[], metavar="TEXT", help="goes on from the text; may be given several times")
-    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="give every branch a reply of up to N tokens (default 0)")
-    parser.add_argument("--load", action="append", default=[], type=Path, metavar="FILE", help="a chunk file; may be given several times")
-    parser.add_argument("--out", type=Path, metavar="FILE.svg", help="draw a picture too")
+    """The options of `nanovllm memory`, without the options of the model."""
+    parser.add_argument("text", nargs="?", help="the prefix that all branches share, for example a system prompt")
+    parser.add_argument("--branch", action="append", default=[], metavar="TEXT", help="a continuation of the text; may be repeated")
+    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="generate up to N tokens after every branch (default: 0)")
+    parser.add_argument("--load", action="append", default=[], type=Path, metavar="FILE", help="load a chunk file; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="FILE.svg", help="also draw the report as an SVG picture")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`nanovllm memory`."""
+    """Run `nanovllm memory`. Returns the exit code. Raises `InvalidRequestError` for options that contradict each other."""
     if options.branch and options.text is None:
-        raise InvalidRequestError("--branch goes on from a text: give that too")
+        raise InvalidRequestError("--branch continues a text: give the text too")
     if options.max_tokens < 0:
         raise InvalidRequestError(f"--max-tokens {options.max_tokens} must be at least 0")
     if options.out is not None and options.out.suffix != ".svg":
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(report: MemoryReport, path: Path) -> None:
-    """Write the picture of a report. Raises `InvalidRequestError` where that is not possible."""
+    """Write the picture of a report. Raises `InvalidRequestError` if the file cannot be written."""
     try:
         path.write_text(report.svg(), encoding="utf-8")
     except OSError as error:
@@ -87,7 +88,7 @@ def write(report: MemoryReport, path: Path) -> None:
 
 
 def branches(model: Model, state: EngineState, text: str, more: list[str], max_tokens: int) -> tuple[EngineState, Named]:
-    """A chunk of the text, and one for every branch with its reply."""
+    """Prefill the text and every branch, with a reply of up to `max_tokens` tokens. Returns the state and the chunks by name."""
     state, trunk = prefill(model, state, text)
     named: Named = {_quoted("text", text): trunk}
     contexts = [[trunk, part] for part in more]
@@ -100,7 +101,7 @@ def branches(model: Model, state: EngineState, text: str, more: list[str], max_t
 
 
 def loaded(model: Model, state: EngineState, files: list[Path]) -> tuple[EngineState, Named]:
-    """The chunks of chunk files; equal beginnings share their pages."""
+    """Load chunk files. Chunks with a common prefix share its pages. Returns the state and the chunks by name."""
     named: Named = {}
     for i, path in enumerate(files):
         again = files[:i].count(path)
@@ -110,7 +111,7 @@ def loaded(model: Model, state: EngineState, files: list[Path]) -> tuple[EngineS
 
 @torch.no_grad()
 def demonstration(model: Model, state: EngineState) -> tuple[EngineState, Named]:
-    """Pages held in every way there is."""
+    """Fill pages in every way that the report shows. Returns the state, and the chunks and request numbers by name."""
     size, greedy = state.config.page_size, SamplingParams(temperature=0, max_tokens=2 * state.config.page_size, ignore_eos=True)
     state, system = prefill(model, state, SYSTEM)
     state, notes = prefill(model, state, NOTES)

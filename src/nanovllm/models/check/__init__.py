@@ -1,1 +1,1 @@
-"""Whether the fast path of a model computes what its plain layers compute."""
+"""The comparison of a model's fast path with its plain layers."""

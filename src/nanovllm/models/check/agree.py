@@ -1,4 +1,4 @@
-"""Greedy agreement: a text decoded token by token on the path chosen, beside the same text through the plain layers as one prompt."""
+"""Greedy agreement: a text decoded token by token on the chosen path, compared with the same text as one prompt in plain layers."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -17,9 +17,14 @@ from nanovllm.types import Float, Int64, Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """A place of the text, counted from 0, where the two paths' likeliest next tokens differ.
+    """A place of the text where the most probable next tokens of the two paths differ.
 
-    `margin` is by how much the likeliest logit leads the second one in float64; `exact` is the likeliest token there.
+    Attributes:
+        place: The place, counted from 0.
+        fast: The most probable token on the chosen path.
+        plain: The most probable token of the plain layers.
+        exact: The most probable token in float64.
+        margin: The difference between the two largest logits in float64.
     """
 
     place: int
@@ -31,12 +36,20 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How often the path chosen, the plain layers in the same dtype, and float64 find the same token likeliest, of `num_tokens`."""
+    """How often two of three agree on the most probable token: the chosen path, the plain layers in the same dtype, and float64.
+
+    Attributes:
+        num_tokens: The number of compared tokens.
+        both: Agreements of the chosen path and the plain layers.
+        fast_exact: Agreements of the chosen path and float64.
+        plain_exact: Agreements of the plain layers and float64.
+        apart: The places where the chosen path and the plain layers differ.
+    """
 
     num_tokens: int
-    both: int  # the path chosen and the plain layers
-    fast_exact: int  # the path chosen and float64
-    plain_exact: int  # the plain layers and float64
+    both: int
+    fast_exact: int
+    plain_exact: int
     apart: tuple[Disagreement, ...]
 
 
@@ -44,7 +57,7 @@ class Agreement:
 def agreement(
     model: Model, fast: FastPath, choice: FastChoice, token_ids: Seq[int], final: Float[Tensor, "T M"], page_size: int = 16
 ) -> Agreement:
-    """Compare the likeliest tokens at every place of the text. `final` is what `compare` made of the same tokens."""
+    """Compare the most probable tokens at every place of the text. `final` is `Compared.final` of the same tokens."""
     ids = torch.tensor(token_ids, dtype=torch.int32, device=model.device)
     mine, theirs = decoded(model, fast, choice, ids, page_size), prompted(model, ids, page_size)
     values, tokens = two_likeliest(model, final)
@@ -64,28 +77,28 @@ def agreement(
 
 
 def decoded(model: Model, fast: FastPath, choice: FastChoice, ids: Tensor, page_size: int) -> Int64[Tensor, "T"]:
-    """The likeliest token behind each of the text's, as decode steps of one row on the path chosen."""
+    """The most probable token after each token of the text, from decode steps of one row on the chosen path."""
     kv = init_kv(model.config, num_pages=pages_for(len(ids), page_size), page_size=page_size, dtype=model.dtype, device=model.device)
     plan = fast.plan(1)
     layer = by_layer(fast.layer, model.spec.layer, choice.layers, None if plan is None else plan.handle)
-    head, text, found = fast.head if choice.head else model.spec.head, text_batch(ids, page_size), []
+    head, text, best = fast.head if choice.head else model.spec.head, text_batch(ids, page_size), []
     for place in range(len(ids)):
         here = ids.new_tensor([place])
         step = Batch(input_ids=ids[place : place + 1].clone(), positions=here, slots=here, page_tables=text.page_tables, seq_lens=here + 1)
         logits, kv = decoder.forward(model.params, kv, step, model.config, layer=layer, head=head)
-        found.append(logits[0].argmax())
-    return torch.stack(found)
+        best.append(logits[0].argmax())
+    return torch.stack(best)
 
 
 def prompted(model: Model, ids: Tensor, page_size: int) -> Int64[Tensor, "T"]:
-    """The likeliest token behind each of the text's, as one prompt through the plain layers."""
+    """The most probable token after each token of the text, as one prompt through the plain layers."""
     kv = init_kv(model.config, num_pages=pages_for(len(ids), page_size), page_size=page_size, dtype=model.dtype, device=model.device)
     logits, _ = model.spec.forward(model.params, kv, text_batch(ids, page_size), model.config)
     return logits.argmax(-1)
 
 
 def two_likeliest(model: Model, final: Float[Tensor, "T M"]) -> tuple[Float[Tensor, "T 2"], Int64[Tensor, "T 2"]]:
-    """The two largest logits in float64 and their tokens; a vocabulary of one word has that one twice, the second at -inf."""
+    """The two largest logits in float64 and their tokens. With a vocabulary of one token, the second logit is -inf."""
     values = final.new_full((len(final), 2), -torch.inf)
     tokens = torch.zeros_like(values, dtype=torch.int64)
     first = 0

@@ -1,7 +1,7 @@
-"""A model's layers one by one: the fast form and the plain one in the model's dtype, both beside the plain one in float64.
+"""Comparison of a model's layers one by one: the fast form and the plain form in the model's dtype, each with the plain form in float64.
 
-A text runs through all layers in float64. What stands before a layer there is rounded to the model's dtype and given to all three as a
-decode batch, whose rows are tokens of the text with their own copies of the KV before them. So no layer sees another one's errors.
+A text runs through all layers in float64. The input of each layer is rounded to the model's dtype and given to all three forms. It is a
+decode batch, whose rows are tokens of the text with their own copies of the KV before them. So no layer gets the errors of another.
 
 Legend of shape suffixes: T tokens of the text · R rows of the decode batch · M hidden_size · V vocabulary · K key/value heads · D head_dim.
 """
@@ -24,15 +24,15 @@ from nanovllm.ops.elementwise.norm_rope import soft_cap
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.types import Float, Int32, Tensor
 
-FACTOR = 1.5  # of the plain form's own error that a fast one may have
-SUMS = 32  # and besides, of float32's relative spacing, because sums are taken in another order
-TINY = 1e-30  # in place of a scale of zero: what should be zero and is has no error
-BLOCK = 8192  # rows of the vocabulary that stand in float64 at the same time
+FACTOR = 1.5  # allowed error of the fast form, as a multiple of the plain form's error
+SUMS = 32  # additional allowed error in float32 spacings, because the order of sums differs
+TINY = 1e-30  # replaces a scale of zero: an exact zero that should be zero has no error
+BLOCK = 8192  # rows of the vocabulary that are converted to float64 at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Worst relative errors beside float64: of what a layer returns, and of the keys and values that it writes."""
+    """Worst relative errors of a layer compared with float64: of its output, and of the keys and values that it writes."""
 
     output: float
     kv: float
@@ -40,9 +40,9 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Errors by layer, and the head's; those of the fast form are None where there is none.
+    """The errors of every layer and of the head. The errors of the fast form are None if the model has no fast form.
 
-    `final` is the text behind the last layer in float64, before the final norm.
+    `final` has the hidden states of the text after the last layer in float64, before the final norm.
     """
 
     plain: tuple[Errors, ...]
@@ -54,10 +54,12 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Tokens of a text as a decode batch over pages of their own: page n is a copy of the text's page `source[n]`, and each row's
-    new key and value go to `offset` of `page`."""
+    """Tokens of a text as a decode batch over its own pages.
 
-    tokens: Int32[Tensor, "R"]  # which of the text's
+    Page n is a copy of the text's page `source[n]`. The new key and value of a row go to `offset` in `page`.
+    """
+
+    tokens: Int32[Tensor, "R"]  # indices into the text
     source: Int32[Tensor, "N"]
     page: Int32[Tensor, "R"]
     offset: Int32[Tensor, "R"]
@@ -65,22 +67,29 @@ class Rows:
 
 
 def error_bound(plain: float, dtype: torch.dtype) -> float:
-    """The largest relative error that a fast form may have beside a plain one with the error `plain`: 1.5 times that, one relative
-    spacing of the dtype for its rounding, and 32 of float32 for the order of its sums."""
+    """The largest allowed relative error of a fast form whose plain form has the error `plain`.
+
+    It is 1.5 times `plain`, plus one relative spacing of the dtype for rounding, plus 32 spacings of float32 for the order of sums.
+    """
     return FACTOR * plain + torch.finfo(dtype).eps + SUMS * torch.finfo(torch.float32).eps
 
 
 def keeps(fast: Errors, plain: Errors, dtype: torch.dtype) -> bool:
-    """Whether both errors of a layer keep their bounds; one that is no number does not."""
+    """Whether both errors of a layer are within their bounds. NaN is not."""
     return fast.output <= error_bound(plain.output, dtype) and fast.kv <= error_bound(plain.kv, dtype)
 
 
 def relative_error(got: Tensor, want: Tensor, change: Tensor, *, routed: bool = False) -> Tensor:
-    """The worst of |got - want| / (|want| + the root mean square of its row of `change`), a float64 scalar tensor.
+    """The largest of |got - want| / (|want| + the root mean square of its row of `change`), as a float64 scalar tensor.
 
-    A residual stream has channels thousands of times as large as the others: each is measured by its own size, and by what
-    the layer adds to the row, so that the rounding of a large one hides no mistake in a small one. `routed`: the median row's in the place
-    of the worst one's, because a rounding may send a row to another expert.
+    Some channels of a residual stream are thousands of times as large as others. So each channel is measured by its own size, plus the
+    size of the layer's contribution to the row. Otherwise the rounding of a large channel would hide an error in a small one.
+
+    Args:
+        got: The result.
+        want: The expected result in float64.
+        change: The layer's contribution, in float64.
+        routed: Take the median over rows in place of the largest row. With experts, rounding may send a row to another expert.
     """
     scale = want.abs() + change.square().mean(-1, keepdim=True).sqrt()
     errors = (got.double() - want).abs() / scale.clamp_min(TINY)
@@ -88,11 +97,11 @@ def relative_error(got: Tensor, want: Tensor, change: Tensor, *, routed: bool = 
 
 
 def spread_rows(model: Model, num_tokens: int, num_rows: int, page_size: int) -> Rows:
-    """`num_rows` tokens of a text, evenly spread, the last included; where there are more rows than tokens, some are several rows'."""
+    """`num_rows` evenly spread tokens of a text, including the last. If there are more rows than tokens, some tokens have several rows."""
     places = torch.linspace(num_tokens / num_rows, num_tokens, num_rows).round().long().clamp_min(1) - 1
     counts = (places // page_size + 1).tolist()
     first = torch.tensor([0, *counts]).cumsum(0)
-    # Behind a row's pages the dummy page, the last. A width like an engine's: kernels are compiled anew for one that is no multiple of 16.
+    # The dummy page, the last, pads each row. The width is a multiple of 16, as in an engine: other widths compile other kernels.
     tables = torch.full((num_rows, -(-max(counts) // 16) * 16), sum(counts), dtype=torch.int32)
     for row, count in enumerate(counts):
         tables[row, :count] = torch.arange(count) + first[row]
@@ -107,7 +116,7 @@ def spread_rows(model: Model, num_tokens: int, num_rows: int, page_size: int) ->
         page=moved(page),
         offset=moved(offset),
         batch=Batch(
-            input_ids=moved(places),  # nobody reads them: layers take hidden states
+            input_ids=moved(places),  # not used: layers take hidden states
             positions=moved(places),
             slots=moved(page * page_size + offset),
             page_tables=moved(tables),
@@ -118,16 +127,16 @@ def spread_rows(model: Model, num_tokens: int, num_rows: int, page_size: int) ->
 
 @torch.no_grad()
 def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[int], page_size: int = 16) -> Compared:
-    """Run the tokens through every layer and the head, in decode batches of each of `rows` rows. Worst over all of them."""
+    """Compare every layer and the head on the tokens, in decode batches of each size in `rows`. Errors are the worst of all batches."""
     config, params, device = model.config, model.params, model.device
     ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
     text = text_batch(ids, page_size)
     shape = (1, pages_for(len(token_ids), page_size), 2, config.num_kv_heads, page_size, config.head_dim)
     batches = [spread_rows(model, len(token_ids), count, page_size) for count in rows]
-    held = [None if fast is None else fast.plan(len(each.tokens)) for each in batches]
-    plans = [0 if plan is None else plan.handle for plan in held]
+    kept_plans = [None if fast is None else fast.plan(len(each.tokens)) for each in batches]  # the handles are valid while these live
+    plans = [0 if plan is None else plan.handle for plan in kept_plans]
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]
-    x_TM, found = layers.embed(params, text, config).double(), []
+    x_TM, errors = layers.embed(params, text, config).double(), []
     for w, (cos, sin, view) in zip(params.layers, layers.given_each(params, text, config), strict=True):
         wide = pytree.tree_map(lambda t: None if t is None else t.double(), w)
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -138,16 +147,16 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
             own[0, each.page, :, :, each.offset] = 0
             angles = (cos[at], sin[at])
             want, want_kv = _run(model.spec.layer, wide, x_RM.double(), own.double(), each, angles, config, view.window)
-            copies = [own.clone() for _ in forms]  # before any of the kernels, which read old keys before they wait for each other
+            copies = [own.clone() for _ in forms]  # before any kernel: fused kernels read old keys before they wait for each other
             want_by = want - x_RM.double()
             for layer, copied in zip(forms, copies, strict=True):
                 got, got_kv = _run(layer, w, x_RM, copied, each, angles, config, view.window, 0 if layer is model.spec.layer else plan)
-                found += [relative_error(got, want, want_by, routed=w.experts is not None), relative_error(got_kv, want_kv, want_kv)]
+                errors += [relative_error(got, want, want_by, routed=w.experts is not None), relative_error(got_kv, want_kv, want_kv)]
         x_TM = y_TM
-        del wide  # before the next one: two layers in float64 would be the largest need
+        del wide  # before the next layer: two layers in float64 would take twice the memory
     heads = [model.spec.head] if fast is None else [model.spec.head, fast.head]
     head_errors = _head_errors(model, heads, [x_TM[each.tokens].to(model.dtype) for each in batches])
-    by_layer = torch.stack(found).view(len(params.layers), len(batches), len(forms), 2).amax(1)  # NaN where any is
+    by_layer = torch.stack(errors).view(len(params.layers), len(batches), len(forms), 2).amax(1)  # amax keeps NaN
     plain, *quick = [tuple(Errors(output=output, kv=kv) for output, kv in form) for form in by_layer.transpose(0, 1).tolist()]
     plain_head, *quick_head = head_errors.tolist()
     return Compared(
@@ -160,7 +169,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
 
 
 def text_batch(ids: Int32[Tensor, "T"], page_size: int) -> Batch:
-    """A text as one prompt, on pages in order."""
+    """A text as one prompt, on pages 0, 1, 2, and so on."""
     places, length = torch.arange(len(ids), dtype=torch.int32, device=ids.device), len(ids)
 
     def ints(values: list[int]) -> Tensor:
@@ -171,7 +180,7 @@ def text_batch(ids: Int32[Tensor, "T"], page_size: int) -> Batch:
 
 
 def wide_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor, "R some"]]:
-    """The head in float64, `BLOCK` words of the vocabulary at a time."""
+    """The logits in float64, `BLOCK` entries of the vocabulary at a time."""
     params, x = model.params, x.double()
     gains = [gain.double() for gain in (params.final_norm, params.final_norm_bias) if gain is not None]
     for weight in (params.embed if params.head is None else params.head).split(BLOCK):
@@ -190,6 +199,6 @@ def _run(
     layer: LayerFunction, w: Any, x: Tensor, pages: Tensor, rows: Rows, angles: tuple[Tensor, Tensor], config: ModelConfig, window: int,
     plan: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What a layer returns `[R, M]`, and the keys and values that it writes `[R, 2, K, D]`."""
+    """Donates `pages`. Run a layer. Returns its output `[R, M]`, and the keys and values that it writes `[R, 2, K, D]`."""
     out = layer(w, x, pages, 0, *angles, replace(rows.batch, plan=plan, window=window), config)
     return out, pages[0, rows.page, :, :, rows.offset]

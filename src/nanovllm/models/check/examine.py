@@ -1,4 +1,4 @@
-"""A model as a whole: `examine` for the report, `choose` for an engine that starts."""
+"""The comparison of a whole model: `examine` for the report of `nanovllm check`, `choose` for the start of an engine."""
 
 import reprlib
 from collections.abc import Collection, Iterator
@@ -18,22 +18,28 @@ from nanovllm.models.model import Model
 from nanovllm.ops.backends import installed
 from nanovllm.ops.cuts import CutError
 
-ROWS = (1, 2, 8, 16, 24)  # of the decode batches of a report: kernels differ for one or two, for more, and beyond 16
-START_ROWS = (1, 8, 24)  # of those at the start of an engine
-START_TOKENS = 96
-CUT_ROWS = 6  # and besides, of those that a tuning file has cuts for, so many
-MOST_ROWS = 256  # of a batch: the largest that engines capture unless told otherwise
+ROWS = (1, 2, 8, 16, 24)  # batch sizes of a report: kernels differ for 1 or 2 rows, for up to 16, and for more
+START_ROWS = (1, 8, 24)  # batch sizes at the start of an engine
+START_TOKENS = 96  # tokens of the text at the start of an engine
+CUT_ROWS = 6  # most additional batch sizes, from a tuning file
+MOST_ROWS = 256  # largest additional batch size: the largest that engines capture by default
 
 
 def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16, cuts: Cuts | None = None) -> CheckReport:
-    """Compare the model's fast decode path with its plain layers on `num_tokens` tokens of a text, layer by layer and greedily.
+    """Compare the model's fast decode path with its plain layers on a text, layer by layer and by greedy decoding.
 
-    `cuts`: how the kernels cut their work, None: by their defaults; of the numbers of rows that have some, `cut_rows` are looked at too.
-    Raises `InvalidRequestError` for less than one token or more than the model has positions, and `TuningFileError` for cuts by which no
-    kernel can be made.
+    Args:
+        model: The model.
+        num_tokens: Tokens of the text.
+        page_size: Tokens per page.
+        cuts: The tile configurations of the kernels; None for the defaults. Batch sizes from `cut_rows` are compared too.
+
+    Raises:
+        InvalidRequestError: The model runs through transformers, or `num_tokens` is below 1 or above the model's positions.
+        TuningFileError: A kernel cannot be built with these tile configurations.
     """
     if model.foreign:
-        raise InvalidRequestError(f"{model.name} runs through transformers: it has no layers here to compare")
+        raise InvalidRequestError(f"{model.name} runs through the transformers fallback, which has no fast path to compare")
     if not 1 <= num_tokens <= model.config.max_position_embeddings:
         raise InvalidRequestError(f"num_tokens={num_tokens} must be 1 to {model.config.max_position_embeddings}, the model's positions")
     with _on_device(model), by_cuts(cuts):
@@ -48,12 +54,22 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16, cuts: C
 
 
 def choose(model: Model, page_size: int, cuts: Cuts | None = None) -> tuple[FastChoice | None, str]:
-    """Which layers of an engine's decode steps may run in their fast form, by a short comparison, and one line of warning or nothing.
+    """Choose the layers that run in their fast form in an engine's decode steps, by a short comparison.
 
-    None: the model has no fast form here. Needs memory for one layer and some hundred rows in float64, and on a GPU gives it back to the
-    system. Where a kernel cannot be made for this GPU, nothing runs in its fast form. `cuts`: how the kernels cut their work, None: by
-    their defaults; of the numbers of rows that have some, `cut_rows` are looked at beside `START_ROWS`. Raises `TuningFileError` for cuts
-    by which no kernel can be made.
+    It needs memory for one layer and some hundred rows in float64. On a GPU, the memory is returned to the system.
+
+    Args:
+        model: The model.
+        page_size: Tokens per page.
+        cuts: The tile configurations of the kernels; None for the defaults. Batch sizes from `cut_rows` are compared in addition to
+            `START_ROWS`.
+
+    Returns:
+        The choice, and one line of warning or an empty string. The choice is None if the model has no fast form on this device. It has
+        no fast layers if a kernel cannot be built for this GPU.
+
+    Raises:
+        TuningFileError: A kernel cannot be built with these tile configurations.
     """
     with _on_device(model), by_cuts(cuts):
         fast = fast_path(model.params, model.config, cuts)
@@ -67,7 +83,8 @@ def choose(model: Model, page_size: int, cuts: Cuts | None = None) -> tuple[Fast
             if cuts is not None:
                 raise
             nothing = FastChoice(layers=(False,) * model.config.num_layers, head=False)
-            return nothing, f"{model.name}: the path {fast.name} cannot run here ({reprlib.repr(str(error))}): plain torch does, slower"
+            why = reprlib.repr(str(error))
+            return nothing, f"{model.name}: the path {fast.name} cannot run here ({why}): plain torch runs the model, slower"
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
     choice = chosen(compared, model.dtype)
@@ -75,8 +92,11 @@ def choose(model: Model, page_size: int, cuts: Cuts | None = None) -> tuple[Fast
 
 
 def cut_rows(cuts: Cuts | None, usual: Collection[int]) -> tuple[int, ...]:
-    """The numbers of rows, of those that have cuts, that are looked at beside the usual ones: the largest with each set of cuts that no
-    usual one has, and of more than `CUT_ROWS` such, as many from the smallest to the largest. Those beyond `MOST_ROWS` are not."""
+    """The batch sizes of a tuning file to compare in addition to the `usual` ones, at most `MOST_ROWS` rows.
+
+    They are the largest batch size of each set of tile configurations that no usual batch size has. Of more than `CUT_ROWS` of them,
+    `CUT_ROWS` are taken, evenly spread from the smallest to the largest.
+    """
     steps = {} if cuts is None else {rows: step for rows, step in sorted(cuts.steps.items()) if step != DEFAULT and rows <= MOST_ROWS}
     seen = {step for rows, step in steps.items() if rows in usual}
     kinds = sorted({step: rows for rows, step in steps.items() if step not in seen}.values())
@@ -86,18 +106,18 @@ def cut_rows(cuts: Cuts | None, usual: Collection[int]) -> tuple[int, ...]:
 
 @contextmanager
 def by_cuts(cuts: Cuts | None) -> Iterator[None]:
-    """Turns what is raised where no kernel can be made by cuts into `TuningFileError`, which names their file."""
+    """Inside this block, turn errors of kernels that cannot be built with `cuts` into `TuningFileError` with the name of the file."""
     try:
         yield
     except (*kernel_errors(), CutError) as error:
         if cuts is None:
             raise
         why = " ".join(str(error).split())[:200]
-        raise TuningFileError(f"{cuts.source}: no kernel can be made by its cuts: {why}") from error
+        raise TuningFileError(f"{cuts.source}: a kernel cannot be built with its tile configurations: {why}") from error
 
 
 def kernel_errors() -> tuple[type[Exception], ...]:
-    """What Triton raises where it cannot make a kernel for a GPU."""
+    """The errors that Triton raises if it cannot build a kernel for a GPU."""
     if not installed("triton"):
         return ()
     from triton.errors import TritonError
@@ -106,27 +126,27 @@ def kernel_errors() -> tuple[type[Exception], ...]:
 
 
 def warning(model: Model, fast: FastPath, choice: FastChoice, compared: Compared) -> str:
-    """One line: what falls back, and the error that is farthest beyond its bound."""
+    """One line of warning: the layers that fall back, and the error that exceeds its bound most."""
     layers = [index for index, kept in enumerate(choice.layers) if not kept]
-    found = [] if choice.head or compared.fast_head is None else [("the head", compared.fast_head, compared.plain_head)]
+    errors = [] if choice.head or compared.fast_head is None else [("the head", compared.fast_head, compared.plain_head)]
     for index in layers:
         assert compared.fast is not None
         plain, quick = compared.plain[index], compared.fast[index]
-        found += [(f"layer {index}", quick.output, plain.output), (f"layer {index}", quick.kv, plain.kv)]
-    place, error, plain_error = max(found, key=lambda each: _excess(each[1], error_bound(each[2], model.dtype)))
+        errors += [(f"layer {index}", quick.output, plain.output), (f"layer {index}", quick.kv, plain.kv)]
+    place, error, plain_error = max(errors, key=lambda each: _excess(each[1], error_bound(each[2], model.dtype)))
     names = [f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"] * bool(layers) + ["the head"] * (not choice.head)
     bound = error_bound(plain_error, model.dtype)
     return (
-        f"{model.name}: the path {fast.name} errs by {error:.2g} in {place}, beyond its bound {bound:.2g}: "
+        f"{model.name}: the path {fast.name} has a relative error of {error:.2g} in {place}, above its bound {bound:.2g}: "
         f"{' and '.join(names)} will run in plain torch, slower"
     )
 
 
 def _excess(error: float, bound: float) -> float:
-    """By how much an error is beyond its bound; one that is no number is farthest."""
+    """The error divided by its bound; infinite for NaN."""
     return error / bound if error <= bound or error > bound else float("inf")
 
 
 def _on_device(model: Model) -> AbstractContextManager[object]:
-    """Kernels go to the current device: make it the model's."""
+    """A block with the model's device as the current device, because kernels are launched on the current device."""
     return torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()

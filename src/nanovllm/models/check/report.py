@@ -1,4 +1,4 @@
-"""What was found: a value with every figure, as a table and as JSON."""
+"""The report of the comparison: a value with every figure, as a table and as JSON."""
 
 import math
 import platform
@@ -17,14 +17,23 @@ from nanovllm.types import Tensor
 
 SCHEMA = 1
 PLAIN = "plain"
-SHOWN = 8  # places of disagreement in the table
+SHOWN = 8  # most places of disagreement in the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """One layer: the path chosen for its decode steps of few rows, its largest absolute norm gains, its worst relative errors.
+    """The figures of one layer.
 
-    `q_gain` and `k_gain` are None where the heads have no norm, `fast` where there is no fast form. `bound` is what `fast` may be.
+    Attributes:
+        index: The index of the layer.
+        path: The path that runs it in decode steps: the name of the fast path, or `plain`.
+        input_gain: The largest absolute weight of the norm before attention.
+        post_gain: The largest absolute weight of the norm before the MLP.
+        q_gain: The largest absolute weight of the norm of query heads; None without such a norm.
+        k_gain: The largest absolute weight of the norm of key heads; None without such a norm.
+        plain: Worst relative errors of the plain layer.
+        fast: Worst relative errors of the fast layer; None if the model has no fast path.
+        bound: The largest allowed errors of the fast layer.
     """
 
     index: int
@@ -40,7 +49,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadReport:
-    """The final norm and the logits, in the same terms."""
+    """The figures of the head: the final norm and the logits. The fields are as in `LayerReport`."""
 
     path: str
     gain: float
@@ -51,10 +60,20 @@ class HeadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The fast decode path of a model beside its plain layers. `fast` names the path, None where the model has none here.
+    """The comparison of a model's fast decode path with its plain layers.
 
-    `rows` are the sizes of the decode batches that the layers were compared in, `tuning` the file whose cuts the kernels had; None: their
-    defaults.
+    Attributes:
+        model: The name of the model.
+        architecture: The architecture.
+        dtype: The dtype of the weights.
+        device: The name of the device.
+        fast: The name of the fast path; None if the model has none on this device.
+        num_tokens: Tokens of the text.
+        rows: The sizes of the compared decode batches.
+        layers: The figures of each layer.
+        head: The figures of the head.
+        agreement: The greedy agreement; None without a fast path.
+        tuning: The tuning file of the kernels; None for the default tile configurations.
     """
 
     model: str
@@ -71,18 +90,18 @@ class CheckReport:
 
     @property
     def fallen(self) -> tuple[str, ...]:
-        """What has a fast form and does not use it: indices of layers, and `head`."""
+        """The indices of the layers, and `head`, that have a fast form but fall back to plain PyTorch."""
         head = ("head",) if self.head.fast is not None and self.head.path == PLAIN else ()
         return (*(str(layer.index) for layer in self.layers if layer.fast is not None and layer.path == PLAIN), *head)
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON object; a figure that is no number is null."""
+        """A JSON object. NaN and infinite figures become null."""
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         return _finite({"schema": SCHEMA, **asdict(self), "falls_back": list(self.fallen), "versions": versions})
 
 
 def chosen(compared: Compared, dtype: torch.dtype) -> FastChoice:
-    """The layers whose fast form keeps the bound, and whether the head's does."""
+    """The choice of the layers, and of the head, whose fast form keeps its error bound."""
     fast_head = compared.fast_head
     return FastChoice(
         layers=tuple(keeps(fast, plain, dtype) for fast, plain in zip(compared.fast or (), compared.plain, strict=True)),
@@ -99,7 +118,7 @@ def reported(
     agreement: Agreement | None,
     cuts: Cuts | None = None,
 ) -> CheckReport:
-    """The report of what was measured."""
+    """The report from the comparison of all layers, `compared`, and the greedy agreement."""
     none, device = [None] * len(compared.plain), model.device
     layers = tuple(
         LayerReport(
@@ -137,14 +156,14 @@ def reported(
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or the machine's kind."""
+    """The name of a GPU, or the processor architecture of the machine."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def table(report: CheckReport) -> str:
     """The report in aligned columns, the verdict last."""
     spacing = error_bound(0.0, getattr(torch, report.dtype))
-    top = ("", "", "largest gain", "", "", "", "error of the output", "", "", "of keys, values", "", "")
+    top = ("", "", "largest norm weight", "", "", "", "error of the output", "", "", "of keys, values", "", "")
     head = ("layer", "path", "input", "post", "q", "k", "plain", "fast", "bound", "plain", "fast", "bound")
     rows: list[tuple[str, ...]] = [
         (
@@ -164,9 +183,9 @@ def table(report: CheckReport) -> str:
     batches = ", ".join(map(str, report.rows))
     return "\n".join(
         [
-            f"{report.model}, {report.architecture}, {report.dtype} on {report.device}, fast path: {report.fast or 'none here'}"
-            + (f", cut as {report.tuning} says" if report.tuning else ""),
-            f"Worst relative errors beside float64, over {report.num_tokens} tokens, decode batches of {batches}; "
+            f"{report.model}, {report.architecture}, {report.dtype} on {report.device}, fast path: {report.fast or 'none'}"
+            + (f", tuned by {report.tuning}" if report.tuning else ""),
+            f"Worst relative errors compared with float64, over {report.num_tokens} tokens, in decode batches of {batches} rows; "
             f"bound: {FACTOR:g} x plain + {spacing:.1e}",
             "",
             over,
@@ -180,24 +199,24 @@ def table(report: CheckReport) -> str:
 
 
 def verdict(report: CheckReport) -> str:
-    """One sentence: what runs how, or where the plain layers themselves give what is no number."""
+    """One sentence: the layers that run on the fast path or fall back, or the plain layers that give NaN or infinite values."""
     broken = [f"layer {each.index}" for each in report.layers if not math.isfinite(each.plain.output + each.plain.kv)]
     broken += [] if math.isfinite(report.head.plain) else ["the head"]
     if broken:
-        return f"No numbers come out of {', '.join(broken)}, in plain torch too: its weights, or what they make of text, are not finite."
+        return f"The output is NaN or infinite in {', '.join(broken)}, in plain torch too: the weights or the activations are not finite."
     if report.fast is None:
-        return "There is no fast path for this model here: every layer runs in plain torch."
+        return "This model has no fast path on this device: every layer runs in plain torch."
     if not report.fallen:
         return f"All {len(report.layers)} layers and the head keep the bound: decode steps run on the path {report.fast}."
-    return f"Beyond the bound, and so in plain torch: {', '.join(name if name == 'head' else f'layer {name}' for name in report.fallen)}."
+    return f"Above the bound, and so in plain torch: {', '.join(name if name == 'head' else f'layer {name}' for name in report.fallen)}."
 
 
-def _agreement_lines(found: Agreement | None) -> list[str]:
-    if found is None:
+def _agreement_lines(agreement: Agreement | None) -> list[str]:
+    if agreement is None:
         return []
-    exact = f"with float64 on {found.fast_exact}, the plain layers on {found.plain_exact}"
-    lines = [f"Greedy agreement, tokens of {found.num_tokens}: with the plain layers on {found.both}; {exact}"]
-    apart = sorted(found.apart, key=lambda each: -each.margin)
+    exact = f"with float64 on {agreement.fast_exact}, the plain layers on {agreement.plain_exact}"
+    lines = [f"Greedy agreement, tokens of {agreement.num_tokens}: with the plain layers on {agreement.both}; {exact}"]
+    apart = sorted(agreement.apart, key=lambda each: -each.margin)
     lines += [f"  token {each.place}: {each.fast}, plain {each.plain}, float64 {each.exact} by {each.margin:.2g}" for each in apart[:SHOWN]]
     return lines + [f"  and {len(apart) - SHOWN} more, by less"] * (len(apart) > SHOWN)
 

@@ -1,4 +1,4 @@
-"""What a model is checked on: a text of several kinds, or random tokens where there is no tokenizer."""
+"""The text that a model is checked on: passages of several kinds, or random tokens for a model without a tokenizer."""
 
 import torch
 
@@ -31,7 +31,7 @@ by nine votes to six, with two members absent.
 
 
 def sample_tokens(model: Model, count: int) -> list[int]:
-    """`count` tokens of the text, from its beginning again where it is too short."""
+    """`count` tokens of the text, repeated if it is too short."""
     if model.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(model.config.vocab_size, (count,), generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""`Batch`: the tensors of one step that a forward is given."""
+"""`Batch`: the tensors of one step, as `forward` takes them."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,15 @@ from nanovllm.types import Int32, Tensor, brief_fields, register_value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windowed:
-    """What layers with a window are given of a batch in the place of the fields of the same name, where they are not all layers.
+    """The fields of a `Batch` for the sliding-window layers of a model that also has other layers.
 
-    `page_tables` are of frames, as wide as those of pages, and the dummy frame where a page has none: there no query of the row looks.
+    They replace the fields of the same name, and address frames. A frame is the KV memory of a sliding-window page.
+
+    Attributes:
+        page_tables: Frames of each row, `[B, P]`, as wide as the tables of pages. A page without a frame has the dummy frame; no query of
+            the row attends to it.
+        slots: `frame * page_size + offset` of each token, `[T]`.
+        plan: The handle of an attention plan over these tables; 0 means no plan.
     """
 
     page_tables: Int32[Tensor, "B P"]
@@ -22,17 +28,44 @@ class Windowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One step's tokens, all int32 on the model's device. A decode batch has one token a sequence and `cu_seqlens` None.
+    """The tokens of one step. All tensors are int32 on the model's device.
 
-    `slots` are `page * page_size + offset`; padding, and a token that is run again only for its logits, point into the dummy page.
-    `page_tables` rows are padded with the dummy page. `seq_lens` counts what the row's last token attends to, itself included;
-    the queries of row b are its tokens `seq_lens[b] - q_len[b] ... seq_lens[b] - 1`. A padding row has seq_len 1 on the dummy page.
-    `positions` are what the rotary embedding sees; they differ from a token's index behind a gap.
-    `logit_indices` names the tokens whose logits are wanted (None: all). `plan` is the static handle of an attention plan (0: none).
-    `window` is that of the layers that the batch is given to, in tokens, a token's own included; 0: they attend to all.
+    A decode batch has one token per sequence and `cu_seqlens=None`. A padding row has `seq_lens` 1 and lies on the dummy page, the last
+    page of the pool. If every layer has a sliding window, `page_tables` and `slots` address frames. A frame is the KV memory of a
+    sliding-window page (`state/window_frames.py`).
 
-    `page_tables` and `slots` are for the first KV pool: of frames (`state/window_frames.py`) where every layer has a window. `windowed` are
-    those of the second one, None where there is none, or where a page's frame has the page's number.
+    Attributes:
+        input_ids: Token ids, `[T]`.
+        positions: Positions for the rotary embedding, `[T]`. After a gap they differ from the token's index in its sequence.
+        slots: Where keys and values are written, `page * page_size + offset`, `[T]`. Padding points into the dummy page, and so does a
+            token that is run again only for its logits.
+        page_tables: Pages of each sequence in order, `[B, P]`, padded with the dummy page.
+        seq_lens: Tokens that the last token of each row attends to, itself included, `[B]`. The queries of row b are its tokens
+            `seq_lens[b] - q_len[b]` to `seq_lens[b] - 1`.
+        cu_seqlens: Offset of each row's first token in `input_ids`, and the total at the end, `[B+1]`; None for a decode batch.
+        logit_indices: Indices into `input_ids` of the tokens whose logits are returned, `[R]`; None for all tokens.
+        plan: The handle of an attention plan. It belongs to the pytree's structure; 0 means no plan.
+        window: The sliding window of the layer that gets the batch, in tokens, the token itself included; 0 means no window.
+        windowed: The tables and slots for the second KV pool, of the sliding-window layers. None if the model has one pool, or if each
+            frame has the number of its page.
+
+    Examples:
+        Three tokens of a new sequence on page 0, with the logits of the last token:
+
+        >>> def ints(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> batch = nv.Batch(
+        ...     input_ids=ints(5, 6, 7),
+        ...     positions=ints(0, 1, 2),
+        ...     slots=ints(0, 1, 2),
+        ...     page_tables=ints([0]),
+        ...     seq_lens=ints(3),
+        ...     cu_seqlens=ints(0, 3),
+        ...     logit_indices=ints(2),
+        ... )
+        >>> logits, kv = nv.forward(model.params, state.kv, batch, model.config)
+        >>> tuple(logits.shape)
+        (1, 4096)
     """
 
     input_ids: Int32[Tensor, "T"]

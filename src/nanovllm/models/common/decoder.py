@@ -1,4 +1,4 @@
-"""The forward pass of a decoder: embed, one layer after the other, the head. All architectures share it."""
+"""The forward pass of a decoder: embedding, layers, head. All architectures share it."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,20 @@ def forward(
     layer: Callable[..., Tensor] = layers.layer,
     head: Callable[..., Tensor] = layers.head,
 ) -> tuple[Float[Tensor, "R V"], KVState]:
-    """Donates `kv`. Run one step's tokens: logits `[R, V]` in the model's dtype, and the KV state that holds the tokens' keys and values.
+    """Donates `kv`. Run one step's tokens.
 
-    `layer` is an architecture's, and it and `head` may be other forms of these: compiled ones, or kernels.
+    Args:
+        params: The weights.
+        kv: The KV memory. It is overwritten; use the returned value.
+        batch: The tokens of the step.
+        config: The model's config.
+        layer: The architecture's layer function, or another form of it: compiled, or a kernel.
+        head: The architecture's head, or another form of it.
+
+    Returns:
+        The logits `[R, V]` in the model's dtype, and the KV state that holds the new keys and values.
     """
-    # Not strict: some callers run the first layers alone.
+    # Not strict: some callers run only the first layers.
     x_TM = layers.embed(params, batch, config)
     for w, (pool, index), given in zip(params.layers, config.places, layers.given_each(params, batch, config), strict=False):
         cos, sin, view = given
@@ -41,7 +50,7 @@ def logits(
     *,
     cap: Callable[[Tensor, float], Tensor] = soft_cap,
 ) -> Float[Tensor, "R V"]:
-    """What a form of the head makes of the last layer's output, soft-capped by `cap` where the model does that."""
+    """The logits of the last layer's output, computed by `head`, and soft-capped by `cap` if the model has a soft cap."""
     weight = params.embed if params.head is None else params.head
     bias = () if params.final_norm_bias is None else (params.final_norm_bias,)
     return cap(head(x_RM, params.final_norm, weight, config.rms_norm_eps, *bias), config.logit_softcap)

@@ -1,6 +1,6 @@
 """Reading and writing a Hugging Face `config.json`.
 
-An absent key and a null one mean the same there, except for token ids and windows, where null means none.
+A missing key and a null value mean the same, except for token ids and windows, where null means none.
 """
 
 import math
@@ -13,7 +13,7 @@ from nanovllm.errors import CheckpointError
 
 HF = Mapping[str, Any]
 ACTS: Mapping[str, str] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` may name
+FULL, SLIDING = "full_attention", "sliding_attention"  # the values of `layer_types`
 
 
 def read_sizes(
@@ -30,8 +30,24 @@ def read_sizes(
     act: str = "silu",
     **fields: Any,
 ) -> ModelConfig:
-    """The config of a decoder whose keys are those that most have; the rest are an architecture's defaults for absent ones (`head_dim`
-    None: what the heads share the hidden size in), and `fields` of the config that it reads by itself. Raises `CheckpointError`."""
+    """Read the config of a decoder that uses the common keys. The keyword arguments are the architecture's defaults for missing keys.
+
+    Args:
+        hf: The content of `config.json`.
+        architecture: The name of the architecture.
+        head_dim: None means the hidden size divided by the number of heads.
+        eps: Default of `rms_norm_eps`.
+        theta: Default of `rope_theta`.
+        tied: Default of `tie_word_embeddings`.
+        max_positions: Default of `max_position_embeddings`.
+        bos: Default of `bos_token_id`.
+        eos: Default of `eos_token_id`.
+        act: Default of `hidden_act`.
+        **fields: Fields of the config that the architecture reads itself.
+
+    Raises:
+        CheckpointError: A key is missing, has a wrong type, or has a value that is not supported.
+    """
     num_heads, hidden_size = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
     name = hf.get("hidden_activation") or hf.get("hidden_act") or act
     if not isinstance(name, str) or name not in ACTS:
@@ -58,8 +74,16 @@ def read_sizes(
 
 
 def read_windows(hf: HF, usual: str | Mapping[int, str], default: int | None = None) -> tuple[int, ...]:
-    """Each layer's window, from `sliding_window` (absent: `default`; null: none) and `layer_types` (absent: `usual`; not looked at where
-    that is one kind for all layers); empty where no window is shorter than the model's positions. Raises `CheckpointError`."""
+    """Read the window of each layer. Empty if no window is shorter than the model's positions.
+
+    Args:
+        hf: The content of `config.json`.
+        usual: The type of each layer if `layer_types` is missing. A single type applies to all layers, and `layer_types` is ignored.
+        default: The window if `sliding_window` is missing. A null `sliding_window` means no window.
+
+    Raises:
+        CheckpointError: `layer_types` or `sliding_window` is invalid.
+    """
     num_layers = read_int(hf, "num_hidden_layers")
     types = [usual] * num_layers if isinstance(usual, str) else hf.get("layer_types") or [usual[i] for i in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (FULL, SLIDING) for kind in types):
@@ -75,8 +99,10 @@ def read_windows(hf: HF, usual: str | Mapping[int, str], default: int | None = N
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that the architecture's `config_from_hf` reads back as `config`, which no `fitted` has changed. Of LongRoPE with
-    the factors for long requests alone (`for_length`) those stand there for all lengths."""
+    """The `config.json` that the architecture's `config_from_hf` reads back as `config`. `config` must not have been changed by `fitted`.
+
+    A LongRoPE config that `for_length` has reduced to the factors for long requests is written with these factors for all lengths.
+    """
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
     more = ("mlp_bias", "max_position_embeddings", "dtype", "bos_token_id")
     scaled = bool(config.attention_scale)
@@ -107,7 +133,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The rotary embedding as `read_rope` reads it."""
+    """The rotary embedding in the form that `read_rope` reads."""
     written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind not in ("default", "longrope"):
         written["factor"] = rope.factor
@@ -123,7 +149,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _moe_to_hf(moe: MoEConfig, num_layers: int) -> dict[str, Any]:
-    """The experts under all names that architectures give them; the layers that have them lie evenly from one to another."""
+    """The experts under the keys of all architectures. The layers with experts must be evenly spaced."""
     first, last = min(moe.layers, default=0), max(moe.layers, default=0)
     every = (last - first) // (len(moe.layers) - 1) if len(moe.layers) > 1 else 1
     counts = dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), moe.num_experts)
@@ -141,7 +167,7 @@ def _moe_to_hf(moe: MoEConfig, num_layers: int) -> dict[str, Any]:
 
 
 def read_int(hf: HF, name: str, default: int | None = None) -> int:
-    """An integer of the config; without a default the key is required. Raises `CheckpointError`."""
+    """An integer of the config. Raises `CheckpointError` for another type, or for a missing key without a default."""
     value = default if hf.get(name) is None else hf[name]
     if isinstance(value, bool) or not isinstance(value, int):
         raise CheckpointError(f"config.json: {name}={value!r} must be an integer")
@@ -149,7 +175,7 @@ def read_int(hf: HF, name: str, default: int | None = None) -> int:
 
 
 def read_float(hf: HF, name: str, default: float | None = None) -> float:
-    """A finite number of the config; without a default the key is required. Raises `CheckpointError`."""
+    """A finite number of the config. Raises `CheckpointError` for another value, or for a missing key without a default."""
     value = default if hf.get(name) is None else hf[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise CheckpointError(f"config.json: {name}={value!r} must be a finite number")
@@ -157,7 +183,7 @@ def read_float(hf: HF, name: str, default: float | None = None) -> float:
 
 
 def read_bool(hf: HF, name: str, default: bool) -> bool:
-    """A truth value of the config. Raises `CheckpointError`."""
+    """A truth value of the config. Raises `CheckpointError` for another type."""
     value = default if hf.get(name) is None else hf[name]
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name}={value!r} must be true or false")
@@ -165,7 +191,7 @@ def read_bool(hf: HF, name: str, default: bool) -> bool:
 
 
 def read_ids(hf: HF, name: str, default: int | None = None) -> tuple[int, ...]:
-    """Token ids written as null, one integer or a list of integers. Raises `CheckpointError`."""
+    """Token ids written as null, one integer or a list of integers. Raises `CheckpointError` for another value."""
     value = hf.get(name, default)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
@@ -174,7 +200,7 @@ def read_ids(hf: HF, name: str, default: int | None = None) -> tuple[int, ...]:
 
 
 def read_dtype(hf: HF) -> str:
-    """The dtype that the checkpoint was saved in, by name; `float32` where the config is silent. Raises `CheckpointError`."""
+    """The name of the dtype that the checkpoint was saved in; `float32` if missing. Raises `CheckpointError` for another dtype."""
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     if name not in ("float32", "bfloat16", "float16", "float64"):
@@ -183,17 +209,16 @@ def read_dtype(hf: HF) -> str:
 
 
 def read_rope(hf: HF, theta: float = 10000.0) -> RopeConfig:
-    """The rotary embedding from `rope_parameters`, `rope_scaling` and `rope_theta`; whichever of them there are, merged. An absent
-    `rope_theta` is `theta`.
+    """Read the rotary embedding from `rope_parameters`, `rope_scaling` and `rope_theta`, merged. `theta` is the default of `rope_theta`.
 
-    Raises `CheckpointError` for what is not supported, and where two of them disagree.
-    YaRN's attention factor is resolved here: the value given, or the ratio of `mscale` to `mscale_all_dim`, or `0.1 ln(factor) + 1`.
+    YaRN's attention factor is resolved here: the given value, or the ratio of `mscale` to `mscale_all_dim`, or `0.1 ln(factor) + 1`.
+    Raises `CheckpointError` for values that are not supported, and if two of the keys disagree.
     """
     rope: dict[str, Any] = {}
     for source in ({"rope_theta": hf.get("rope_theta")}, hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
         if not isinstance(source, Mapping) or any(isinstance(value, Mapping) for value in source.values()):
             raise CheckpointError(
-                f"config.json: rope_parameters must be one flat object; those by layer type are not supported: {source!r}"
+                f"config.json: rope_parameters must be one flat object; parameters by layer type are not supported: {source!r}"
             )
         for key, value in source.items():
             name = "rope_type" if key == "type" else key

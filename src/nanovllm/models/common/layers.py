@@ -1,7 +1,7 @@
-"""What the architectures share: rotary angles, the layer that most of them have and its parts, the head.
+"""Layers that the architectures share: rotary angles, the common decoder layer and its parts, the head.
 
 Legend of shape suffixes: T tokens · R rows of logits · M hidden_size · H query heads · K key/value heads · D head_dim · X any heads ·
-F intermediate_size · E experts · k experts a token.
+F intermediate_size · E experts · k experts per token.
 """
 
 import math
@@ -21,9 +21,9 @@ from nanovllm.types import Float, Float32, Tensor
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "half"]:
-    """The rotation speed of each pair of channels, `[D/2]` float32, in radians a token.
+    """The rotation speed of each pair of channels, `[D/2]` float32, in radians per position.
 
-    Pairs that do not turn, the last ones where only a part of a head turns, have speed 0.
+    If only a part of a head is rotated, the last pairs have speed 0.
     Source: Su et al., 2021; `llama3` from the Llama 3.1 reference code; `yarn` from Peng et al., 2023, "NTK-by-parts"; `longrope` from
     Ding et al., 2024.
     """
@@ -63,22 +63,22 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "hal
 
 
 def _yarn_channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
-    """The channel pair that makes `turns` full turns over the original context."""
+    """The index of the channel pair that makes `turns` full rotations over the original context."""
     return head_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 def rope_angles(
     positions_T: Tensor, inv_freq: Float32[Tensor, "half"], rope: RopeConfig
 ) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
-    """cos, and sin with the sign of `apply_rope`'s second term, of every token's angles: `[T, 1, D]` float32, times the attention factor.
+    """Cosines and sines of every token's angles, times the attention factor, `[T, 1, D]` float32.
 
-    Once a forward: all layers share them.
+    The sines have the sign of the second term of `apply_rope`. They are computed once per forward, and all layers share them.
     """
     return rotary_angles(positions_T, inv_freq, rope.attention_factor)
 
 
 def embed(params: Params[Tensor], batch: Batch, config: ModelConfig) -> Float[Tensor, "T M"]:
-    """The tokens' rows of the embedding table, times the config's scale as the model's dtype holds it, and of learned positions."""
+    """The tokens' embeddings, times the config's scale rounded to the model's dtype, plus learned positions if the model has them."""
     x_TM = F.embedding(batch.input_ids, params.embed)
     if config.embed_scale != 1.0:
         x_TM = x_TM * torch.full((), config.embed_scale, dtype=x_TM.dtype, device=x_TM.device)
@@ -86,7 +86,7 @@ def embed(params: Params[Tensor], batch: Batch, config: ModelConfig) -> Float[Te
 
 
 def given_each(params: Params[Tensor], batch: Batch, config: ModelConfig) -> list[tuple[Tensor, Tensor, Batch]]:
-    """What each layer is given of a step: cos and sin of its angles (`rope_angles`), and the batch with its window and its pool's."""
+    """The arguments of each layer for a step: cosines, sines, and the batch with the layer's window and the tables of its pool."""
     far = rope_angles(batch.positions, params.inv_freq, config.rope)
     if not config.windows:
         return [(*far, batch)] * config.num_layers
@@ -100,10 +100,10 @@ def given_each(params: Params[Tensor], batch: Batch, config: ModelConfig) -> lis
 
 
 def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
-    """The decoder layer that most architectures share, compilable on its own: norm, attention, norm, feed-forward layer, each half added to
-    what came in. `pages` is donated: k and v of layer `index` are written into it.
+    """Donates `pages`. The decoder layer that most architectures share: norm, attention, residual sum, norm, feed-forward, residual sum.
 
-    What a layer has no weights for is left out: norms of query and key heads, norms of what is added, biases, experts.
+    It writes k and v of layer `index` into `pages`, and can be compiled alone. Parts without weights are skipped: norms of query and key
+    heads, norms before a residual sum, biases, experts.
     """
     eps = config.rms_norm_eps
     h_TM = rms_norm(x_TM, w.input_norm, eps)
@@ -119,7 +119,7 @@ def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor
 
 
 def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch, config: ModelConfig) -> Tensor:
-    """Write k and v of layer `index` into their slots (`pages` is donated), then attend over the page tables; `[T, H, D]`."""
+    """Donates `pages`. Write k and v of layer `index` into their slots, then attend over the page tables. Returns `[T, H, D]`."""
     kv_write(pages, index, k_TKD, v_TKD, batch.slots)
     tables, lens, how = batch.page_tables, batch.seq_lens, {"window": batch.window, "softcap": config.attention_softcap}
     if batch.cu_seqlens is None:
@@ -128,7 +128,7 @@ def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index:
 
 
 def feed_forward(x_TM: Tensor, w: Layer[Tensor], config: ModelConfig) -> Tensor:
-    """A layer's gated feed-forward part, its experts, or the sum of both, `[T, M]`."""
+    """A layer's gated MLP, its experts, or the sum of both, `[T, M]`."""
     routed_TM = None if w.experts is None or config.moe is None else mixture(x_TM, w.experts, config.moe, config.hidden_act)
     if w.gate_up is None or w.down is None:
         assert routed_TM is not None
@@ -144,14 +144,14 @@ def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor
 
 
 def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str) -> Tensor:
-    """The weighted sum of what each token's experts make of it (Shazeer et al., 2017), `[T, M]`."""
+    """The weighted sum of the outputs of each token's experts (Shazeer et al., 2017), `[T, M]`."""
     logits_TE = linear(x_TM.to(w.router.dtype), w.router)
     chosen_Tk, weights_Tk = route(logits_TE, w.bias, moe.top_k, moe.normalise, moe.least_sum)
     return experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk, act)
 
 
 def activation(x: Tensor, act: str) -> Tensor:
-    """`silu`, `gelu` or its approximation by tanh, `gelu_tanh`."""
+    """The activation function `act`: `silu`, `gelu`, or `gelu_tanh`, the approximation of gelu by tanh."""
     return F.silu(x) if act == "silu" else F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
 
 

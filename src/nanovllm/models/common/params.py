@@ -1,7 +1,7 @@
 """`Params`: the weights of a decoder as a pytree, and the table that describes them.
 
-The same dataclasses hold tensors (`Params[Tensor]`, what `forward` takes) and descriptions (`Params[ParamInfo]`, the table that drives
-loading, random initialisation and later sharding), so that the two always have the same structure.
+The same dataclasses hold tensors and descriptions, so the two always have the same structure. `forward` takes tensors
+(`Params[Tensor]`). Loading and random initialisation read descriptions (`Params[ParamInfo]`, the table).
 """
 
 import math
@@ -19,13 +19,32 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """One parameter: its shape, the checkpoint tensors that make it when laid one behind the other, and how it starts at random.
+    """The description of one parameter: its shape, its checkpoint tensors, and how it is initialised at random.
 
-    `source_shapes` are the checkpoint's shapes, in the order of `sources`. `dtype`: the least that holds it; None: the model's own.
-    `kind`: a `matrix` is multiplied with, a `table` indexed by row, a `gain` starts near one, a `bias` near zero; `rope` are the speeds of
-    `rope`, computed and not loaded. What is kept differs from what is stored where `transposed` (axes swapped), by `offset` (added), and
-    where `channels` say which of a head's `stored_dim` stored channels is kept at each of its places, -1 a zero: in the first `turned`
-    heads along axis 0, or 1 where `columns`; in the others they follow in their order, zeros behind them.
+    The parameter is the concatenation of its checkpoint tensors, after the changes that `transposed`, `offset` and `channels` describe.
+
+    Attributes:
+        shape: The shape of the parameter in the model.
+        kind: `matrix` (a factor of a product), `table` (indexed by row), `gain` (a norm weight, starts near 1), `bias` (starts near 0) or
+            `rope` (rotation speeds, computed and not loaded).
+        sources: Names of the checkpoint tensors, in the order of concatenation.
+        source_shapes: Shapes of the checkpoint tensors, in the order of `sources`.
+        dtype: The narrowest dtype that may hold the parameter; None means the model's dtype.
+        transposed: Whether the checkpoint has the axes swapped.
+        offset: A number that is added to the checkpoint's values.
+        channels: For each channel of a rotated head, the stored channel that it is taken from, or -1 for zero. Empty: no change.
+        stored_dim: Channels of a head in the checkpoint.
+        turned: How many heads, counted from the first, have their channels reordered by `channels`. The other heads keep the stored order,
+            padded with zeros at the end.
+        columns: Whether heads lie along axis 1 in place of axis 0.
+        rope: The rotary embedding whose speeds are computed, for `kind="rope"`.
+
+    Examples:
+        >>> info = model.spec.param_table(model.config).layers[0].qkv
+        >>> info.shape, info.kind
+        ((512, 256), 'matrix')
+        >>> info.sources[0]
+        'model.layers.0.self_attn.q_proj.weight'
     """
 
     shape: tuple[int, ...]
@@ -44,7 +63,7 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts(Generic[P]):
-    """The experts of a layer, and what chooses among them. `bias` corrects the choice, not the weights of the chosen."""
+    """The experts of a layer and their router. `bias` changes which experts are chosen, not the weights of the chosen experts."""
 
     router: P  # [E, M]
     bias: P | None  # [E], float32
@@ -57,10 +76,15 @@ class Experts(Generic[P]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer(Generic[P]):
-    """One decoder layer. Matrices are `[out, in]`; `qkv` is q, k and v stacked along axis 0, `gate_up` gate and up.
+    """The weights of one decoder layer. Matrices are `[out, in]`; None marks a weight that the architecture does not have.
 
-    `gate_up` and `down` are None where a layer has experts alone. Gains in float32, where the model is in half precision, are multiplied
-    before the norm is rounded.
+    `qkv` is q, k and v stacked along axis 0; `gate_up` is gate and up. `gate_up` and `down` are None if the layer has only experts. In a
+    half-precision model, a float32 norm weight is multiplied before the norm is rounded.
+
+    Examples:
+        >>> layer = model.params.layers[0]
+        >>> tuple(layer.qkv.shape), layer.qkv_bias
+        ((512, 256), None)
     """
 
     input_norm: P  # [M]
@@ -71,14 +95,14 @@ class Layer(Generic[P]):
     k_norm: P | None  # [D]
     o: P  # [M, H D]
     o_bias: P | None  # [M]
-    o_norm: P | None = None  # [M], of attention's output before it is added
+    o_norm: P | None = None  # [M], of the output of attention, before the residual sum
     post_norm: P  # [M]
     post_norm_bias: P | None = None  # [M]
-    gate_up: P | None  # [2F, M]; [F, M] where there is no gate
+    gate_up: P | None  # [2F, M]; [F, M] without a gate
     gate_up_bias: P | None  # [2F]
     down: P | None  # [M, F]
     down_bias: P | None  # [M]
-    down_norm: P | None = None  # [M], of the feed-forward layer's output before it is added
+    down_norm: P | None = None  # [M], of the output of the feed-forward layer, before the residual sum
     experts: Experts[P] | None = None
 
     def __repr__(self) -> str:
@@ -87,36 +111,57 @@ class Layer(Generic[P]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params(Generic[P]):
-    """All weights of a decoder. `head` None: the embedding table serves as the head."""
+    """All weights of a decoder, as a pytree. `head` is None if the embedding table is also the head (tied embeddings).
+
+    `Params[Tensor]` holds the weights. `Params[ParamInfo]`, the table, describes them.
+
+    Attributes:
+        embed: The embedding table, `[V, M]`.
+        positions: Learned position embeddings, `[max_position_embeddings, M]`; None with a rotary embedding.
+        layers: The weights of each decoder layer.
+        final_norm: The weight of the final norm, `[M]`.
+        final_norm_bias: The bias of the final norm, `[M]`, or None.
+        head: The output matrix, `[V, M]`, or None.
+        inv_freq: Rotation speed of each pair of channels, `[D/2]`, float32, in radians per position.
+        local_inv_freq: The same for sliding-window layers, if their rotary embedding differs.
+
+    Examples:
+        >>> model.params
+        Params(8 layers, 5,772,544 parameters, float32 on cpu)
+        >>> tuple(model.params.embed.shape), model.params.head
+        ((4096, 256), None)
+    """
 
     embed: P  # [V, M]
-    positions: P | None = None  # [max_position_embeddings, M], where positions are learned
+    positions: P | None = None  # [max_position_embeddings, M], learned
     layers: tuple[Layer[P], ...]
     final_norm: P  # [M]
     final_norm_bias: P | None = None  # [M]
     head: P | None  # [V, M]
     inv_freq: P  # [D/2], float32
-    local_inv_freq: P | None = None  # [D/2], float32, of layers with a window where these turn otherwise
+    local_inv_freq: P | None = None  # [D/2], float32, of sliding-window layers with a rotary embedding of their own
 
     def __repr__(self) -> str:
         layers = len(self.layers) if isinstance(self.layers, tuple | list) else 0
-        held = f", {str(self.embed.dtype).removeprefix('torch.')} on {self.embed.device}" if isinstance(self.embed, Tensor) else ""
-        return f"Params({layers} layers, {brief_count(self)}{held})"
+        where = f", {str(self.embed.dtype).removeprefix('torch.')} on {self.embed.device}" if isinstance(self.embed, Tensor) else ""
+        return f"Params({layers} layers, {brief_count(self)}{where})"
 
 
 def brief_count(params: Any) -> str:
-    """How many parameters there are; what is computed, as the speeds of rotation are, is left out."""
+    """The number of parameters, as text. Computed fields, such as the rotation speeds, are not counted."""
     computed = ("inv_freq", "local_inv_freq", "buffers")
     names = params.__dataclass_fields__ if isinstance(params, Params) else ()
-    held = [getattr(params, name) for name in names if name not in computed]
-    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor | ParamInfo)}  # tied ones count once
+    counted = [getattr(params, name) for name in names if name not in computed]
+    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(counted) if isinstance(leaf, Tensor | ParamInfo)}  # tied weights count once
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     return f"{count:,} parameters" if isinstance(count, int) else "symbolic shapes"
 
 
 def two_of_each(params: Params[Tensor]) -> Params[Tensor]:
-    """The weights with the first two layers of each form alone: the others run the same kernels, for of a prompt the last layer may run
-    others than the rest."""
+    """The weights with at most two layers of each form: enough layers to build every kernel that the model launches.
+
+    Layers of the same form launch the same kernels. Two are kept because the last layer of a prompt may launch other kernels.
+    """
     forms: dict[tuple[Any, ...], list[Layer[Tensor]]] = {}
 
     def form(layer: Layer[Tensor]) -> tuple[Any, ...]:
@@ -135,8 +180,14 @@ register_value(Params)
 def loaded(
     kind: Literal["matrix", "table", "gain", "bias"], *sources: tuple[str, tuple[int, ...]], shape: tuple[int, ...] = (), **how: Any
 ) -> ParamInfo:
-    """The description of a parameter made of `(name, shape)` checkpoint tensors, stacked along axis 0, or of this `shape` altogether.
-    `how` are other fields."""
+    """The description of a parameter that is stacked from checkpoint tensors along axis 0.
+
+    Args:
+        kind: The kind of the parameter, see `ParamInfo`.
+        *sources: Name and shape of each checkpoint tensor.
+        shape: The shape of the parameter, if it is not the stacked shape.
+        **how: Other fields of `ParamInfo`.
+    """
     shapes = tuple(shape for _, shape in sources)
     whole = shape or (sum(shape[0] for shape in shapes), *shapes[0][1:])
     return ParamInfo(shape=whole, kind=kind, sources=tuple(name for name, _ in sources), source_shapes=shapes, **how)
@@ -148,7 +199,7 @@ def rope_info(rope: RopeConfig, head_dim: int) -> ParamInfo:
 
 
 def as_kept(info: ParamInfo, stored: Tensor) -> Tensor:
-    """What is kept of a parameter whose checkpoint tensors, one behind the other, are `stored`, flat; may write into its memory."""
+    """The parameter from `stored`, the concatenation of its checkpoint tensors, flat. May overwrite `stored` and share its memory."""
     if info.transposed:
         return stored.view(info.shape[::-1]).T.contiguous()
     if not info.channels:
@@ -162,7 +213,7 @@ def as_kept(info: ParamInfo, stored: Tensor) -> Tensor:
 
 
 def as_stored(info: ParamInfo, kept: Tensor) -> list[Tensor]:
-    """The checkpoint tensors of a parameter: `as_kept` backwards. Views of it where nothing stands between."""
+    """The checkpoint tensors of a parameter: the inverse of `as_kept`. They are views of `kept` if the values are the same."""
     flat = kept.T.contiguous() if info.transposed else kept - info.offset if info.offset else kept.contiguous()
     if info.channels:
         flat = kept.new_empty(sum(math.prod(shape) for shape in info.source_shapes))
@@ -174,7 +225,7 @@ def as_stored(info: ParamInfo, kept: Tensor) -> list[Tensor]:
 
 
 def _moves(info: ParamInfo, kept: Tensor, stored: Tensor) -> list[tuple[Tensor, list[int], Tensor, list[int]]]:
-    """Heads first, channels second, as views of both: which places hold which stored channels, of heads that turn and of others."""
+    """Views of both tensors as heads x channels, with the channels that correspond: for the rotated heads, then for the others."""
     if info.columns:
         kept, stored = kept.T, stored.T
     kept, stored = kept.unflatten(0, (-1, len(info.channels))), stored.unflatten(0, (-1, info.stored_dim))

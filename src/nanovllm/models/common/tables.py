@@ -1,4 +1,4 @@
-"""The pieces of which most architectures' tables of weights are made. Matrices in a checkpoint are `[out, in]`."""
+"""The parts of most architectures' tables of weights. Matrices in a checkpoint are `[out, in]`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from nanovllm.models.common.params import Experts, Layer, ParamInfo, Params, loa
 
 
 def decoder(c: ModelConfig, layer: Callable[[str, int], Layer[ParamInfo]], **gains) -> Params[ParamInfo]:
-    """The table of a decoder whose layer i is described by `layer("model.layers.i", i)`; `gains` say how gains are kept."""
+    """The table of a decoder. `layer("model.layers.i", i)` describes layer i; `gains` are fields of the final norm's description."""
     return Params(
         embed=loaded("table", ("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))),
         layers=tuple(layer(f"model.layers.{i}", i) for i in range(c.num_layers)),
@@ -22,15 +22,15 @@ def decoder(c: ModelConfig, layer: Callable[[str, int], Layer[ParamInfo]], **gai
 
 
 def gain(name: str, size: int, **how) -> ParamInfo:
-    """A norm's gain."""
+    """The description of a norm weight. `how` are other fields of `ParamInfo`."""
     return loaded("gain", (f"{name}.weight", (size,)), **how)
 
 
 def heads(c: ModelConfig, *, interleaved: bool = False) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """The width of a head in the checkpoint, and how q, k and v, and the projection behind them, are kept: fields of their descriptions.
+    """The layout of heads: their width in the checkpoint, and fields of the descriptions of q, k, v and of the output projection.
 
-    Whatever turns keys takes channels i and i + D/2 of the D that are kept for a pair. In a checkpoint a pair of the first R channels,
-    those that turn, is i and i + R/2, or 2i and 2i + 1 where `interleaved`; the channels that do not turn, and zeros, fill the rest.
+    All code that rotates keys uses channels i and i + D/2 of a head as a pair. In a checkpoint, the first R channels are rotated. A pair
+    is i and i + R/2, or 2i and 2i + 1 if `interleaved`. The channels that are not rotated, and zeros, fill the rest of the head.
     """
     stored, turning = c.stored_head_dim or c.head_dim, int(c.head_dim * c.rope.partial)
     first, second = (range(0, turning, 2), range(1, turning, 2)) if interleaved else (range(turning // 2), range(turning // 2, turning))
@@ -39,13 +39,13 @@ def heads(c: ModelConfig, *, interleaved: bool = False) -> tuple[int, dict[str, 
     if order == tuple(range(stored)):
         return stored, {}, {}
     kept: dict[str, Any] = {"channels": tuple(i if i < stored else -1 for i in order), "stored_dim": stored}
-    behind = {} if stored == c.head_dim else {**kept, "columns": True, "shape": (c.hidden_size, c.num_heads * c.head_dim)}
-    return stored, {**kept, "turned": c.num_heads + c.num_kv_heads}, behind
+    out_fields = {} if stored == c.head_dim else {**kept, "columns": True, "shape": (c.hidden_size, c.num_heads * c.head_dim)}
+    return stored, {**kept, "turned": c.num_heads + c.num_kv_heads}, out_fields
 
 
 def attention(c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bool = False, interleaved: bool = False) -> dict[str, Any]:
-    """The projections of `prefix`, a layer's attention; `interleaved` as in `heads`."""
-    width, kept, behind = heads(c, interleaved=interleaved)
+    """The descriptions of the attention projections of `prefix`. `interleaved`: see `heads`."""
+    width, kept, out_fields = heads(c, interleaved=interleaved)
     parts = (("q_proj", c.num_heads * width), ("k_proj", c.num_kv_heads * width), ("v_proj", c.num_kv_heads * width))
     rows = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     weights = ((f"{prefix}.{name}.weight", (size, c.hidden_size)) for name, size in parts)
@@ -53,13 +53,13 @@ def attention(c: ModelConfig, prefix: str, *, qkv_bias: bool = False, o_bias: bo
     return {
         "qkv": loaded("matrix", *weights, shape=(rows, c.hidden_size), **kept),
         "qkv_bias": loaded("bias", *biases, shape=(rows,), **kept) if qkv_bias else None,
-        "o": loaded("matrix", (f"{prefix}.o_proj.weight", (c.hidden_size, c.num_heads * width)), **behind),
+        "o": loaded("matrix", (f"{prefix}.o_proj.weight", (c.hidden_size, c.num_heads * width)), **out_fields),
         "o_bias": loaded("bias", (f"{prefix}.o_proj.bias", (c.hidden_size,))) if o_bias else None,
     }
 
 
 def gated_mlp(c: ModelConfig, prefix: str, size: int, *, bias: bool = False) -> dict[str, Any]:
-    """The gated feed-forward layer `prefix` of `size` intermediate channels."""
+    """The descriptions of the gated MLP `prefix` with `size` intermediate channels."""
     parts = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     return {
         "gate_up": loaded("matrix", *((f"{part}.weight", (size, c.hidden_size)) for part in parts)),
@@ -70,14 +70,17 @@ def gated_mlp(c: ModelConfig, prefix: str, size: int, *, bias: bool = False) -> 
 
 
 def no_mlp() -> dict[str, Any]:
-    """What a layer has in the place of `gated_mlp` where it has experts alone."""
+    """The fields of `gated_mlp` for a layer that has only experts: None for each."""
     return dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
 
 
 def mixture(
     c: ModelConfig, prefix: str, *, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), bias: str = ""
 ) -> Experts[ParamInfo]:
-    """The experts of `prefix`, each of whose matrices is a tensor of its own, and the router `prefix.gate`; `bias` is its tensor's name."""
+    """The descriptions of the router `prefix.gate` and of the experts of `prefix`, with one checkpoint tensor per matrix.
+
+    `bias` is the name of the tensor that corrects the router's choice, or empty.
+    """
     assert c.moe is not None
     count, size, (gate, up, down) = c.moe.num_experts, c.moe.intermediate_size, parts
     wide = torch.float32 if c.moe.wide_router else None

@@ -1,4 +1,4 @@
-"""Which layers run in their fast form."""
+"""`FastChoice`: which layers run in their fast form, and the layer function that obeys it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,35 +10,52 @@ from nanovllm.models.common.params import Params
 from nanovllm.types import Tensor
 
 LayerFunction = Callable[..., Tensor]  # with the signature of a model's `layer`
-HeadFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # with that of `layers.head`
+HeadFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # with the signature of `layers.head`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastChoice:
-    """Which layers run in their fast form, and whether the head does."""
+    """Which layers run in their fast form, and whether the head does. The fast form is Triton kernels on a GPU and C on a CPU.
+
+    Attributes:
+        layers: For each layer, whether it runs in its fast form.
+        head: Whether the final norm and the logits run in their fast form.
+
+    Examples:
+        >>> from nanovllm.models import FastChoice
+        >>> choice = FastChoice(layers=(True, False), head=True)
+        >>> choice.all_layers, choice.whole
+        (False, False)
+    """
 
     layers: tuple[bool, ...]
     head: bool = True
 
     @property
     def all_layers(self) -> bool:
-        """Whether no layer falls back."""
+        """Whether every layer runs in its fast form."""
         return all(self.layers)
 
     @property
     def whole(self) -> bool:
-        """Whether nothing falls back."""
+        """Whether every layer and the head run in their fast form."""
         return self.head and self.all_layers
 
 
 def all_fast(config: ModelConfig) -> FastChoice:
-    """Everything in its fast form."""
+    """The choice of the fast form for every layer and the head."""
     return FastChoice(layers=(True,) * config.num_layers)
 
 
 def by_layer(fast: LayerFunction, plain: LayerFunction, layers: tuple[bool, ...], plan: int | None = None) -> LayerFunction:
-    """A layer function that is `fast` for the layers chosen and `plain` for the others. `plan` is the handle for the fast ones alone,
-    where the batch's own is for the others; None: the batch's own is for both."""
+    """A layer function that calls `fast` for the chosen layers and `plain` for the others.
+
+    Args:
+        fast: The fast form of a layer.
+        plain: The plain PyTorch form of a layer.
+        layers: For each layer, whether `fast` runs it.
+        plan: The attention plan for `fast` only; `plain` gets the plan of the batch. None: both get the plan of the batch.
+    """
     if all(layers) and plan is None:
         return fast
 
@@ -51,9 +68,9 @@ def by_layer(fast: LayerFunction, plain: LayerFunction, layers: tuple[bool, ...]
 
 
 def beyond(params: Params[Any], config: ModelConfig) -> str:
-    """What a model has that no fast form knows; empty where there is nothing. `params` may be the table.
+    """The feature of a model that neither fast form supports; empty if it has none. `params` may be the table.
 
-    What is beyond one of them alone its own `unknown` says.
+    `fused.unknown` and `cpu.unknown` add the features that only one of the two forms lacks.
     """
     if not params.layers:
         return "layers that transformers runs"

@@ -1,6 +1,7 @@
-"""A decode step on a CPU: a layer, and the head, as one C call each (`ops/cpu/kernels.c`) in place of dozens of small ops.
+"""A decode step on a CPU: one C call per layer and one for the head (`ops/cpu/kernels.c`), in place of dozens of small ops.
 
-They stand where a model's `layer` and `layers.head` stand and agree with them within rounding. A row's bits depend on no other row.
+The functions replace a model's `layer` and `layers.head`, and agree with them within rounding. The bits of a row do not depend on the
+other rows.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threa
 
 
 class LayerArgs(ctypes.Structure):
-    """`struct layer_args` of the C file, field by field."""
+    """`struct layer_args` of the C file. The fields must have the same order and types."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
@@ -41,7 +42,7 @@ class LayerArgs(ctypes.Structure):
 
 
 def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> bool:
-    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, in plain eager code, with a C compiler."""
+    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, eagerly, with a C compiler."""
     embed, pages = params.embed, kv.pools[0]
     return (
         batch.cu_seqlens is None
@@ -59,21 +60,21 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
 
 
 def unknown(params: Params[Any], config: ModelConfig) -> str:
-    """What a model has that these functions do not know; empty where there is nothing. Windows and soft caps they do."""
+    """The feature of a model that these functions do not support; empty if they support all. They support windows and soft caps."""
     if known := beyond(params, config):
         return known
     layer = params.layers[0]
     if layer.input_norm.dtype != params.embed.dtype:
-        return "norms that are rounded behind their gain"
+        return "norms that are rounded after their weight"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act}"
     if layer.o_norm is not None or layer.down_norm is not None:
-        return "norms of what attention and MLP add"
+        return "norms after attention and MLP"
     return "experts" if config.moe is not None else ""
 
 
 def _traced() -> bool:
-    """Whether something looks on that must see tensors and ops: a tracer, a transform, a dispatch mode, autocast."""
+    """Whether a tracer, a transform, a dispatch mode or autocast is active, which must see every op."""
     return (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -93,10 +94,11 @@ def decode_layer(
     batch: Batch,
     config: ModelConfig,
 ) -> Float[Tensor, "B M"]:
-    """One decoder layer with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` are written.
+    """Donates `pages`. One decoder layer with the signature of a model's `layer`; writes k and v of layer `index` into `pages`.
 
-    Raises `TypeError` for a weight of another dtype, and `IndexError`, with nothing written, for a slot or a page table that points
-    outside the pool.
+    Raises:
+        TypeError: A weight has another dtype than the activations.
+        IndexError: A slot or a page table points outside the pool. Nothing was written.
     """
     (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
     assert w.down is not None
@@ -110,7 +112,7 @@ def decode_layer(
     weights = (
         x, w.input_norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.o, w.o_bias, w.post_norm, w.gate_up, w.gate_up_bias, w.down, w.down_bias
     )  # fmt: skip
-    held = [
+    memory = [
         *(_memory(tensor, x.dtype) for tensor in weights),
         *(tensor.to(torch.float32).contiguous() for tensor in (cos, sin)),
         *(tensor.to(torch.int32).contiguous() for tensor in (batch.page_tables, batch.seq_lens, batch.slots)),
@@ -118,7 +120,7 @@ def decode_layer(
     if not len(batch.page_tables) == len(batch.seq_lens) == len(batch.slots) == len(cos) == num_rows:
         raise IndexError(f"{num_rows} rows, but seq_lens {tuple(batch.seq_lens.shape)} and slots {tuple(batch.slots.shape)}")
     args = LayerArgs(
-        *(None if tensor is None else tensor.data_ptr() for tensor in held),
+        *(None if tensor is None else tensor.data_ptr() for tensor in memory),
         pages[index].data_ptr(), scratch.data_ptr(), out.data_ptr(),
         num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
         x.dtype == torch.bfloat16, batch.window, config.rms_norm_eps, config.scale, config.attention_softcap,
@@ -126,18 +128,18 @@ def decode_layer(
     if _functions().nanovllm_layer(ctypes.byref(args)):
         raise IndexError(
             f"slots {batch.slots.tolist()}, seq_lens {batch.seq_lens.tolist()} or page tables {batch.page_tables.tolist()} point outside "
-            f"{num_pages} pages of {page_size}"
+            f"{num_pages} pages of {page_size} tokens"
         )
     return out
 
 
 def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float) -> Float[Tensor, "R V"]:
-    """The final norm and the logits: `layers.head`."""
+    """The final norm and the logits, as `layers.head` computes them."""
     (num_rows, hidden_size), vocab_size = x.shape, weight.shape[0]
     scratch, out = torch.empty(num_rows * hidden_size, dtype=torch.float32, device="cpu"), x.new_empty(num_rows, vocab_size)
-    held = [*(_memory(tensor, x.dtype) for tensor in (x, gain, weight)), out, scratch]
+    memory = [*(_memory(tensor, x.dtype) for tensor in (x, gain, weight)), out, scratch]
     _functions().nanovllm_head(
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in held if tensor is not None),
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in memory if tensor is not None),
         *map(ctypes.c_int64, (num_rows, hidden_size, vocab_size)), ctypes.c_float(eps), ctypes.c_int(x.dtype == torch.bfloat16),
         ctypes.c_int64(torch.get_num_threads()),
     )  # fmt: skip
@@ -145,17 +147,17 @@ def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor
 
 
 def _memory(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The tensor such that C can read it."""
+    """The tensor in contiguous memory, as C reads it. Raises `TypeError` for another dtype."""
     if tensor is None:
         return None
     if tensor.dtype != dtype:
-        raise TypeError(f"a weight is {tensor.dtype} and the activations are {dtype}")
+        raise TypeError(f"a weight is {tensor.dtype} and the activations are {dtype}; both must have the same dtype")
     return tensor.contiguous()
 
 
 @functools.cache
 def _functions() -> ctypes.CDLL:
-    found = library(SOURCE, SYMBOLS)
-    assert found is not None, "serves() was not asked"
-    assert found.nanovllm_layer_args_size() == ctypes.sizeof(LayerArgs)
-    return found
+    compiled = library(SOURCE, SYMBOLS)
+    assert compiled is not None, "call serves() first: the library was not compiled"
+    assert compiled.nanovllm_layer_args_size() == ctypes.sizeof(LayerArgs)
+    return compiled

@@ -1,4 +1,7 @@
-"""How the kernels of `fused.py` cut their work: a value, made by `nanovllm tune`, in the place of the defaults."""
+"""The tile configurations of the kernels of `fused.py`. A tile configuration (`Cut`) says how a kernel divides its work.
+
+`nanovllm tune` measures them. They replace the kernels' defaults.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +17,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCuts:
-    """The cuts of one number of rows, by the part of the model that they are for; empty: the kernel's default.
+    """The tile configurations of one batch size, one for each kernel; empty means the kernel's default.
 
-    Products: `Tile` or `WideTile` as integers, in the order of their fields. `attend`: the numbers of `cut_of`.
+    A product has the fields of `Tile` or `WideTile` in order. `attend` has the numbers of `cut_of`.
     """
 
     qkv: Cut = ()
@@ -33,22 +36,22 @@ DEFAULT = StepCuts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """The cuts of a model's steps by their number of rows; `source` says where they came from, and is told."""
+    """The tile configurations of a model's decode steps, by number of rows. `source` names the tuning file, for messages and reports."""
 
     steps: Map[int, StepCuts] = field(default_factory=Map)
     source: str = ""
 
     @property
     def default(self) -> bool:
-        """Whether every step has the kernels' defaults."""
+        """Whether every step uses the kernels' defaults."""
         return all(step == DEFAULT for step in self.steps.values())
 
     def at(self, rows: int) -> StepCuts:
-        """The cuts of a step of exactly so many rows."""
+        """The tile configurations of a step of exactly `rows` rows; the defaults if it has none."""
         return self.steps.get(rows, DEFAULT)
 
 
 def with_cuts(function: Callable[..., R], cuts: Cuts | StepCuts | None) -> Callable[..., R]:
-    """The function by these cuts, and itself where they are none, or the defaults of all that they name."""
-    said = cuts is not None and not (cuts.default if isinstance(cuts, Cuts) else cuts == DEFAULT)
-    return partial(function, cuts=cuts) if said else function
+    """The function with `cuts` bound, or the function itself if `cuts` is None or has only defaults."""
+    other = cuts is not None and not (cuts.default if isinstance(cuts, Cuts) else cuts == DEFAULT)
+    return partial(function, cuts=cuts) if other else function

@@ -1,7 +1,7 @@
-"""Steps on a GPU as few kernels that follow each other closely: five a layer for few tokens, seven where what is
-added has norms; for many seven, or nine.
+"""Steps on a GPU as few fused kernels, each of which starts while the kernel before it still runs.
 
-It agrees with a model's own `forward` within rounding, for every architecture whose layers are those of `params.Layer`.
+A layer takes five kernels for few tokens, or seven if norms come after attention and MLP. For many tokens it takes seven or nine.
+The results agree with a model's own `forward` within rounding, for every architecture whose layers are `params.Layer`.
 """
 
 from itertools import pairwise
@@ -32,25 +32,25 @@ def serves(params: Params[Tensor], config: ModelConfig) -> bool:
 
 
 def unknown(params: Params[Any], config: ModelConfig) -> str:
-    """What a model has that the kernels do not know; empty where there is nothing."""
+    """The feature of a model that the kernels do not support; empty if they support all."""
     if known := beyond(params, config):
         return known
     if any(w.gate_up_bias is not None for w in params.layers):
         return "biases of gates"
-    return "norms of what experts add" if any(w.experts is not None and w.down_norm is not None for w in params.layers) else ""
+    return "norms after experts" if any(w.experts is not None and w.down_norm is not None for w in params.layers) else ""
 
 
 def follows_closely(params: Params[Tensor], num_tokens: int) -> bool:
-    """Whether so few tokens are run by `decode_layer`."""
+    """Whether `decode_layer` runs a step of `num_tokens` tokens. Otherwise `wide_layer` does."""
     return _few(params.layers[0], params.embed, num_tokens)
 
 
 def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
     if num_tokens > few.FEW and (w.o_norm is not None or w.down_norm is not None):
-        return False  # of a product with neither norm nor residual a kernel of many rows is made
+        return False  # a product with neither norm nor residual would use the kernel for many rows
     shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
-    there = [(matrix.shape[1], gated) for matrix, gated in shapes if matrix is not None]
-    return all(few.serves(like.device, like.dtype, num_tokens, width, gated) for width, gated in there)
+    products = [(matrix.shape[1], gated) for matrix, gated in shapes if matrix is not None]
+    return all(few.serves(like.device, like.dtype, num_tokens, width, gated) for width, gated in products)
 
 
 def forward(
@@ -63,12 +63,23 @@ def forward(
     choice: FastChoice | None = None,
     cuts: Cuts | None = None,
 ) -> tuple[Float[Tensor, "R V"], KVState]:
-    """A model's `forward`; donates `kv`. `batch.plan` is what `rope_attend` takes, or for prompts `paged_prefill`.
+    """Donates `kv`. Run one step's tokens through the fused kernels, as a model's `forward` does in plain PyTorch.
 
-    `plain` runs the layers that `choice` leaves out (None: there are none), and `layers.head` the head; then `batch.plan` is what
-    `paged_decode` takes. `cuts`: how the kernels cut their work; None: by their defaults.
+    Args:
+        params: The weights.
+        kv: The KV memory. It is overwritten; use the returned value.
+        batch: The tokens of the step. `batch.plan` is a plan of `rope_attend`, or of `paged_prefill` for prompts. With `plain` it is a
+            plan of `paged_decode`.
+        config: The model's config.
+        plain: Runs the layers that `choice` leaves out; None if it leaves out none.
+        choice: The layers to run in the fused kernels, and whether the head runs in them; None means all.
+        cuts: The tile configurations of the kernels; None for the defaults.
+
+    Returns:
+        The logits `[R, V]` and the KV state that holds the new keys and values.
     """
-    # The kernels read the angles before they wait; the lookup behind them, an ordinary launch, sees to it that they are there.
+    # The kernels read the angles before they wait for the kernel before them. The embedding lookup after the angles is an ordinary
+    # launch, which waits: so the angles are complete.
     given = layers.given_each(params, batch, config)
     x = layers.embed(params, batch, config)
     eps = config.rms_norm_eps
@@ -110,7 +121,7 @@ def layer(
     *,
     cuts: Cuts | None = None,
 ) -> Float[Tensor, "T M"]:
-    """`decode_layer` or `wide_layer`, as the tokens ask for, with the signature of a model's `layer`."""
+    """Donates `pages`. One layer with the signature of a model's `layer`: `decode_layer` for few tokens, `wide_layer` for many."""
     here = DEFAULT if cuts is None else cuts.at(x.shape[0])
     if _few(w, x, x.shape[0]):
         return with_cuts(decode_layer, here)(w, x, pages, index, cos, sin, batch, config)
@@ -130,7 +141,7 @@ def decode_layer(
     *,
     cuts: StepCuts = DEFAULT,
 ) -> Float[Tensor, "T M"]:
-    """One decoder layer of few tokens, with the signature of a model's `layer`; donates `pages`, where k and v of layer `index` go."""
+    """Donates `pages`. One decoder layer for few tokens, with the signature of a model's `layer`. Writes k and v into layer `index`."""
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o)
@@ -157,12 +168,29 @@ def wide_layer(
     wanted: Int32[Tensor, "R"] | None = None,
     cuts: StepCuts = DEFAULT,
 ) -> tuple[Float[Tensor, "R M"], Float[Tensor, "R M"]]:
-    """The same from x and its norm `h` to the next x and its norm with `gain`, which is the next layer's. `wanted`: the tokens for which
-    what stands behind attention is run; None: all."""
+    """Donates `pages`. One decoder layer for many tokens.
+
+    Args:
+        w: The weights of the layer.
+        x: The hidden states.
+        h: The norm of `x` with this layer's norm weight.
+        gain: The norm weight of the next layer, or of the final norm.
+        pages: The KV memory. k and v go into layer `index`.
+        index: The layer's index in `pages`.
+        cos: Cosines of the rotary angles.
+        sin: Sines of the rotary angles.
+        batch: The tokens of the step.
+        config: The model's config.
+        wanted: The tokens to compute after attention; None for all. The last layer needs only the tokens whose logits are returned.
+        cuts: The tile configurations of the kernels.
+
+    Returns:
+        The next hidden states, and their norm with `gain`.
+    """
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     if wanted is not None:
-        a, x, cuts = a[wanted], x[wanted], DEFAULT  # those given are for as many rows as there are tokens
+        a, x, cuts = a[wanted], x[wanted], DEFAULT  # `cuts` is tuned for the number of all tokens
         if not len(wanted):
             return x, x
     x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, inner=w.o_norm, cut=cuts.o)
@@ -177,28 +205,28 @@ def wide_layer(
 def head(
     x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float, *, cuts: Cuts | None = None
 ) -> Float[Tensor, "R V"]:
-    """The final norm and the logits: `layers.head`."""
+    """The final norm and the logits, as `layers.head` computes them."""
     if x.shape[0] <= few.FEW:
         return norm_linear(x, weight, gain=gain, eps=eps, cut=() if cuts is None else cuts.at(x.shape[0]).head)
     return linear(norm_add(x, gain, None, eps), weight)
 
 
 def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
-    """The tokens whose logits are asked for."""
+    """The hidden states of the tokens whose logits are returned."""
     return x if batch.logit_indices is None else x[batch.logit_indices]
 
 
 def _added(
     x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None, gain: Tensor | None, residual: Tensor, eps: float, cut: Cut
 ) -> Float[Tensor, "T M"]:
-    """A product and the residual; with a gain the product's norm in its place, in one launch more."""
+    """A product plus the residual. With a norm weight, the product is normed before the sum, in one more launch."""
     if gain is None:
         return norm_linear(x, weight, bias=bias, residual=residual, cut=cut)
     return norm_add(norm_linear(x, weight, bias=bias, cut=cut), gain, residual, eps)
 
 
 def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> Float[Tensor, "T M"]:
-    """What a layer's experts make of what stands behind its second norm."""
+    """The output of a layer's experts. `h` is the output of its second norm."""
     assert w.experts is not None and config.moe is not None
     return layers.mixture(h, w.experts, config.moe, config.hidden_act)
 

@@ -1,4 +1,4 @@
-"""The fast form of a model's decode steps: what stands in the place of its `layer` and of `layers.head` here."""
+"""The fast form of a model's decode steps: functions that replace its `layer` and `layers.head`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +19,13 @@ from nanovllm.types import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPath:
-    """What runs decode steps in the place of a model's `layer` and `layers.head`.
+    """The fast form of a model's decode steps.
 
-    `plan` makes the memory that a batch of so many rows needs and whose handle goes into `Batch.plan`, None where there is no need.
+    Attributes:
+        name: `fused` (Triton kernels) or `C`.
+        layer: Replaces the model's `layer`.
+        head: Replaces `layers.head`.
+        plan: Makes the attention plan for a number of rows; its handle goes into `Batch.plan`. Returns None if none is needed.
     """
 
     name: str
@@ -31,10 +35,10 @@ class FastPath:
 
 
 def fast_path(params: Params[Tensor], config: ModelConfig, cuts: Cuts | None = None) -> FastPath | None:
-    """The fast form of the model's decode steps; None where it has none here.
+    """The fast form of the model's decode steps on its device; None if the device or the model does not allow one.
 
-    On a GPU: the kernels of `fused.py`, which cut their work by `cuts`. On a CPU: C (`cpu.py`), in float32 and
-    bfloat16, where there is a compiler.
+    On a GPU these are the kernels of `fused.py`, with the tile configurations `cuts`. On a CPU with a C compiler it is C (`cpu.py`), in
+    float32 and bfloat16.
     """
     device, dtype = params.embed.device, params.embed.dtype
     if fused.serves(params, config):
@@ -50,7 +54,7 @@ def fast_path(params: Params[Tensor], config: ModelConfig, cuts: Cuts | None = N
 
 
 def against(params: Params[Any], config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Why `fast_path` would be None for a model in `dtype` on `device`; empty where it would not. `params` may hold no memory."""
+    """The reason why `fast_path` is None for a model in `dtype` on `device`; empty if it is not None. `params` may be without memory."""
     if device.type == "cuda":
         return fused.unknown(params, config) or against_own_kernels(device, dtype)
     if unknown := cpu.unknown(params, config):

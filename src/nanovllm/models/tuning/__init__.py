@@ -1,1 +1,1 @@
-"""Which tile configurations an engine finds for its GPU."""
+"""The tile configurations of an engine: candidates, the tuning file, and the choice at the start of an engine."""

@@ -1,4 +1,4 @@
-"""The cuts that are tried: those that a kernel's default becomes step by step, each of which fits."""
+"""The tile configurations that `nanovllm tune` tries: neighbours of a kernel's default, step by step, that fit the GPU."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
@@ -10,11 +10,11 @@ from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, wide_fits, wide_tile
 from nanovllm.ops.linear.norm_linear import SUMMED, tile_fits, tile_of
 from nanovllm.ops.linear.tiles import Tile, WideTile
 
-WARPS, BLOCK, DEPTH, TILE, SPLITS = (1, 8), (16, 128), (32, 256), (16, 128), (1, 64)  # the least and the most that are tried
+WARPS, BLOCK, DEPTH, TILE, SPLITS = (1, 8), (16, 128), (32, 256), (16, 128), (1, 64)  # least and greatest values to try
 
 
 def default_cut(work: Work, machine: Machine) -> Cut:
-    """What the kernel's default is, spelled out."""
+    """The kernel's default tile configuration, spelled out."""
     match work.form:
         case "attend":
             return cut_of(work.rows, work.width, machine.memory)
@@ -26,7 +26,7 @@ def default_cut(work: Work, machine: Machine) -> Cut:
 
 
 def valid(work: Work, cut: Cut, machine: Machine) -> bool:
-    """Whether the kernel can be cut so."""
+    """Whether the kernel can run with this tile configuration on this GPU."""
     match work.form:
         case "attend":
             return attention_fits(cut, work.width, machine.memory)
@@ -40,25 +40,30 @@ def valid(work: Work, cut: Cut, machine: Machine) -> bool:
 
 
 def starts(work: Work, machine: Machine, before: Cut = ()) -> tuple[Cut, ...]:
-    """Cuts unlike the default, from which others are reached: on tensor cores or not, ours or the library's; and `before`, which was the
-    best for fewer rows. The default is not among them."""
-    default, found = default_cut(work, machine), list[Cut]()
+    """Tile configurations that differ much from the default, to begin a search with.
+
+    They use tensor cores if the default does not, or the other way round, and the library in place of our kernel. `before`, the best for
+    fewer rows, is one of them if it fits. The default is not one of them.
+    """
+    default, candidates = default_cut(work, machine), list[Cut]()
     if work.form == "few":
         whole, summed = 1 << (work.width - 1).bit_length(), default[-1] == 0
-        found += [(16, 4, depth) for depth in (256, 128, 64) if summed]
-        found += [(max(1, 4096 // whole), warps, 0) for warps in (2, 4, 8) if not summed and work.rows <= SUMMED]
+        candidates += [(16, 4, depth) for depth in (256, 128, 64) if summed]
+        candidates += [(max(1, 4096 // whole), warps, 0) for warps in (2, 4, 8) if not summed and work.rows <= SUMMED]
     elif work.form != "attend":
         rows = max(16, min(64, 1 << (work.rows - 1).bit_length()))
         tiles = [WideTile(outputs=n, rows=rows, depth=depth, stages=3) for n, depth in ((64, 128), (32, 128), (32, 64), (16, 32))]
-        found = [BY_LIBRARY, *[astuple(tile) for tile in tiles]]
-    kept = [cut for cut in dict.fromkeys(found) if cut != default and valid(work, cut, machine)]
+        candidates = [BY_LIBRARY, *[astuple(tile) for tile in tiles]]
+    kept = [cut for cut in dict.fromkeys(candidates) if cut != default and valid(work, cut, machine)]
     kept = kept[: 2 if work.form in ("many", "sum") else 1]
     return tuple(kept) if before in ((), default, *kept) or not reachable(work, before, machine) else (*kept, before)
 
 
 def reachable(work: Work, cut: Cut, machine: Machine) -> bool:
-    """Whether a valid cut may take the default's place: a plan of attention must serve rows as long as the default's does, or steps
-    of long ones would go to another kernel."""
+    """Whether a tile configuration is valid and may replace the default.
+
+    An attention plan must support rows as long as the default's plan does. Otherwise steps with long rows would go to another kernel.
+    """
     if not valid(work, cut, machine) or work.form != "attend":
         return valid(work, cut, machine)
     (tile, _, stages, splits), (usual_tile, _, usual_stages, usual_splits) = cut, default_cut(work, machine)
@@ -68,7 +73,7 @@ def reachable(work: Work, cut: Cut, machine: Machine) -> bool:
 
 
 def neighbours(work: Work, cut: Cut, machine: Machine) -> tuple[Cut, ...]:
-    """The cuts that are one step away and fit; where a larger block does not, with fewer of them in flight."""
+    """The tile configurations one step away that fit. If a larger block does not fit, fewer blocks are in flight."""
     if cut in ((), BY_LIBRARY):
         return ()
     steps = _attention_steps(cut) if work.form == "attend" else _product_steps(work, cut, machine)

@@ -1,6 +1,6 @@
-"""The file of a tuning run: which cuts, for which GPU, model and versions; JSON, written whole under its name or not at all.
+"""The tuning file: tile configurations for one GPU, model shape and set of versions. It is JSON, and written atomically.
 
-What is read is believed only as far as the kernels can run it: a cut that does not fit makes the file a damaged one.
+A file is not trusted: a tile configuration that the kernels cannot run makes it a damaged file.
 """
 
 import hashlib
@@ -24,18 +24,18 @@ from nanovllm.models.tuning.launches import Machine, works
 from nanovllm.ops.cuts import Cut
 
 FORMAT = 1
-# Other sources, other kernels.
+# If one of these sources changes, older tuning files no longer apply.
 KERNELS = (
     "linear/norm_linear", "linear/linear_add_norm", "linear/tiles", "linear/triton_few_rows", "linear/triton_many_rows",
     "attention/rope_attend", "attention/fused_plan", "attention/triton_rope_attend", "triton_parts",
 )  # fmt: skip
-LARGEST = 1 << 20  # bytes of a file
+LARGEST = 1 << 20  # most bytes of a file
 
 
 def key_of(model: Model) -> dict[str, Any]:
-    """What the cuts depend on: the GPU, the dtype, the shapes of the model's kernels, and what makes the kernels.
+    """The key of a tuning file: the GPU, the dtype, the shapes of the model's kernels, the versions, and a hash of the kernels' sources.
 
-    Raises `TuningFileError` where the kernels' sources cannot be read.
+    Raises `TuningFileError` if the sources cannot be read.
     """
     c = model.config
     shapes = {
@@ -61,53 +61,55 @@ def key_of(model: Model) -> dict[str, Any]:
 
 
 def default_path(key: Mapping[str, Any]) -> Path:
-    """Where the file for a key lies in the user's cache, whether it is there or not."""
+    """The path of the file for a key in the user's cache. The file may not exist."""
     gpu = re.sub(r"[^a-z0-9]+", "-", key["gpu"].lower()).strip("-")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return cache_path() / f"tuning-{gpu}-{key['dtype']}-{digest}.json"
 
 
 def write_cuts(path: Path, key: Mapping[str, Any], steps: Map[int, StepCuts], measured: list[dict[str, Any]]) -> None:
-    """Write a file in place of an older one. Of processes that write at the same time the last one counts. Raises `InvalidRequestError`
-    where it cannot be written."""
+    """Write a file, replacing an older one. If several processes write at the same time, the last one counts.
+
+    Raises `InvalidRequestError` if the file cannot be written.
+    """
     cuts = {str(rows): {part: list(cut) for part in PARTS if (cut := getattr(step, part))} for rows, step in sorted(steps.items())}
     document = {"format": FORMAT, "key": key, "cuts": cuts, "measured": measured}
     try:
-        write_whole(path, json.dumps(document, indent=1).encode() + b"\n", mode=0o644)  # engines ask that no other can write it
+        write_whole(path, json.dumps(document, indent=1).encode() + b"\n", mode=0o644)  # engines refuse a file that others can write
     except OSError as error:
         raise InvalidRequestError(f"{path}: could not be written: {error.strerror}") from error
 
 
 def read_cuts(path: Path, model: Model, machine: Machine) -> Cuts:
-    """The cuts in a file for this model on this machine. Raises `TuningFileError` naming the file and the reason."""
+    """The tile configurations in a file for this model on this machine. Raises `TuningFileError` with the file and the reason."""
     return _read(path, model, machine)[0]
 
 
 def read_run(path: Path, model: Model, machine: Machine) -> tuple[Cuts, list[dict[str, Any]]]:
-    """The cuts, and the lines of what was measured. Raises as `read_cuts`."""
+    """The tile configurations and the measurements in a file. Raises `TuningFileError` with the file and the reason."""
     cuts, document = _read(path, model, machine)
     lines = document.get("measured")
     if not isinstance(lines, list) or not all(isinstance(line, dict) and _is_line(line) for line in lines):
-        raise TuningFileError(f"{path}: it does not say what was measured")
+        raise TuningFileError(f"{path}: the list `measured` is missing or damaged; run `nanovllm tune` again")
     return cuts, lines
 
 
 def _read(path: Path, model: Model, machine: Machine) -> tuple[Cuts, dict[str, Any]]:
     document = _document(path)
     if document.get("format") != FORMAT:
-        raise TuningFileError(f"{path}: format {document.get('format')!r}, this version reads {FORMAT}")
+        raise TuningFileError(f"{path}: format {document.get('format')!r}, but this version reads format {FORMAT}")
     try:
         theirs, mine = document.get("key"), key_of(model)
     except TuningFileError as error:
         raise TuningFileError(f"{path}: {error}") from error
     if not isinstance(theirs, dict):
-        raise TuningFileError(f"{path}: it does not say what it was measured for")
+        raise TuningFileError(f"{path}: the object `key` is missing or damaged; run `nanovllm tune` again")
     for name, value in mine.items():
         if theirs.get(name) != value:
             raise TuningFileError(f"{path}: measured for another {name}: {_short(theirs.get(name))}, here it is {_short(value)}")
     cuts = document.get("cuts")
     if not isinstance(cuts, dict):
-        raise TuningFileError(f"{path}: it has no cuts")
+        raise TuningFileError(f"{path}: the object `cuts` is missing or damaged; run `nanovllm tune` again")
     steps = Map({_rows(path, rows): _step(path, model, machine, rows, step) for rows, step in cuts.items()})
     return Cuts(steps=steps, source=str(path)), document
 
@@ -116,16 +118,16 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
-    except (OSError, ValueError) as error:  # the latter: no name of a file
+    except (OSError, ValueError) as error:  # ValueError: not a valid file name
         raise TuningFileError(f"{path}: could not be read: {getattr(error, 'strerror', None) or error}") from error
     if len(data) > LARGEST:
-        raise TuningFileError(f"{path}: larger than any tuning file")
+        raise TuningFileError(f"{path}: more than {LARGEST:,} bytes, larger than any tuning file")
     try:
         document = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise TuningFileError(f"{path}: not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise TuningFileError(f"{path}: a {type(document).__name__}, not a tuning file")
+        raise TuningFileError(f"{path}: contains a {type(document).__name__}, so it is not a tuning file")
     return document
 
 
@@ -135,24 +137,24 @@ def _is_line(line: dict[str, Any]) -> bool:
 
 def _rows(path: Path, rows: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", rows):
-        raise TuningFileError(f"{path}: {rows!r} is no number of rows")
+        raise TuningFileError(f"{path}: {rows!r} is not a number of rows; run `nanovllm tune` again")
     return int(rows)
 
 
 def _step(path: Path, model: Model, machine: Machine, rows: str, step: Any) -> StepCuts:
-    there = {work.part: work for work in works(model.config, int(rows), machine)}
-    found: dict[str, Cut] = {}
+    kernels = {work.part: work for work in works(model.config, int(rows), machine)}
+    cuts: dict[str, Cut] = {}
     for part, cut in step.items() if isinstance(step, dict) else [("cuts", step)]:
         whole = isinstance(cut, list) and all(type(number) is int and 0 <= number <= 1 << 20 for number in cut)
-        if part not in there or not whole or not valid(there[part], tuple(cut), machine):
-            raise TuningFileError(f"{path}: {part} of {rows} rows cannot be cut by {_short(cut)} here")
-        found[part] = tuple(cut)
-    return StepCuts(**found)
+        if part not in kernels or not whole or not valid(kernels[part], tuple(cut), machine):
+            raise TuningFileError(f"{path}: {part} of {rows} rows cannot use the tile configuration {_short(cut)} on this GPU")
+        cuts[part] = tuple(cut)
+    return StepCuts(**cuts)
 
 
 def _short(value: Any) -> str:
-    told = json.dumps(value)
-    return told if len(told) <= 200 else told[:197] + "..."
+    shown = json.dumps(value)
+    return shown if len(shown) <= 200 else shown[:197] + "..."
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What there is to cut: the kernels that a decode step of so many rows launches for a model, as values that need no GPU."""
+"""The kernels that a decode step launches for a model, as values that need no GPU. They are the kernels that can be tuned."""
 
 import functools
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ Form = Literal["few", "many", "sum", "attend"]  # `norm_linear` of few rows and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What bounds a cut on a GPU: its multiprocessors, and the bytes of shared memory that a program may use."""
+    """The properties of a GPU that limit tile configurations: its multiprocessors, and bytes of shared memory per program."""
 
     processors: int
     memory: int
@@ -22,10 +22,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One kernel of a step: `part` is the field of `StepCuts` that says how it is cut.
+    """One kernel of a decode step.
 
-    A product has `outputs` and `width` inputs; `gated`: twice the weights; `norm`: of its input, in the same launch. For attention
-    `outputs` are query heads, `width` is the width of a head.
+    Attributes:
+        part: The field of `StepCuts` with the kernel's tile configuration.
+        form: The kernel.
+        rows: Rows of the decode step.
+        outputs: Outputs of a product; query heads of attention.
+        width: Inputs of a product; channels of a head of attention.
+        gated: Whether a product has two matrices, gate and up.
+        norm: Whether the kernel also computes the norm of its input.
     """
 
     part: str
@@ -38,7 +44,7 @@ class Work:
 
 
 def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
-    """The kernels of one decode step of so many rows that can be cut in more than one way; the choices of `models/fast/fused.py`."""
+    """The tunable kernels of a decode step of `rows` rows, in the forms that `models/fast/fused.py` chooses."""
     hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
     products = {
         "qkv": ((heads + 2 * config.num_kv_heads) * head_dim, hidden, False),
@@ -50,7 +56,7 @@ def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
     closely = closely and (rows <= FEW or not _norms_behind(config))
     yield Work(part="attend", form="attend", rows=rows, outputs=heads, width=head_dim)
     for part, (outputs, width, gated) in products.items():
-        before = part in ("qkv", "gate_up")  # a norm stands before the product, and for the others behind the residual
+        before = part in ("qkv", "gate_up")  # a norm comes before these products; for the others it comes after the residual sum
         form: Form = "few" if closely else "sum" if not before else "many" if goes_wide(rows, width, gated, machine.memory) else "few"
         yield Work(part=part, form=form, rows=rows, outputs=outputs, width=width, gated=gated, norm=closely and before)
     if rows <= FEW and fits(rows, hidden, False, machine.memory):
@@ -59,5 +65,5 @@ def works(config: ModelConfig, rows: int, machine: Machine) -> Iterator[Work]:
 
 @functools.cache
 def _norms_behind(config: ModelConfig) -> bool:
-    """Whether norms stand behind attention and MLP: their layers of few rows are `wide_layer`s beyond `FEW`."""
+    """Whether norms come after attention and MLP. Then steps of more than `FEW` rows run `wide_layer`."""
     return REGISTRY[config.architecture].param_table(config).layers[0].o_norm is not None

@@ -58,7 +58,7 @@ def test_profile_prints_a_table_and_writes_a_trace(tmp_path: Path, capsys: pytes
     assert cli.main([*RUN, "--batch", "2", "--context", "20", "--steps", "3", "--top", "5", "--trace", str(trace)]) == 0
     head, took, made, _, columns, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("tiny, float32") and head.endswith("2 x 20 tokens of context")
-    assert "us a step" in took and "host" in took and made.startswith("ops")
+    assert "us per step" in took and "host" in took and made.startswith("ops")
     assert columns.split()[0] == "op" and len(rows) == 6 and rows[-1].split()[1] == "others"
     assert json.loads(trace.read_text())["traceEvents"]
 
@@ -82,4 +82,4 @@ def test_all_rows_decode_although_prompts_come_in_chunks() -> None:
 
 def test_too_much_context_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "--context", "2030"]) == 2
-    assert "more than the model's 2048 positions" in capsys.readouterr().err
+    assert "but the model has 2048 positions" in capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_too_little_memory(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert memory.tokens == 16 * state.config.num_pages
     monkeypatch.setattr(kv_budget, "room", lambda _: None)
     unknown = look(folder)
-    assert unknown.problems == () and any("not known" in note for note in unknown.notes)
+    assert unknown.problems == () and any("does not report" in note for note in unknown.notes)
 
 
 def test_memory_of_a_gpu_is_what_the_fraction_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,16 +220,16 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of("GPT2LMHeadModel", "float16") == ("compiled layers in CUDA graphs", "layer norms with biases")
     assert of("LlamaForCausalLM", "bfloat16", mlp_bias=True) == ("compiled layers in CUDA graphs", "biases of gates")
     plain = "compiled layers, attention in plain torch"
-    assert of("LlamaForCausalLM", "float32") == (plain, "FlashInfer does not serve it: the dtype float32")
+    assert of("LlamaForCausalLM", "float32") == (plain, "FlashInfer does not support it: the dtype float32")
     assert 96 not in FLASHINFER_HEAD_DIMS
-    assert of("Phi3ForCausalLM", "bfloat16", head_dim=96) == (plain, "FlashInfer does not serve it: head_dim 96")
+    assert of("Phi3ForCausalLM", "bfloat16", head_dim=96) == (plain, "FlashInfer does not support it: head_dim 96")
     padded = fitted(tiny_config("Phi3ForCausalLM", head_dim=96), CUDA, torch.bfloat16)
-    assert kernels(padded, CUDA, torch.bfloat16).captured and "heads of 96 channels kept as 128" in features(padded)
-    assert not any("turn" in feature for feature in features(padded))
+    assert kernels(padded, CUDA, torch.bfloat16).captured and "heads of 96 channels padded to 128" in features(padded)
+    assert not any("rotated" in feature for feature in features(padded))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert of("LlamaForCausalLM", "float16") == (plain, "FlashInfer does not serve it: compute capability 7.5")
+    assert of("LlamaForCausalLM", "float16") == (plain, "FlashInfer does not support it: compute capability 7.5")
     monkeypatch.setattr(backends, "installed", lambda package: package == "triton")
-    assert of("LlamaForCausalLM", "float16")[1] == "FlashInfer does not serve it: flashinfer cannot be imported"
+    assert of("LlamaForCausalLM", "float16")[1] == "FlashInfer does not support it: flashinfer cannot be imported"
 
 
 def test_lengths(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_lengths(tmp_path: Path) -> None:
     change(folder, rope_parameters=rope, original_max_position_embeddings=64)
     found = look(folder)
     assert found.config is not None and found.config.max_position_embeddings == 64
-    assert any("up to 512 tokens with --max-model-len" in note for note in found.notes)
+    assert any("up to 512 tokens, give --max-model-len" in note for note in found.notes)
     longer = look(folder, max_model_len=100)
     assert longer.config is not None and longer.config.max_position_embeddings == 512 and longer.problems == longer.notes == ()
     assert look(folder, max_model_len=513).problems == ("max_model_len=513 exceeds the model's 512 positions",)
@@ -268,4 +268,4 @@ def test_tokens_are_those_of_an_engine(windows: tuple[int, ...], tmp_path: Path,
     pages, frames = state.config.num_pages, state.config.num_frames
     assert memory.tokens == 16 * (frames if windows == (8, 8) else pages)
     assert memory.window_tokens == (16 * frames if windows == (8, 0) else None)
-    assert ("layers with a window" in text(look(folder))) == (windows == (8, 0))
+    assert ("tokens in sliding-window layers" in text(look(folder))) == (windows == (8, 0))

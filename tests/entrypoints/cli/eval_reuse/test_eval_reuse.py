@@ -255,7 +255,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         (["--facts", "7"], r"facts=7 must be an integer in \[1, 6\]"),
         (["--facts", "0"], "facts=0"),
         (["--questions", "0"], "questions=0"),
-        (["--quick", "--questions", "5"], "--quick stands for --questions 12: give one of them, not both"),
+        (["--quick", "--questions", "5"], "--quick means --questions 12: give only one of --quick and --questions"),
         (["--recompute", "-1"], "recompute=-1"),
         (["--recompute", "1.5"], "recompute=1.5"),
         (["--recompute", "most"], "--recompute 'most'"),

@@ -76,11 +76,10 @@ def test_weights_without_memory_tell_what_weights_tell(architecture: str, dtype:
 
 
 def test_what_is_special_is_named() -> None:
-    assert "windows of 8 tokens in all layers" in features(tiny_config("MistralForCausalLM"))
-    assert "2 of 6 experts a token in 1 of 2 layers" in features(tiny_config("Qwen3MoeForCausalLM"))
-    assert {"windows of 8 tokens in 1 of 2 layers", "a soft cap on scores", "a soft cap on logits", "gains stored less 1"} <= set(
-        features(tiny_config("Gemma2ForCausalLM"))
-    )
+    assert "sliding windows of 8 tokens in all layers" in features(tiny_config("MistralForCausalLM"))
+    assert "2 of 6 experts per token in 1 of 2 layers" in features(tiny_config("Qwen3MoeForCausalLM"))
+    windows, weights = "sliding windows of 8 tokens in 1 of 2 layers", "norm weights stored minus 1"
+    assert {windows, "a soft cap on scores", "a soft cap on logits", weights} <= set(features(tiny_config("Gemma2ForCausalLM")))
     assert {"learned positions", "layer norms with biases", "an MLP without a gate", "matrices stored transposed"} <= set(
         features(tiny_config("GPT2LMHeadModel"))
     )
@@ -94,7 +93,7 @@ def test_the_table_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for architecture in REGISTRY:
         assert f"\n{architecture} " in out
-    assert "through transformers' module" in out and str(shared_lines()) in out
+    assert "through the transformers fallback" in out and str(shared_lines()) in out
     assert max(map(len, out.splitlines())) <= 180
     assert cli.main(["models", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -115,7 +114,7 @@ def cache_folder(cache: Path, name: str) -> Path:
 def test_cached_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert cli.main(["models", "--cached"]) == 0
-    assert "no model" in capsys.readouterr().out
+    assert "No model was found" in capsys.readouterr().out
     for name in ("org/whole", "org/pickled", "org/code", "org/other"):
         save_hf_folder(cache_folder(tmp_path, name), tiny_config("LlamaForCausalLM"))
     pickled, code, other = (cache_folder(tmp_path, name) for name in ("org/pickled", "org/code", "org/other"))

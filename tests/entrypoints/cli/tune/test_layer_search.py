@@ -230,7 +230,7 @@ def test_a_run_goes_through_all_kernels_and_keeps_what_won() -> None:
     assert "wrong by 1" in told and "more candidates that could not be used" in told and "2.0%" in told
     assert len({len(line) for line in told.splitlines()[:14]}) == 1
     assert [line.split()[0] for line in told.splitlines()[1:14]] == ["layer", *layer, "head", "layer", *layer]
-    assert verdict(results) == "2 of 11 kernels are cut otherwise than by default."
+    assert verdict(results) == "2 of 11 kernels have a tile configuration other than the default."
     first = results[0].as_json()
     assert first[0] == {"part": "layer", "rows": 1, "default_us": 10.0, "chosen_us": 9.8}
     attend = results[0].found and results[0].found.parts["attend"]

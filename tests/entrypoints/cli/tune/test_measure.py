@@ -206,7 +206,7 @@ def test_kv_is_of_what_there_is_memory_for() -> None:
         (64, 64 * short, (CONTEXTS[:1], 1)),
     ):
         assert fitting(config, torch.bfloat16, rows, 16, int(free / layer_chain.SHARE) + 1) == want
-    with pytest.raises(Unfit, match="no memory for it"):
+    with pytest.raises(Unfit, match="not enough memory"):
         fitting(config, torch.bfloat16, 64, 16, int(63 * short))
 
 
@@ -217,7 +217,7 @@ def test_layers_share_kv_where_memory_is_short(gpu: Gpu, closely: None) -> None:
     places = [what[0][1] for what in gpu.captured if isinstance(what[0], tuple)]
     assert places == [n % 2 for n in range(LAYERS)]
     gpu.free = 0
-    with pytest.raises(Unfit, match="no memory for it"), measuring(layer_of(1)):
+    with pytest.raises(Unfit, match="not enough memory"), measuring(layer_of(1)):
         pass
 
 
@@ -263,7 +263,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
 def test_wrong_results_and_failures_are_left_out(gpu: Gpu, closely: None, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = spoil(monkeypatch)
     with measuring(layer_of(2)) as measure:
-        for cut, said in (((1,), "no kernel: out of resource: shared memory"), ((2,), "wrong by 0.0"), ((3,), "wrong by nan")):
+        wrong = "wrong results: relative error"
+        for cut, said in (((1,), "the kernel failed: out of resource: shared memory"), ((2,), f"{wrong} 0.0"), ((3,), f"{wrong} nan")):
             for cuts in (StepCuts(qkv=cut), StepCuts(o=(5,), qkv=cut)):
                 gpu.captured = []
                 with pytest.raises(Unfit) as error:
@@ -278,7 +279,7 @@ def test_attention_is_looked_at_in_every_context(gpu: Gpu, closely: None, monkey
         return attend(*given) * (1.01 if cut_of_plan(given[12]) == (32, 4, 0, 64) and given[8].max() > 256 else 1.0)
 
     monkeypatch.setattr(one_kernel, "rope_attend", spoilt)
-    with measuring(layer_of(2)) as measure, pytest.raises(Unfit, match=r"wrong by 0\.0"):
+    with measuring(layer_of(2)) as measure, pytest.raises(Unfit, match=r"wrong results: relative error 0\.0"):
         measure(StepCuts(attend=(32, 4, 0, 64)))
 
 
@@ -307,7 +308,7 @@ def test_a_default_that_cannot_run_is_unfit(gpu: Gpu, monkeypatch: pytest.Monkey
             pass
     monkeypatch.setattr(one_kernel, "_random", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     for group in (layer_of(2), head_of(2)):
-        with pytest.raises(Unfit, match="no memory for it"), measuring(group):
+        with pytest.raises(Unfit, match="not enough memory"), measuring(group):
             pass
 
 

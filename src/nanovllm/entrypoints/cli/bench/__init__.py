@@ -1,1 +1,1 @@
-"""`nanovllm bench` and `nanovllm profile`: how fast this machine runs a model, beside what its memory and arithmetic allow."""
+"""`nanovllm bench` and `nanovllm profile`: the speed of a model on this machine, compared with its roofline."""

@@ -1,4 +1,4 @@
-"""`nanovllm bench`: the workloads that engines are compared by, on random weights at real shapes or on a model of yours."""
+"""`nanovllm bench`: standard workloads, run on random weights of a published model's shape or on a checkpoint."""
 
 import argparse
 import json
@@ -29,61 +29,75 @@ from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, read_config, resolve_device
 from nanovllm.models.model import Model
 
-GPU_MODEL = "qwen3-0.6b"  # unless told otherwise
+GPU_MODEL = "qwen3-0.6b"  # the default model on a GPU
 CPU_WORKLOADS = ("b1", "b8", "host", "start")
-MODEL_LEN = 20480  # tokens that `prefix` needs, and some
-PEER_MEMORY = 0.5  # of a GPU's, where peers want the rest
+MODEL_LEN = 20480  # max_model_len: more tokens than a request of `prefix` has
+PEER_MEMORY = 0.5  # fraction of the GPU's memory for our engine if another engine runs in the same process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm bench`."""
     add_model_arguments(parser)
     parser.add_argument("--tuning", type=tuning, default=None, metavar="FILE", help=TUNING)
-    which = f"comma-separated: {', '.join(WORKLOADS)} (default: all; on a CPU {','.join(CPU_WORKLOADS)})"
+    which = f"workloads, separated by commas: {', '.join(WORKLOADS)} (default: all; on a CPU: {','.join(CPU_WORKLOADS)})"
     parser.add_argument("--which", default=None, help=which)
-    repeats = "runs of each workload but offline, of which the median counts (default: %(default)s)"
+    repeats = "runs of each workload, of which the median is reported; offline runs once (default: %(default)s)"
     parser.add_argument("--repeats", type=positive, default=3, help=repeats)
-    many = "numbers, comma-separated, at which growth is measured (default: %s; on a CPU %s)"
-    for name in ("batches", "contexts"):
+    many = "%s of the growth workload, separated by commas (default: %s; on a CPU: %s)"
+    for name, axis in (("batches", "numbers of rows"), ("contexts", "numbers of tokens of context")):
         on = (scaling.Settings(), scaling.ON_CPU)
-        parser.add_argument(f"--{name}", type=positives, default=None, help=many % tuple(",".join(map(str, getattr(s, name))) for s in on))
-    peer = f"another engine to run the same workloads after ours, slowly: {', '.join(PEERS)}; may be given several times"
+        defaults = tuple(",".join(map(str, getattr(s, name))) for s in on)
+        parser.add_argument(f"--{name}", type=positives, default=None, help=many % (axis, *defaults))
+    peer = f"run the same workloads on another engine afterwards: {', '.join(PEERS)}; may be repeated"
     parser.add_argument("--peer", action="append", default=[], metavar="NAME", help=peer)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     parser.add_argument(
-        "--output", type=Path, default=None, metavar="FILE.json", help="also write that object to this file, after every workload"
+        "--output", type=Path, default=None, metavar="FILE.json", help="also write the JSON object to this file, after every workload"
     )
-    parser.add_argument("--plot", type=Path, default=None, metavar="FILE.svg", help="draw the figures (default: beside --output)")
-    parser.add_argument("--commit", default=None, help="the commit to record where the source tree is not a checkout")
+    plot = "also draw the figures as an SVG picture (default with --output: the same name with .svg)"
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE.svg", help=plot)
+    parser.add_argument("--commit", default=None, help="the commit to record (default: the commit of the git checkout)")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is measured, and where."""
-    where = f"tiny, a folder, a repository, or random weights of one of {', '.join(SHAPES)} (default: {GPU_MODEL} on a GPU, tiny on a CPU)"
+    """The options `--model`, `--device` and `--dtype` of `bench`, `profile` and `tune`."""
+    where = (
+        f"tiny, a folder, a repository in the Hugging Face cache, or random weights of one of these shapes: {', '.join(SHAPES)} "
+        f"(default: {GPU_MODEL} on a GPU, tiny on a CPU)"
+    )
     parser.add_argument("--model", default=None, help=where)
-    parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU where there is one)")
-    parser.add_argument("--dtype", default=None, help="float32, bfloat16, ... (default: bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU if torch sees one)")
+    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
 
 
 def model_name(options: argparse.Namespace) -> str:
-    """The model that is measured."""
+    """The name of the model to measure."""
     return options.model or (GPU_MODEL if resolve_device(options.device).type == "cuda" else "tiny")
 
 
 def find_model(options: argparse.Namespace) -> tuple[Model, str]:
-    """The model that the options name, and its name."""
+    """Load the model that the options name, or make random weights. Returns the model and its name."""
     device, name = resolve_device(options.device), model_name(options)
     return (random_weights(name, device=device, dtype=options.dtype) if name in SHAPES else load_model(name, device, options.dtype)), name
 
 
 def find_workloads(which: str | None, name: str, *, cuda: bool) -> tuple[list[str], list[dict[str, str]]]:
-    """The workloads to run, and those of the default ones that this model cannot run, with the reasons; no weights are needed to tell.
+    """The workloads to run, decided before any weight is loaded.
 
-    Raises `InvalidRequestError` for a name that there is no workload of, and for one that was asked for and cannot be run.
+    Args:
+        which: The names that the user gave, separated by commas; None for the default workloads.
+        name: The name of the model.
+        cuda: Whether the device is a GPU.
+
+    Returns:
+        The names of the workloads to run, and a name and a reason for each default workload that this model cannot run.
+
+    Raises:
+        InvalidRequestError: A name is unknown, or the model cannot run a workload that the user named.
     """
     names = which.split(",") if which is not None else list(WORKLOADS if cuda else CPU_WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
-        raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WORKLOADS)}")
+        raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; choose from {', '.join(WORKLOADS)}")
     config = _config(name)
     left = {one: why for one in names if (why := _obstacle(one, name, config)) is not None}
     if which and left:
@@ -92,7 +106,7 @@ def find_workloads(which: str | None, name: str, *, cuda: bool) -> tuple[list[st
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
-    """Run the chosen workloads, print tables or one JSON object, write the files that were asked for. Returns 0."""
+    """Run the chosen workloads, print tables or one JSON object, and write the files that were asked for. Returns 0."""
     device = resolve_device(options.device)
     cuda = device.type == "cuda"
     which, left_out = find_workloads(options.which, model_name(options), cuda=cuda)
@@ -104,10 +118,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         note(line)
     model, name = find_model(options)
     if model.foreign:
-        raise InvalidRequestError(f"{name} runs through transformers: what memory and arithmetic allow it, which bench tells, is not known")
+        raise InvalidRequestError(f"{name} runs through the transformers fallback: bench cannot compute its roofline; use a built-in model")
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
-    if "start" in which:  # while the device has memory for another engine
+    if "start" in which:  # before our engine takes the device's memory: a second process starts an engine
         left_out += _start(model, name, options.tuning, journal)
     if left_out:
         journal.set({"left_out": left_out})
@@ -119,7 +133,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         limits["memory_fraction"] = PEER_MEMORY
     start = time.perf_counter()
     engine = Engine(model, **limits)
-    cuts = runtime_of(engine.state).cuts  # the file whose cuts the kernels had; none: the defaults
+    cuts = runtime_of(engine.state).cuts  # None: default tile configurations
     tuned = {"tuning": None if cuts is None else Path(cuts.source).name}
     journal.set({"init_s": round(time.perf_counter() - start, 2), "roofline": report.ceiling_json(ceiling)} | tuned)
     freeze()
@@ -161,23 +175,23 @@ def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
 
 
 def _start(model: Model, name: str, tuning: Path | bool | None, journal: Journal) -> list[dict[str, str]]:
-    """The start of a process, or what is to be said of it where that fails."""
+    """Measure the start of a process. Returns the workload and the error in a list if that fails."""
     try:
-        found = measure_start(model, name, tuning)
+        start = measure_start(model, name, tuning)
     except StartError as error:
         left = [{"workload": "start", "why": str(error)}]
         note(*report.left_out({"left_out": left}))
         return left
-    journal.add({"start_s": found.start_s, "start": asdict(found)})
-    journal.tell(f"start: {found.start_s:,} s")
+    journal.add({"start_s": start.start_s, "start": asdict(start)})
+    journal.tell(f"start: {start.start_s:,} s")
     return []
 
 
 def _grow(engine: Engine, ceiling: Ceiling, settings: scaling.Settings, journal: Journal) -> None:
-    for curve, found in scaling.grow(engine, ceiling, settings):
-        journal.add({"growth": found.as_json()})
-        journal.tell(f"growth with the {curve}: {len(getattr(found, curve))} points")
-        left = [asdict(one) for one in found.left_out if one.curve == curve]
+    for curve, growth in scaling.grow(engine, ceiling, settings):
+        journal.add({"growth": growth.as_json()})
+        journal.tell(f"growth with the {curve}: {len(getattr(growth, curve))} points")
+        left = [asdict(one) for one in growth.left_out if one.curve == curve]
         for line in report.left_out({"growth": {"left_out": left}}):
             note(line)
 
@@ -185,7 +199,7 @@ def _grow(engine: Engine, ceiling: Ceiling, settings: scaling.Settings, journal:
 def _measured(
     generate: Generate, name: str, which: Sequence[str], model: Model, repeats: int, engine: Engine | None = None
 ) -> Iterator[Measured]:
-    """The workloads that any engine can run, as they end. Where the memory of a peer runs out, what it had measured before counts."""
+    """Run the workloads that any engine can run, and yield each figure. If a peer runs out of memory, its earlier figures count."""
     if not set(TIMED) & set(which):
         return
     try:
@@ -193,7 +207,7 @@ def _measured(
     except torch.OutOfMemoryError:
         if engine is not None:
             raise
-        note(f"{name}: out of memory; what it ran before counts")
+        note(f"{name}: out of memory; its earlier figures are kept")
 
 
 def _settings(options: argparse.Namespace, cuda: bool) -> scaling.Settings:

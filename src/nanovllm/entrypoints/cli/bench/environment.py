@@ -1,4 +1,4 @@
-"""What figures depend on besides the code: where, with what, by which command."""
+"""The environment that figures depend on: machine, versions, commit and command."""
 
 import platform
 import subprocess
@@ -13,17 +13,17 @@ from nanovllm.models.model import Model
 
 
 def versions() -> dict[str, str]:
-    """What the figures depend on besides the code."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    """The versions of Python, torch, and the libraries that this process has imported."""
+    numbers = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "flashinfer", "transformers"):
         module = sys.modules.get(name)
         if module is not None:
-            found[name] = str(getattr(module, "__version__", "?"))
-    return found
+            numbers[name] = str(getattr(module, "__version__", "?"))
+    return numbers
 
 
 def commit() -> str:
-    """The commit of the source tree that runs, `+` behind it where files differ from it; `unknown` outside a checkout."""
+    """The commit of the running source tree, with `+` appended if files differ from it; `unknown` outside a checkout."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -36,7 +36,7 @@ def commit() -> str:
 
 
 def record(model: Model, figures: Mapping[str, Any], command: str, at: str | None = None) -> dict[str, Any]:
-    """One run's object: where, what, with which command, at which commit (None: as git says), and the figures."""
+    """The JSON object of one run: its environment and its figures. `at` is the commit; None asks git."""
     cuda, threads = model.device.type == "cuda", torch.get_num_threads()
     return {
         "engine": "nanovllm",

@@ -1,4 +1,4 @@
-"""A call captured as a CUDA graph, and how long the device takes for it."""
+"""Capture a call as a CUDA graph, and measure its time on the device."""
 
 from collections.abc import Callable
 from statistics import median
@@ -10,7 +10,13 @@ T = TypeVar("T")
 
 
 def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of a call, which refuses whatever waits for the device, and what its replays write to. The call runs once before."""
+    """Run a call once, then capture it as a CUDA graph.
+
+    Capturing fails if the call waits for the device.
+
+    Returns:
+        The graph, and the result of the captured call. Each replay writes into the tensors of this result.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -23,13 +29,13 @@ def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
 
 
 def graph_us(call: Callable[[], object], repeats: int = 10) -> float:
-    """Microseconds of a call, replayed from a graph: the median of five runs of `repeats`."""
+    """Microseconds per call, replayed from a graph: the median of five runs of `repeats` calls."""
     graph, _ = captured(call)
     return replay_us(graph.replay, repeats)
 
 
 def replay_us(call: Callable[[], object], repeats: int = 10) -> float:
-    """Microseconds of a call as the device runs it: the median of five runs of `repeats`."""
+    """Microseconds per call by the device's clock: the median of five runs of `repeats` calls."""
     times = []
     call()
     for _ in range(5):

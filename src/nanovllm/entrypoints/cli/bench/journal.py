@@ -1,4 +1,4 @@
-"""What a run has found so far: with a file, on disk after every workload, so that a run which is cut keeps what it measured."""
+"""The figures of a run so far. They are written to disk after every workload, so that an interrupted run keeps its figures."""
 
 import json
 import sys
@@ -13,42 +13,45 @@ from nanovllm.models.model import Model
 
 
 class Journal:
-    """One run's JSON object while it grows; `unfinished` stands in it until `end`.
+    """The growing JSON object of one run. It has the key `unfinished` until `end`.
 
-    Lines of progress go to stderr for who waits at a terminal, and where a file is written, since a log may be all that is left of a run.
+    Progress goes to stderr at a terminal. It also goes to stderr if a file is written, because a log may outlive an interrupted run.
     """
 
     def __init__(self, model: Model, command: str, at: str | None = None, path: Path | None = None):
-        """`at` is the commit, None: as git says now; `path` is the file."""
+        """Begin a run. `at` is the commit; None asks git. `path` is the file to write, or None."""
         self._model, self._command, self._at = model, command, at or commit()
-        self._path = None if path is None else path.resolve()  # what a link points to is replaced, not the link
+        self._path = None if path is None else path.resolve()  # replace the target of a symbolic link, not the link
         self._figures: dict[str, Any] = {"unfinished": True}
 
     @property
     def result(self) -> dict[str, Any]:
-        """The object as it stands."""
+        """The object so far."""
         return record(self._model, self._figures, self._command, self._at)
 
     def set(self, figures: Mapping[str, Any]) -> None:
-        """Figures that are no workload's: they are written with the next that is, so that no older file is replaced by nothing."""
+        """Add facts that do not belong to a workload.
+
+        The file is written with the next workload, so that an older file is not replaced by one without figures.
+        """
         self._figures |= figures
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """More figures, or new values of some."""
+        """Add or replace figures, and write the file."""
         self.set(figures)
         self._write()
 
     def end(self) -> dict[str, Any]:
-        """All was run. Returns the whole object."""
+        """Mark the run as finished and write the file. Returns the whole object."""
         del self._figures["unfinished"]
         self._write()
         return self.result
 
     def tell(self, what: str) -> None:
-        """Where the run stands."""
+        """Print one line of progress."""
         if self._path is not None or sys.stderr.isatty():
             note(what)
 
     def _write(self) -> None:
-        if self._path is not None:  # the name never stands for half of an object
+        if self._path is not None:  # atomically: a reader never sees half of an object
             write_whole(self._path, (json.dumps(self.result, indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""What a profiler saw, as a table: kernels on a GPU, ops on a CPU, with names that fit on a line."""
+"""The events of a profiler as a table: kernels on a GPU, ops on a CPU, with shortened names."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,15 +7,22 @@ from typing import Any
 
 from nanovllm.entrypoints.display.tables import aligned
 
-NAME = 58  # letters of a name
-NO_OP = "(in no op: kernels in C, Python)"
+NAME = 58  # characters of a name
+NO_OP = "(outside of ops: C kernels, Python)"
 SCOPES = re.compile(r"\(anonymous namespace\)::|\b(?!nanovllm)[A-Za-z_]\w*::(?=[A-Za-z_(])")
 QUALIFIERS = re.compile(r"^(?:void|static|__global__)\s+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A kernel, or an op without what it calls: launches and microseconds of a step, and its share of all kernels' time."""
+    """A kernel, or an op without the ops that it calls.
+
+    Attributes:
+        name: The shortened name.
+        launches: Launches per step, or calls per step of an op.
+        us: Microseconds per step.
+        share: The share of the time of all kernels.
+    """
 
     name: str
     launches: float
@@ -24,24 +31,28 @@ class Kernel:
 
 
 def kernels(events: Iterable[Any], steps: int, *, cuda: bool, seconds: float) -> tuple[Kernel, ...]:
-    """The kernels in a profiler's events, the slowest first; without a GPU the ops, and what of the run's `seconds` was in none of them.
+    """The kernels in a profiler's events, the slowest first; on a CPU the ops, and the time outside of all ops.
 
-    An event has `name`, `device_type`, and on a GPU `time_range`, else `self_cpu_time_total`, in microseconds.
+    Args:
+        events: The events. Each has `name` and `device_type`, and `time_range` (GPU) or `self_cpu_time_total` (CPU, in microseconds).
+        steps: The number of profiled steps.
+        cuda: Whether the device is a GPU.
+        seconds: The time of the whole run.
     """
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for event in events:
         if (event.device_type.name == "CUDA") == cuda and not getattr(event, "is_user_annotation", False):
             us = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
-            found.setdefault(short(event.name), []).append(us)
+            times.setdefault(short(event.name), []).append(us)
     if not cuda:
-        found[NO_OP] = [max(0.0, 1e6 * seconds - sum(map(sum, found.values()))) / steps] * steps
-    whole = sum(map(sum, found.values())) or 1.0
-    rows = [Kernel(name=name, launches=len(us) / steps, us=sum(us) / steps, share=sum(us) / whole) for name, us in found.items()]
+        times[NO_OP] = [max(0.0, 1e6 * seconds - sum(map(sum, times.values()))) / steps] * steps
+    whole = sum(map(sum, times.values())) or 1.0
+    rows = [Kernel(name=name, launches=len(us) / steps, us=sum(us) / steps, share=sum(us) / whole) for name, us in times.items()]
     return tuple(sorted(rows, key=lambda kernel: -kernel.us))
 
 
 def short(name: str) -> str:
-    """A kernel's name without its namespaces and arguments, cut where it is long: of templates their own name and what comes first."""
+    """A kernel's name without namespaces and arguments, truncated to `NAME` characters; a template keeps its first parameters."""
     plain = SCOPES.sub("", QUALIFIERS.sub("", name))
     depth, end = 0, len(plain)
     for i, letter in enumerate(plain):
@@ -54,9 +65,9 @@ def short(name: str) -> str:
 
 
 def table(rows: Iterable[Kernel], most: int, *, cuda: bool) -> list[str]:
-    """The first rows in aligned columns, the others together in one."""
+    """The first `most` rows in aligned columns, and one row for the others."""
     rows = tuple(rows)
-    head = ("kernel" if cuda else "op", "launches a step" if cuda else "calls a step", "us each", "us a step", "share")
+    head = ("kernel" if cuda else "op", "launches per step" if cuda else "calls per step", "us each", "us per step", "share")
     rest = rows[most:]
     shown = [*rows[:most]]
     if rest:
@@ -67,5 +78,5 @@ def table(rows: Iterable[Kernel], most: int, *, cuda: bool) -> list[str]:
 
 
 def as_json(rows: Iterable[Kernel]) -> list[Mapping[str, Any]]:
-    """JSON objects, a row each."""
+    """One JSON object per row."""
     return [{"name": k.name, "launches": round(k.launches, 2), "us": round(k.us, 2), "share": round(k.share, 4)} for k in rows]

@@ -1,4 +1,4 @@
-"""Models to measure: the sizes of published ones with random weights, which run as fast as trained ones."""
+"""Models with random weights and the shapes of published models. They run as fast as the trained models."""
 
 import torch
 
@@ -102,14 +102,17 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def random_weights(name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0) -> Model:
-    """A model of one of `SHAPES` with random weights and no tokenizer."""
+    """A model of one of `SHAPES` with random weights and without a tokenizer."""
     return random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed)
 
 
 def random_model(
     name: str, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0
 ) -> Model:
-    """A model of any config with no tokenizer and random weights, drawn where they will lie: of values, only speed is asked."""
+    """A model of any config with random weights and without a tokenizer.
+
+    The device's own generator makes the weights. That is fast, and the values do not matter for speed.
+    """
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, config, target)
     config = fitted(config, target, chosen)

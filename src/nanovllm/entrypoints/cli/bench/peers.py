@@ -1,4 +1,4 @@
-"""Other engines in the same run: an adapter gives each the `generate` that the workloads call."""
+"""Adapters for other engines, so that the workloads can call their `generate`."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,35 +10,35 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.hub import resolve_folder
 from nanovllm.models.model import Model
 
-Make = Callable[[Model, str], "Peer"]  # from our model, and what `--model` named
+Make = Callable[[Model, str], "Peer"]  # from our model and the value of `--model`
 
 
 class Peer(Protocol):
-    """An engine to compare with, over the same weights as ours, or ones of the same sizes."""
+    """An engine to compare with. It has the same weights as ours, or random weights of the same shapes."""
 
     name: str
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
-        """Token ids in and out, in order; as many for each prompt as it asks for, the end-of-sequence token ignored."""
+        """Generate exactly `max_tokens[i]` tokens after each prompt, ignoring the end-of-sequence token. Returns token ids in order."""
         ...
 
 
 class Transformers:
-    """transformers' own `generate`: one batch from start to end, prompts padded on the left, no KV kept from call to call."""
+    """transformers' own `generate`: one batch from start to end, prompts padded on the left, no KV kept between calls."""
 
     name = "transformers"
 
     def __init__(self, model: Model, source: str):
-        """`source` is a checkpoint, whose weights are loaded again, or one of `SHAPES`, which gets other random ones.
+        """Load the checkpoint `source` a second time, or make other random weights if `source` is one of `SHAPES`.
 
-        Raises `InvalidRequestError` where transformers is not installed.
+        Raises `InvalidRequestError` if transformers is not installed.
         """
         self._device, self._model = model.device, in_transformers(model, source)
         self._model.generation_config.eos_token_id = None  # min_new_tokens would forbid the token instead of ignoring it
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
-        """See `Peer`. Every row runs as long as the longest; what a shorter one asked for is cut out."""
+        """Generate tokens in one batch. Every row runs as long as the longest, and shorter replies are truncated."""
         width, most = max(map(len, prompts)), max(max_tokens)
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
@@ -51,16 +51,16 @@ PEERS: dict[str, Make] = {"transformers": Transformers}
 
 
 def find_peers(names: list[str]) -> list[Make]:
-    """The adapters of these names. Raises `InvalidRequestError` for a name that there is none of."""
+    """The adapters of these names. Raises `InvalidRequestError` for an unknown name."""
     if unknown := [name for name in names if name not in PEERS]:
-        raise InvalidRequestError(f"unknown peer {unknown[0]!r}; there are {', '.join(PEERS)}")
+        raise InvalidRequestError(f"unknown peer {unknown[0]!r}; choose from {', '.join(PEERS)}")
     return [PEERS[name] for name in names]
 
 
 def in_transformers(model: Model, source: str) -> Any:
-    """The model as transformers has it, on the model's device: the checkpoint that `source` names, or random weights of the same sizes.
+    """The transformers model on the same device: the checkpoint `source`, or random weights if `source` is one of `SHAPES`.
 
-    Raises `InvalidRequestError` where transformers is not installed.
+    Raises `InvalidRequestError` if transformers is not installed.
     """
     try:
         import transformers
@@ -77,5 +77,5 @@ def in_transformers(model: Model, source: str) -> Any:
         num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
         tie_word_embeddings=c.tie_word_embeddings, max_position_embeddings=c.max_position_embeddings,
     )  # fmt: skip
-    with model.device:  # drawn where they are needed: on a CPU, billions of them take minutes
+    with model.device:  # initialised on the device: on a CPU, billions of weights take minutes
         return transformers.AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()

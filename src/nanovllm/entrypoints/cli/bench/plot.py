@@ -1,4 +1,4 @@
-"""A run's JSON object as a picture: each workload beside its roofline, and the curves of growth."""
+"""A run's JSON object as an SVG picture: each workload compared with its roofline, and the curves of growth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from nanovllm.entrypoints.display.svg import FAINT, INK, LINE, Length, document,
 
 WIDTH, MARGIN = 1000, 32
 INNER = WIDTH - 2 * MARGIN
-NAMED, BAR, GAP = 300, 15, 12  # of the bars: room for names, height, distance between workloads
+NAMED, BAR, GAP = 300, 15, 12  # bars: width of the names, height of a bar, distance between workloads
 COLOURS = ("#2567a8", "#ee8427", "#6c489f", "#4f7f2f", "#b03a48")
 ROOF = "#e6edf5"
-PLOT, SPACE, ROOM = 210, 62, 26  # of a panel: height, room for the numbers on the left, and between those below
+PLOT, SPACE, ROOM = 210, 62, 26  # panels: height, width of the numbers on the left, least distance of the numbers below
 Points = Sequence[tuple[Length, Length]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A line through points with positive coordinates; a dashed one is what the ceiling allows."""
+    """A line through points with positive coordinates. A dashed line is a roofline."""
 
     name: str
     points: Points
@@ -29,7 +29,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Curves over one logarithmic axis; the other is logarithmic too, or begins at 0. Names stand where there is most room."""
+    """Curves over a logarithmic horizontal axis. The vertical axis is logarithmic (`log`) or begins at 0.
+
+    `names_below`: the legend is at the bottom of the panel, where such curves leave room.
+    """
 
     title: str
     across: str
@@ -39,7 +42,7 @@ class Panel:
 
 
 def draw(result: Mapping[str, Any]) -> str:
-    """The picture of a run, as SVG."""
+    """The SVG picture of a run. `result` is its JSON object."""
     parts = [text(MARGIN, 40, f"nanovllm, {result['model']}", size=20, weight=600), text(MARGIN, 60, about(result), FAINT)]
     drawn, height = _bars(result, 92)
     parts += drawn
@@ -53,14 +56,14 @@ def draw(result: Mapping[str, Any]) -> str:
 
 
 def _bars(result: Mapping[str, Any], top: Length) -> tuple[list[str], Length]:
-    """A row a workload: the roofline pale at full length, our share of it, and each peer's."""
+    """One row per workload: a pale bar for the roofline, our share of it, and each peer's share."""
     rows, peers = result.get("workloads", ()), result.get("peers", {})
     if not rows:
         return [], top
     names = ("nanovllm", *peers)
     most = max(100.0, *(one["roofline_percent"] for one in rows))
     unit = (INNER - NAMED - 200) / most
-    parts, x = [text(MARGIN, top, "Workloads beside what memory and arithmetic allow", size=14, weight=600)], float(WIDTH - MARGIN)
+    parts, x = [text(MARGIN, top, "Workloads compared with their roofline", size=14, weight=600)], float(WIDTH - MARGIN)
     for name, colour in reversed([*zip(names, COLOURS, strict=False), ("roofline", ROOF)]):
         x -= 7 * len(name) + 26
         parts += [rect(x, top - 10, 12, 12, colour), text(x + 17, top, name, FAINT)]
@@ -77,11 +80,11 @@ def _bars(result: Mapping[str, Any], top: Length) -> tuple[list[str], Length]:
             if figure is None:
                 continue
             share = one["roofline_percent"] * (figure / ours if rate else ours / figure)
-            told = f"{figure:,.0f} tok/s" if rate else f"{figure:,.2f} ms"
-            parts.append(rect(MARGIN + NAMED, top + i * BAR + 1, share * unit, BAR - 2, COLOURS[i % len(COLOURS)], f"{name}: {told}"))
+            shown = f"{figure:,.0f} tok/s" if rate else f"{figure:,.2f} ms"
+            parts.append(rect(MARGIN + NAMED, top + i * BAR + 1, share * unit, BAR - 2, COLOURS[i % len(COLOURS)], f"{name}: {shown}"))
             end = MARGIN + NAMED + max(share, 100.0) * unit + 8
             of = f"{share:.0f}%" if share >= 1 else f"{share:.1f}%"
-            parts.append(text(end, top + i * BAR + 12, f"{told}, {of}" + ("" if i else f" of {limit}")))
+            parts.append(text(end, top + i * BAR + 12, f"{shown}, {of}" + ("" if i else f" of {limit}")))
         top += tall + GAP
     return parts, top + 30
 
@@ -93,7 +96,7 @@ def _panels(growth: Mapping[str, Any]) -> list[Panel]:
             Curve(name="measured", points=[(p["rows"], p["tok_s"]) for p in batch], colour=COLOURS[0]),
             Curve(name="roofline", points=[(p["rows"], 1e6 * p["rows"] / p["limit_us"]) for p in batch], colour=COLOURS[0], dashed=True),
         ]
-        title = f"Tokens a second, context {batch[0]['context']:,}"
+        title = f"Tokens per second, context {batch[0]['context']:,}"
         panels.append(Panel(title=title, across="rows in the batch", curves=tuple(curves), log=True))
     if context := growth.get("context"):
         curves = []
@@ -102,7 +105,7 @@ def _panels(growth: Mapping[str, Any]) -> list[Panel]:
             name = f"{rows} row{'s' * (rows > 1)}"
             curves.append(Curve(name=name, points=[(p["context"], p["step_us"] / 1e3) for p in some], colour=colour))
             curves.append(Curve(name="", points=[(p["context"], p["limit_us"] / 1e3) for p in some], colour=colour, dashed=True))
-        panels.append(Panel(title="Milliseconds a step", across="tokens of context (dashed: roofline)", curves=tuple(curves), log=False))
+        panels.append(Panel(title="Milliseconds per step", across="tokens of context (dashed: roofline)", curves=tuple(curves), log=False))
     hosts = [
         (growth.get("pool"), "num_pages", "over pages in the pool"),
         ([p for p in growth.get("ended", ()) if p["ended"]], "ended", "over requests ended"),
@@ -113,7 +116,7 @@ def _panels(growth: Mapping[str, Any]) -> list[Panel]:
         if points
     ]
     if curves:
-        title, across = "Host microseconds a step", "pages, or requests"
+        title, across = "Host microseconds per step", "pages, or requests"
         panels.append(Panel(title=title, across=across, curves=tuple(curves), log=False, names_below=True))
     return panels
 
@@ -138,19 +141,19 @@ def _panel(panel: Panel, left: Length, top: Length, width: Length) -> list[str]:
     for tick in ticks:
         y = at_y(tick)
         parts += [_line([(x0, y), (x0 + wide, y)], LINE, 0.6), text(x0 - 7, y + 4, number(tick), FAINT, size=11, anchor="end")]
-    told = -ROOM
+    last = -ROOM
     for tick in sorted(set(xs)):
-        if at_x(tick) - told >= ROOM:
-            told = at_x(tick)
-            parts.append(text(told, y0 + PLOT + 16, number(tick), FAINT, size=11, anchor="middle"))
+        if at_x(tick) - last >= ROOM:
+            last = at_x(tick)
+            parts.append(text(last, y0 + PLOT + 16, number(tick), FAINT, size=11, anchor="middle"))
     parts.append(text(x0 + wide / 2, y0 + PLOT + 34, panel.across, FAINT, anchor="middle"))
     named = 0
     for curve in panel.curves:
         places = [(at_x(x), at_y(y)) for x, y in curve.points]
         parts.append(_line(places, curve.colour, 1.6, dashed=curve.dashed))
         if not curve.dashed:
-            told = (f"{x:,.0f}: {y:,.4g}" for x, y in curve.points)
-            parts += [_dot(x, y, curve.colour, t) for (x, y), t in zip(places, told, strict=True)]
+            labels = (f"{x:,.0f}: {y:,.4g}" for x, y in curve.points)
+            parts += [_dot(x, y, curve.colour, label) for (x, y), label in zip(places, labels, strict=True)]
         if curve.name:
             y = y0 + (PLOT - 10 - 16 * (len(panel.curves) - 1) if panel.names_below else 14) + 16 * named
             parts += [
@@ -162,20 +165,20 @@ def _panel(panel: Panel, left: Length, top: Length, width: Length) -> list[str]:
 
 
 def decades(low: Length, high: Length) -> list[float]:
-    """Powers of ten around positive numbers, two at least."""
+    """The powers of ten around a positive range, at least two."""
     first = floor(log10(low))
     return [10.0**power for power in range(first, max(ceil(log10(high)), first + 1) + 1)]
 
 
 def steps(high: Length) -> list[float]:
-    """Round numbers from 0 to a positive number or a little more, four to seven of them."""
+    """Four to seven round numbers from 0 up to `high` or slightly more."""
     unit = 10.0 ** floor(log10(high))
     step = next(unit * part for part in (0.2, 0.25, 0.5, 1.0, 2.0) if high / (unit * part) <= 6)
     return [step * i for i in range(ceil(high / step - 1e-9) + 1)]
 
 
 def number(value: Length) -> str:
-    """A number in few characters: 0.25, 12, 8k, 1M; powers of two as they are called."""
+    """A number in few characters: 0.25, 12, 8k, 1M. 8192 is 8k, and 8000 is 8k too."""
     for size, name in ((1 << 20, "M"), (10**6, "M"), (1 << 10, "k"), (10**3, "k")):
         if value >= size and value % size == 0:
             return f"{value / size:,.0f}{name}"
@@ -188,5 +191,5 @@ def _line(points: Points, colour: str, width: float, *, dashed: bool = False) ->
     return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width}"{dashes}/>'
 
 
-def _dot(x: Length, y: Length, colour: str, told: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{told}</title></circle>'
+def _dot(x: Length, y: Length, colour: str, label: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{label}</title></circle>'

@@ -1,4 +1,4 @@
-"""One run's figures: as rows for JSON, and from the JSON object as a table for a terminal or for a document."""
+"""The figures of one run: as rows of its JSON object, and the object as tables for a terminal or for a document."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,18 +11,18 @@ from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_bytes, limit
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, Measured
 from nanovllm.entrypoints.display.tables import Cells, aligned
 
-WHERE_TO = re.compile(r" --(?:output|plot|commit)[ =]\S+| --json")  # options that no figure depends on
+WHERE_TO = re.compile(r" --(?:output|plot|commit)[ =]\S+| --json")  # options that do not change any figure
 HOST = (
-    "host: the share of the time outside the model's calls (scheduling, page tables, settling). On a GPU the next step runs\n"
-    "meanwhile, so it costs time only where it comes near 100%."
+    "host: the share of the time outside the model's calls (scheduling, page tables, post-processing). On a GPU this work\n"
+    "overlaps the next step, so it costs time only if the share is near 100%."
 )
 
 
 def row(one: Measured, config: ModelConfig, dtype: torch.dtype, ceiling: Ceiling) -> dict[str, Any]:
-    """A measured workload beside what the ceiling allows, as a JSON object.
+    """A measured workload and its roofline, as a JSON object.
 
-    `step_ms` and `step_bytes` are what a decode step took, and must read, on average; for a time to the first token, the whole of it.
-    `roofline_percent` is the time that the ceiling allows over the time it took.
+    `step_ms` is the mean time of a decode step, and `step_bytes` the bytes that it must read. For a time to the first token, they are
+    the time and the bytes of the whole. `roofline_percent` is the least possible time divided by the measured time.
     """
     limit = limit_seconds(config, dtype, one.work, ceiling)
     steps = one.steps or one.work.steps or 1
@@ -42,12 +42,12 @@ def row(one: Measured, config: ModelConfig, dtype: torch.dtype, ceiling: Ceiling
 
 
 def ceiling_json(ceiling: Ceiling) -> dict[str, float]:
-    """The ceiling in the units that people speak of."""
+    """The ceiling in GB/s and TFLOP/s."""
     return {"read_gb_s": round(ceiling.read_bytes / 1e9, 1), "matmul_tflop_s": round(ceiling.flops / 1e12, 3)}
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """A run's JSON object for a terminal."""
+    """A run's JSON object as tables for a terminal."""
     lines = [about(result)]
     for title, head, rows in sections(result):
         lines += ["", *([title] if title else []), *aligned(head, rows)]
@@ -58,7 +58,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """A run's JSON object for a document: what it ran on, and a table a section."""
+    """A run's JSON object in Markdown: the environment, then one table per section."""
     lines = [f"{about(result)} (`{WHERE_TO.sub('', result['command']).strip()}`)."]
     for title, head, rows in sections(result):
         shown = (title[0].upper() + title[1:] + ":") if title else "Workloads:"
@@ -68,16 +68,16 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def about(result: Mapping[str, Any]) -> str:
-    """Model, device, ceiling and commit in a line."""
-    told = f"{result['model']}, {result['dtype']}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
-    told += ", tuned" if result.get("tuning") else ""
-    told += ", cut short" if result.get("unfinished") else ""
+    """Model, device, commit and ceiling in one line."""
+    line = f"{result['model']}, {result['dtype']}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
+    line += ", tuned" if result.get("tuning") else ""
+    line += ", cut short" if result.get("unfinished") else ""
     ceiling = result.get("roofline")
-    return f"{told}; reads {ceiling['read_gb_s']:,.0f} GB/s, multiplies {ceiling['matmul_tflop_s']:,.2f} TFLOP/s" if ceiling else told
+    return f"{line}; reads {ceiling['read_gb_s']:,.0f} GB/s, multiplies {ceiling['matmul_tflop_s']:,.2f} TFLOP/s" if ceiling else line
 
 
 def left_out(result: Mapping[str, Any]) -> list[str]:
-    """A line for each workload that was not run and for each point that no curve has, with the reason."""
+    """One line, with the reason, for each workload that was not run and for each point that is missing in a curve."""
     points = [
         {**one, "workload": f"growth with the {one['curve']} at {one['rows']} row{'s' * (one['rows'] > 1)} of {one['context']:,} tokens"}
         for one in result.get("growth", {}).get("left_out", ())
@@ -86,42 +86,42 @@ def left_out(result: Mapping[str, Any]) -> list[str]:
 
 
 def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells]]]:
-    """(title, head, rows) of each table that the run has figures for."""
+    """Title, head and rows of each table that the run has figures for."""
     peers: Mapping[str, Mapping[str, float]] = result.get("peers", {})
     rows = result.get("workloads", ())
     rates, firsts = [one for one in rows if "tok_s" in one], [one for one in rows if "tok_s" not in one]
     if rates:
-        head = ("workload", "", "tok/s", "ms a step", "MB a step", "roofline tok/s", "of it", "host", *peers)
+        head = ("workload", "", "tok/s", "ms per step", "MB per step", "roofline tok/s", "of roofline", "host", *peers)
         yield "", head, [_rate(one, peers) for one in rates]
     if firsts:
-        head = ("workload", "", "ms", "roofline ms", "of it", "host", *peers)
+        head = ("workload", "", "ms", "roofline ms", "of roofline", "host", *peers)
         yield "first token", head, [_first(one, peers) for one in firsts]
     if "start" in result:
-        told = {name: figures["start_s"] for name, figures in peers.items() if "start_s" in figures}
-        head = ("", "s", "imports", "weights", "engine", "first token", *told)
+        starts = {name: figures["start_s"] for name, figures in peers.items() if "start_s" in figures}
+        head = ("", "s", "imports", "weights", "engine", "first token", *starts)
         parts = [f"{result['start'][name]:,.2f}" for name in ("imports_s", "weights_s", "engine_s", "first_token_s")]
-        cells = (f"{PROMPT} in, 1 out", f"{result['start_s']:,.2f}", *parts, *(f"{seconds:,.1f}" for seconds in told.values()))
-        yield "from the start of a process to its first token, caches warm", head, [cells]
+        cells = (f"{PROMPT} in, 1 out", f"{result['start_s']:,.2f}", *parts, *(f"{seconds:,.1f}" for seconds in starts.values()))
+        yield "from the start of a process to its first token, with warm caches", head, [cells]
     hosts = [size for size in (1, 64) if f"b{size}_host_us" in result]
     if hosts:
-        # In files from before the mean had a name of its own, these keys hold means.
+        # In older files, without the key of the mean, these keys hold means.
         title = "host time of a decode step" + (", medians" if f"b{hosts[0]}_host_mean_us" in result else ", means")
         cells = [(f"{n} row{'s' * (n > 1)}", f"{result[f'b{n}_step_us']:,.0f}", f"{result[f'b{n}_host_us']:,.0f}") for n in hosts]
-        yield title, ("", "us a step", "us of it the host's"), cells
+        yield title, ("", "us per step", "host us per step"), cells
     growth = result.get("growth", {})
     for name in ("batch", "context"):
         if growth.get(name):
-            head = ("rows", "context", "tok/s", "us a step", "roofline us", "of it", "MB a step", "host us")
+            head = ("rows", "context", "tok/s", "us per step", "roofline us", "of roofline", "MB per step", "host us")
             yield f"growth with the {name}", head, [_point(point) for point in growth[name]]
     for name, title in (("pool", "the pool"), ("ended", "the requests that have ended")):
         if growth.get(name):
-            head = ("pages", "requests ended", "pages in the index", "host us a step")
+            head = ("pages", "requests ended", "pages in the index", "host us per step")
             cells = [(f"{p['num_pages']:,}", f"{p['ended']:,}", f"{p['num_cached']:,}", f"{p['host_us']:,.0f}") for p in growth[name]]
-            yield f"growth with {title} (a model of almost no size)", head, cells
+            yield f"growth with {title} (a minimal model)", head, cells
 
 
 def table(head: Cells, rows: Sequence[Cells]) -> list[str]:
-    """A table for a document."""
+    """A Markdown table."""
     return [_bar(head), "|" + "---|" * len(head), *map(_bar, rows)]
 
 

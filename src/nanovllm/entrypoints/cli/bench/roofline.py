@@ -1,6 +1,6 @@
-"""What a workload asks of any engine at least, in bytes and products, and what the device can give: measured, not looked up.
+"""The roofline of a workload: the bytes and products that it needs at least, over the speed of the device, which is measured.
 
-The model is Williams et al., "Roofline" (2009): no step is faster than reading its bytes, and none faster than its arithmetic.
+The model is Williams et al., "Roofline" (2009). A step cannot be faster than reading its bytes, nor faster than its arithmetic.
 """
 
 import math
@@ -20,10 +20,16 @@ from nanovllm.state.kv_cache import bytes_per_page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a workload asks, at least: all rows run in one batch, and KV that rows share is read once a step.
+    """The least work of a workload, if all rows run in one batch and KV that rows share is read once per step.
 
-    `steps` decode steps draw `tokens` and read the KV of `kv_tokens`, each summed over the steps. Before them `prompt_tokens` run
-    through the layers, with `pairs` of a query and a key, behind `found_tokens` whose KV is there already; `num_prompts` draw a token.
+    Attributes:
+        steps: Decode steps.
+        tokens: Tokens that the decode steps sample, summed over the steps.
+        kv_tokens: Tokens whose KV the decode steps read, summed over the steps.
+        prompt_tokens: Prompt tokens that run through the layers.
+        pairs: Pairs of a query and a key in the prompts.
+        found_tokens: Prompt tokens whose KV is already cached.
+        num_prompts: Prompts. Each samples one token.
     """
 
     steps: int = 0
@@ -37,21 +43,29 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """What the device was seen to do, a second: bytes read, and floating-point operations in a matrix product of the model's dtype."""
+    """The measured speed of a device.
+
+    Attributes:
+        read_bytes: Bytes read per second.
+        flops: Floating-point operations per second in a matrix product of the model's dtype.
+    """
 
     read_bytes: float
     flops: float
 
 
 def decode_work(prompt_lens: Sequence[int], counts: Sequence[int], shared: int = 0) -> Work:
-    """The decode steps that draw all but the first of `counts[i]` tokens behind prompts of `prompt_lens[i]`, the first `shared` common."""
+    """The work of the decode steps for replies of `counts[i]` tokens after prompts of `prompt_lens[i]` tokens.
+
+    Decode steps sample all tokens of a reply but the first. The first `shared` tokens are the same in all prompts.
+    """
     steps = max(counts) - 1
     own = sum((count - 1) * (length - shared) + count * (count - 1) // 2 for length, count in zip(prompt_lens, counts, strict=True))
     return Work(steps=steps, tokens=sum(counts) - len(counts), kv_tokens=shared * steps + own)
 
 
 def prompt_work(prompt_lens: Sequence[int], found: int = 0) -> Work:
-    """The prompts up to their first token; the KV of the first `found` tokens, common to all, is there already."""
+    """The work of prompts up to their first token. The first `found` tokens are the same in all prompts, and their KV is cached."""
     return Work(
         prompt_tokens=sum(length - found for length in prompt_lens),
         pairs=sum((length * (length + 1) - found * (found + 1)) // 2 for length in prompt_lens),
@@ -61,15 +75,15 @@ def prompt_work(prompt_lens: Sequence[int], found: int = 0) -> Work:
 
 
 def prompts_and_decode(prompt_lens: Sequence[int], counts: Sequence[int], shared: int = 0) -> Work:
-    """Both, one after the other; the shared tokens are there already."""
+    """The work of prompts, then of decode steps. The KV of the first `shared` tokens is cached."""
     before, steps = prompt_work(prompt_lens, shared), decode_work(prompt_lens, counts, shared)
     return replace(before, steps=steps.steps, tokens=steps.tokens, kv_tokens=steps.kv_tokens)
 
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: "int | float", shared: int = 0) -> int:
-    """Bytes that one decode step must read: all layer matrices and the head, and the KV of `rows` that see `context` tokens each.
+    """Bytes that one decode step must read: all layer matrices, the head, and the KV of `rows` rows of `context` tokens each.
 
-    `shared` of these tokens are the same ones for all rows. Gains, the rows of the embedding and what is written are left out.
+    `shared` of these tokens are the same for all rows. Norm weights, embedding rows and written bytes are not counted.
     """
     return weight_bytes(config, dtype, rows) + round((shared + rows * (context - shared)) * token_bytes(config, dtype))
 
@@ -86,7 +100,7 @@ def prompt_bytes(config: ModelConfig, dtype: torch.dtype, work: Work) -> int:
 
 
 def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: Ceiling) -> float:
-    """The shortest time that the ceiling leaves a workload: of decode steps and of prompts, reading or arithmetic, whichever is longer."""
+    """The least time of a workload: for decode steps and for prompts, the longer of reading time and arithmetic time."""
     layers, head = num_weights(config, 0)
     steps = max(decode_bytes(config, dtype, work) / ceiling.read_bytes, 2 * (layers + head) * work.tokens / ceiling.flops)
     products = 2 * layers * work.prompt_tokens + 2 * head * work.num_prompts
@@ -95,10 +109,10 @@ def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: 
 
 
 def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
-    """Elements of the layers' matrices that a step of so many tokens reads, and of the head, which may be the embedding table.
+    """The number of elements of the layers' matrices that a step of `tokens` tokens reads, and of the head.
 
-    Of E experts, each token choosing k of them as if at random, a step reads `E (1 - (1 - k/E)^tokens)`; 0 tokens: those of one token, each
-    of which is multiplied with it.
+    Of E experts, a step reads `E (1 - (1 - k/E)^tokens)`, if each token chooses k of them at random. With `tokens=0`, the experts of one
+    token count: these are the elements that one token is multiplied with. The head may be the embedding table.
     """
     table = REGISTRY[config.architecture].param_table(config)
     matrices = [info for info in pytree.tree_leaves(table.layers) if isinstance(info, ParamInfo) and info.kind == "matrix"]
@@ -108,7 +122,7 @@ def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf) -> int:
-    """Bytes of all layer matrices that a step of so many tokens reads, and of the head."""
+    """Bytes of the layer matrices and the head that a step of `tokens` tokens reads."""
     return sum(num_weights(config, tokens)) * dtype.itemsize
 
 
@@ -118,9 +132,9 @@ def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
-    """Read a large tensor (summed, and copied, which reads and writes it) and multiply large matrices, each for a moment; the best counts.
+    """Measure the speed of a device: sum and copy a large tensor, and multiply large matrices. The fastest run of each counts.
 
-    Takes less than a second, and on a GPU up to 4 GiB for that time.
+    It takes less than a second, and on a GPU up to 4 GiB of memory, which is freed at the end.
     """
     cuda = device.type == "cuda"
     elements, side, repeats = (min(1 << 29, torch.cuda.mem_get_info(device)[0] // 16), 8192, 12) if cuda else (1 << 25, 768, 5)
@@ -133,7 +147,7 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     multiplied = _best(lambda: a @ b, device, repeats)
     del source, target, a, b
     if cuda:
-        torch.cuda.empty_cache()  # an engine's pool takes what is free
+        torch.cuda.empty_cache()  # so that an engine's pool can take the memory
     return Ceiling(read_bytes=max(size / summed, 2 * size / copied), flops=2 * side**3 / multiplied)
 
 

@@ -1,7 +1,7 @@
-"""How the time of a decode step grows: with the batch, with the context, with the pool, and with the requests that have ended.
+"""How the time of a decode step grows with the batch, the context, the pool, and the requests that have ended.
 
-The first two run the model under measurement. What the pool and ended requests cost is the host's alone, so it is measured on a model of
-almost no size, on the CPU, where a pool of a million pages fits.
+The first two curves run the measured model. The pool and ended requests cost only host time. These curves run a minimal model on the
+CPU, where a pool of a million pages fits into memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +29,17 @@ LEAST = ModelConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is varied. Batches run at `context` tokens, contexts at each number of rows; `pools` in pages, `ended` in requests.
+    """The points of the curves.
 
-    Host times are those of `host_rows` rows. Every point is the median of `steps` steps.
+    Attributes:
+        batches: Numbers of rows, at `context` tokens.
+        context: Tokens of context of the batch curve.
+        contexts: Tokens of context, at each of `rows` rows.
+        rows: Numbers of rows of the context curves.
+        pools: Pages of the pool.
+        ended: Requests that have ended.
+        host_rows: Rows of the pool curve and of the curve of ended requests.
+        steps: Steps per point; the point is their median.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -49,8 +57,18 @@ ON_CPU = Settings(batches=(1, 2, 4, 8, 16, 32, 64), contexts=(256, 512, 1024, 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One decode step at `rows` rows of about `context` tokens: microseconds as a whole, of these outside the model's calls, and the
-    least that the bytes and the arithmetic leave; bytes that it must read."""
+    """One point: a decode step of `rows` rows of about `context` tokens.
+
+    Attributes:
+        rows: Rows of the batch.
+        context: Tokens of context per row.
+        tok_s: Tokens per second.
+        step_us: Microseconds per step.
+        host_us: Microseconds per step outside the model's calls.
+        step_bytes: Bytes that a step must read.
+        limit_us: The least microseconds per step, by the roofline.
+        roofline_percent: `limit_us` in percent of `step_us`.
+    """
 
     rows: int
     context: int
@@ -64,8 +82,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPoint:
-    """The host's microseconds of one decode step in a pool of `num_pages`, `num_cached` of them held by the index for later prompts,
-    after `ended` requests."""
+    """The host's microseconds per decode step in a pool of `num_pages` pages, after `ended` requests have ended.
+
+    `num_cached` of the pages are in the prefix index.
+    """
 
     num_pages: int
     ended: int
@@ -75,7 +95,7 @@ class HostPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A point of a curve that the engine has no room for, and what of it is too much."""
+    """A point of a curve that the engine has no room for, and the reason."""
 
     curve: str
     rows: int
@@ -85,7 +105,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """All curves, and the points that are left out of them."""
+    """All curves, and the points that were left out."""
 
     settings: Settings
     batch: tuple[Point, ...] = ()
@@ -100,13 +120,13 @@ class Growth:
 
 
 def model_len(settings: Settings, limits: ModelConfig) -> int:
-    """The context that an engine needs for all curves, as far as the model has it."""
+    """The `max_model_len` of an engine for all curves, at most the model's positions."""
     return min(limits.max_position_embeddings, max((*settings.contexts, settings.context)) + 256)
 
 
 def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Iterator[tuple[str, Growth]]:
-    """The curves of an engine that is at rest, one after the other: the last one's name, and all that there are by then."""
-    found = Growth(settings=settings)
+    """Measure the curves one by one on an engine without requests. Yields the name of each curve, and all curves so far."""
+    growth = Growth(settings=settings)
     sizes = {
         "batch": [(rows, settings.context) for rows in settings.batches],
         "context": [(rows, context) for rows in settings.rows for context in settings.contexts],
@@ -118,19 +138,19 @@ def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Iterator[tuple
                 left.append(LeftOut(curve=curve, rows=rows, context=context, why=why))
             else:
                 kept.append((rows, context))
-        found = replace(found, left_out=(*found.left_out, *left), **{curve: tuple(_points(engine, ceiling, kept, settings.steps))})
-        yield curve, found
+        growth = replace(growth, left_out=(*growth.left_out, *left), **{curve: tuple(_points(engine, ceiling, kept, settings.steps))})
+        yield curve, growth
     pools = {
         "pool": [(num_pages, 0) for num_pages in settings.pools],
         "ended": [(max(settings.pools), ended) for ended in settings.ended],
     }
     for curve, points in pools.items():
-        found = replace(found, **{curve: tuple(host_point(num_pages, ended, settings) for num_pages, ended in points)})
-        yield curve, found
+        growth = replace(growth, **{curve: tuple(host_point(num_pages, ended, settings) for num_pages, ended in points)})
+        yield curve, growth
 
 
 def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
-    """The host's part of a step, in a fresh engine of a model of almost no size, after requests of two pages each have ended."""
+    """Measure the host's time per step in a new engine of a minimal model, after requests of two pages each have ended."""
     model = random_model("least", LEAST, device="cpu", dtype="float32")
     engine, random = Engine(model, num_pages=num_pages, compile=False), Random(3)
     length, together = 2 * engine.state.config.page_size, engine.state.config.max_num_seqs
@@ -144,7 +164,7 @@ def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
 
 
 def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], steps: int) -> Iterator[Point]:
-    """A point for each (rows, tokens of context); all of them fit."""
+    """Measure a point for each pair of rows and tokens of context. All of them must fit."""
     model, random = engine.model, Random(4)
     config, dtype = model.config, model.dtype
     for rows, context in sizes:
@@ -165,23 +185,23 @@ def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], 
 
 
 def _prompt_len(context: int, steps: int) -> int:
-    return max(1, context - steps // 2)  # the middle of the steps stands at the context that is asked for
+    return max(1, context - steps // 2)  # the middle step then has exactly this context
 
 
 def obstacle(limits: EngineConfig, rows: int, length: int, steps: int) -> str | None:
-    """What of `steps` steps of so many rows behind prompts of `length` tokens is more than an engine has; None: they fit."""
+    """The reason why `steps` steps of `rows` rows after prompts of `length` tokens do not fit into an engine; None if they fit."""
     if rows > limits.max_num_seqs:
         return f"the engine runs at most {limits.max_num_seqs:,} rows"
     whole = length + room_for(rows, length, steps, limits.max_num_batched_tokens)
     if whole > limits.max_model_len:
         return f"with its steps a row takes {whole:,} tokens, the context has {limits.max_model_len:,}"
-    pages = rows * pages_for(whole + 64, limits.page_size)  # 64: a sequence takes pages ahead
-    there = min(limits.num_pages, limits.num_frames or limits.num_pages)
-    return f"its KV takes {pages:,} pages, the pool has {there:,}" if pages > there else None
+    pages = rows * pages_for(whole + 64, limits.page_size)  # 64: a sequence allocates pages in advance
+    available = min(limits.num_pages, limits.num_frames or limits.num_pages)
+    return f"its KV takes {pages:,} pages, the pool has {available:,}" if pages > available else None
 
 
 def _decode_times(model: Model, state: EngineState, prompts: Sequence[list[int]], steps: int) -> tuple[EngineState, StepTimes]:
-    """The times of `steps` decode steps of these prompts, which are cancelled then."""
+    """Measure `steps` decode steps of these prompts, then cancel the requests."""
     room = room_for(len(prompts), len(prompts[0]), steps, state.config.max_num_batched_tokens)
     state, ids = start_decoding(model, state, prompts, room)
     state, times = time_steps(model, state, steps)

@@ -1,4 +1,4 @@
-"""From the start of a process to its first token: a fresh one that imports, loads a folder, starts an engine and replies."""
+"""The time from the start of a process to its first token, measured in a new process that loads a model and starts an engine."""
 
 import json
 import shutil
@@ -29,8 +29,8 @@ from nanovllm.models.registry import unfitted
 from nanovllm.types import dtype_of
 
 TIMEOUT = 600.0  # seconds until the first token
-SPARE = 1 << 28  # bytes of disk that are left to others
-# The clock runs on from process to process, so that the first interval holds the start of Python too.
+SPARE = 1 << 28  # bytes of disk that stay free
+# The monotonic clock is the same in both processes, so the first interval includes the start of Python.
 PROGRAM = """\
 import json, sys, time
 began, folder, device, dtype, tokenizer, tuning, prompt = json.loads(sys.argv[1])
@@ -47,12 +47,19 @@ print(json.dumps(marks))
 
 
 class StartError(NanoVLLMError):
-    """The fresh process ended without a token, or had none in time."""
+    """The new process ended without a token, or reached the time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Seconds from the start of a process to its first token, and what they are made of; Python and what it loads count as `imports`."""
+    """The parts of the time from the start of a process to its first token, in seconds.
+
+    Attributes:
+        imports_s: Starting Python and importing.
+        weights_s: Loading the model.
+        engine_s: Starting the engine.
+        first_token_s: Running the prompt up to its first token.
+    """
 
     imports_s: float
     weights_s: float
@@ -61,15 +68,22 @@ class Start:
 
     @property
     def start_s(self) -> float:
-        """All of them."""
+        """The sum of all parts, in seconds."""
         return round(self.imports_s + self.weights_s + self.engine_s + self.first_token_s, 3)
 
 
 def measure_start(model: Model, name: str, tuning: Path | bool | None = None) -> Start:
-    """The start of a process over the model that `name` names: the second of two, as the first one fills caches.
+    """Measure the start of a process for a model. The process runs twice, and the second run counts, because the first fills caches.
 
-    Random weights are written to a folder for temporary files first and removed then (see `too_large`). `tuning`: see `init_state`.
-    Raises `StartError`.
+    Random weights are written to a temporary folder first, and removed at the end. `too_large` checks that they fit.
+
+    Args:
+        model: The model.
+        name: The name that it was loaded by, or a key of `SHAPES`.
+        tuning: The option of `init_state`.
+
+    Raises:
+        StartError: The weights could not be written, or the process gave no token.
     """
     with _ended_in_order(), _folder(model, name) as folder:
         _run(model, folder, tuning)
@@ -77,21 +91,21 @@ def measure_start(model: Model, name: str, tuning: Path | bool | None = None) ->
 
 
 def too_large(name: str, config: ModelConfig) -> str | None:
-    """Why the weights of one of `SHAPES` cannot be written to the folder for temporary files; None: they can, or are on disk already."""
+    """The reason why the weights of one of `SHAPES` do not fit into the temporary folder; None if they fit or are already on disk."""
     if name not in SHAPES:
         return None
     where = tempfile.gettempdir()
     size, free = num_params(config) * dtype_of(config.dtype).itemsize, shutil.disk_usage(where).free
     if size + SPARE <= free:
         return None
-    return f"its weights take {size / 1e9:,.1f} GB of disk, {where} has {free / 1e9:,.1f} GB free; TMPDIR names another folder"
+    return f"its weights take {size / 1e9:,.1f} GB of disk, {where} has {free / 1e9:,.1f} GB free; set TMPDIR to another folder"
 
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that what was written is removed and the fresh process ends too."""
+    """Turn SIGTERM into an exception inside this block, so that temporary files are removed and the new process ends too."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # no other may say what a signal does
+        yield  # only the main thread may install a signal handler
         return
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -123,10 +137,11 @@ def _run(model: Model, folder: Path, tuning: Path | bool | None) -> Start:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
-        raise StartError(f"a fresh process had no token after {TIMEOUT:g} s") from error
+        raise StartError(f"a new process gave no token within {TIMEOUT:g} s") from error
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise StartError(f"a fresh process ended with {done.returncode} before its first token: {said[-1] if said else 'it said nothing'}")
+        lines = done.stderr.strip().splitlines()
+        last = lines[-1] if lines else "it printed no error"
+        raise StartError(f"a new process exited with status {done.returncode} before its first token: {last}")
     marks = json.loads(done.stdout.splitlines()[-1])
     seconds = (round(after - before, 3) for before, after in pairwise(marks))
     return Start(**dict(zip(Start.__dataclass_fields__, seconds, strict=True)))

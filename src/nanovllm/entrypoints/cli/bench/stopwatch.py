@@ -1,4 +1,4 @@
-"""An engine under measurement: whole batches by `submit` and `step`, and a stopwatch around what the model does."""
+"""An engine for measurements: it runs whole batches with `submit` and `step`, and times the model's calls."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,36 +24,37 @@ HOST_PROMPT = 32  # tokens before the steps of `host_time`
 
 
 class Stopwatch:
-    """An executor that adds up the seconds inside the model's calls, from launch to tokens on the host, and counts the decode steps.
+    """An executor that measures another executor: the seconds inside the model's calls, and the number of decode steps.
 
-    All else that an engine does is the host's: scheduling, page tables, loading rows, settling tokens. On a GPU the next step runs
-    meanwhile, so that the host costs time only where these seconds come near to none: then nobody waits for the GPU.
+    The seconds count from the launch to the tokens on the host. All other work of an engine is host time: scheduling, page tables, loading
+    rows, post-processing of tokens. On a GPU, host work overlaps the next step. It costs time only if the model's seconds are near zero,
+    because then the host never waits for the GPU.
     """
 
     def __init__(self, inner: Executor):
         self.inner, self.seconds, self.steps = inner, 0.0, 0
 
     def prefill(self, model: Model, kv: KVState, rows: Any, **options: Any) -> tuple[Drawn | None, KVState]:
-        """See `Executor`."""
+        """Donates `kv`. Run prompts with the inner executor, and add the time."""
         start = time.perf_counter()
         result = self.inner.prefill(model, kv, rows, **options)
         self.seconds += time.perf_counter() - start
         return result
 
     def load(self, model: Model, kv: KVState, rows: Any, **options: Any) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `kv`. Load rows into a decode carry with the inner executor."""
         return self.inner.load(model, kv, rows, **options)
 
     def refresh(self, model: Model, carry: DecodeCarry, rows: Any, **options: Any) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `carry`. Update the rows of a decode carry with the inner executor."""
         return self.inner.refresh(model, carry, rows, **options)
 
     def narrow(self, model: Model, carry: DecodeCarry, keep: Any, rows: Any, **options: Any) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `carry`. Keep some rows of a decode carry with the inner executor."""
         return self.inner.narrow(model, carry, keep, rows, **options)
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """See `Executor`."""
+        """Donates `carry`. Run a decode step with the inner executor, add the time and count the step."""
         start = time.perf_counter()
         result = self.inner.decode(model, carry)
         self.seconds += time.perf_counter() - start
@@ -61,21 +62,21 @@ class Stopwatch:
         return result
 
     def take_discarded_count(self) -> int:
-        """See `Executor`."""
+        """The tokens that the inner executor ran ahead and did not use, since the last call; counts from zero again."""
         return self.inner.take_discarded_count()
 
     def begin(self, model: Model, kv: KVState, rows: Any, ticket: int, **options: Any) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `kv`. Begin a decode session with the inner executor."""
         return self.inner.begin(model, kv, rows, ticket, **options)
 
     def end(self, ticket: int) -> None:
-        """See `Executor`."""
+        """End a decode session with the inner executor."""
         self.inner.end(ticket)
 
 
 @contextmanager
 def watched(state: EngineState) -> Iterator[Stopwatch]:
-    """A stopwatch in the place of the engine's executor, which returns at the end, whatever happens."""
+    """Replace the engine's executor by a stopwatch inside this block. The executor is restored at the end, also after an error."""
     runtime = runtime_of(state)
     watch = Stopwatch(runtime.executor)
     runtime.executor = watch
@@ -86,17 +87,17 @@ def watched(state: EngineState) -> Iterator[Stopwatch]:
 
 
 class Engine:
-    """An engine under measurement: the state of the last call, and what its calls have cost."""
+    """An engine for measurements: its state, and the cost of its calls so far."""
 
     name = "nanovllm"
 
     def __init__(self, model: Model, **limits: Any):
-        """`limits` are those of `init_state`."""
+        """Start an engine. `limits` are options of `init_state`."""
         self.model, self.state = model, init_state(model, **limits)
         self.spent = Spent()
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
-        """Token ids in and out, in order; the end-of-sequence token is ignored."""
+        """Generate `max_tokens[i]` tokens after each prompt, ignoring the end-of-sequence token. Returns token ids in order."""
         order = []
         for prompt, count in zip(prompts, max_tokens, strict=True):
             params = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
@@ -113,7 +114,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Decode steps one by one: seconds of each as a whole, and of these inside the model's calls."""
+    """Times of single decode steps, in seconds: of the whole step, and inside the model's calls."""
 
     whole: np.ndarray
     model: np.ndarray
@@ -125,7 +126,7 @@ class StepTimes:
 
 
 def start_decoding(model: Model, state: EngineState, prompts: Sequence[list[int]], room: int) -> tuple[EngineState, tuple[int, ...]]:
-    """Submit greedy requests for `room` tokens and run their prompts and one decode step more. Returns the requests' ids."""
+    """Submit greedy requests for `room` tokens, run their prompts and one decode step. Returns the state and the requests' ids."""
     limit, ids = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True), []
     for prompt in prompts:
         state, rid = submit(model, state, prompt, limit)
@@ -137,12 +138,12 @@ def start_decoding(model: Model, state: EngineState, prompts: Sequence[list[int]
 
 
 def room_for(rows: int, length: int, steps: int, max_num_batched_tokens: int) -> int:
-    """Tokens that a row must be allowed to draw so that all of them decode for so many steps: some more while other rows' prompts run."""
+    """The `max_tokens` with which all rows decode for at least `steps` steps. Early rows decode while other rows' prompts still run."""
     return steps + 8 + -(-rows * length // max(1, max_num_batched_tokens - rows))
 
 
 def time_steps(model: Model, state: EngineState, count: int) -> tuple[EngineState, StepTimes]:
-    """Run `count` steps of requests that all decode, or fewer where one of them ends."""
+    """Time up to `count` steps of requests that all decode. It stops when a request ends."""
     size, whole, inside = len(state.running), [], []
     with watched(state) as watch:
         while len(state.running) == size and len(whole) < count:
@@ -154,9 +155,11 @@ def time_steps(model: Model, state: EngineState, count: int) -> tuple[EngineStat
 
 
 def host_time(model: Model, state: EngineState, size: int, steps: int = 200) -> tuple[EngineState, dict[str, float]]:
-    """Microseconds a decode step at batch `size`: the whole step, and what of it is outside the model (scheduling, tables, settling).
+    """Measure microseconds per decode step at batch `size`: the whole step, and its part outside the model's calls.
 
-    Medians of the steps; the host's mean too, which has in it what few steps do, the last one above all, where all rows end.
+    Returns:
+        The state, and medians of both. For the host part also the mean, which includes rare work such as the end of all rows in the last
+        step.
     """
     random = Random(2)
     prompts = [random_tokens(random, HOST_PROMPT, model.config.vocab_size) for _ in range(size)]

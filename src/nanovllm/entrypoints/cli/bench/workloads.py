@@ -1,6 +1,7 @@
-"""The workloads that engines are compared by: what is asked, how it is timed, and what each must read at least.
+"""The workloads: their requests, how they are timed, and the least work of each.
 
-An engine is anything with `generate(prompts, max_tokens, temperature) -> tokens`: token ids in and out, the end-of-sequence token ignored.
+An engine is any object with `generate(prompts, max_tokens, temperature) -> tokens`. It takes and returns token ids, and ignores the
+end-of-sequence token.
 """
 
 import time
@@ -16,7 +17,7 @@ Generate = Callable[[list[list[int]], list[int], float], list[list[int]]]
 TIMED = ("b1", "b8", "b64", "offline", "prefix")  # any engine can run these
 WORKLOADS = (*TIMED, "host", "growth", "start")
 PROMPT, SHARED = 128, 16384  # tokens of a short prompt, and of the prefix
-# Tokens of the longest request, prompt and reply; `growth` leaves out the points that are too long.
+# Tokens of the longest request, prompt and reply. `growth` has no entry: it leaves out the points that are too long.
 LONGEST = {
     "b1": PROMPT + 512, "b8": PROMPT + 256, "b64": PROMPT + 256, "offline": 1024 + 1024, "prefix": SHARED + 32 + 256, "host": 32 + 208,
     "start": PROMPT + 1,
@@ -25,25 +26,25 @@ LONGEST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What an engine's calls have cost so far: decode steps, and seconds inside the model's calls (see `engine.Stopwatch`)."""
+    """The cost of an engine's calls so far: decode steps, and seconds inside the model's calls (`stopwatch.Stopwatch`)."""
 
     steps: int = 0
     model_seconds: float = 0.0
 
     def less(self, other: "Spent") -> "Spent":
-        """What this is more than the other."""
+        """The difference to an earlier cost."""
         return Spent(steps=self.steps - other.steps, model_seconds=self.model_seconds - other.model_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One call of an engine; `spent` is None where the engine does not tell."""
+    """The time of one call of an engine. `spent` is None if the engine does not report its cost."""
 
     seconds: float
     spent: Spent | None = None
 
     def less(self, other: "Timing") -> "Timing":
-        """What this took beyond the other."""
+        """The difference to a shorter call."""
         if self.spent is None or other.spent is None:
             return Timing(seconds=self.seconds - other.seconds)
         return Timing(seconds=self.seconds - other.seconds, spent=self.spent.less(other.spent))
@@ -51,10 +52,17 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One figure of a workload: medians over its repeats. `key` is its name in JSON, and ends with its unit.
+    """One figure of a workload, as a median over its repeats.
 
-    `tokens` drawn in `seconds`, by `steps` decode steps; `host` is the share of the time outside the model's calls. The last two are None
-    where the engine does not tell.
+    Attributes:
+        workload: The name of the workload.
+        what: The requests, in words.
+        key: The name of the figure in JSON; it ends with the unit.
+        work: The least work of the workload.
+        tokens: Sampled tokens.
+        seconds: The time.
+        steps: Decode steps; None if the engine does not report them.
+        host: The share of the time outside the model's calls; None if the engine does not report it.
     """
 
     workload: str
@@ -68,27 +76,35 @@ class Measured:
 
     @property
     def figure(self) -> float:
-        """Tokens a second, or milliseconds, as the key says."""
+        """Tokens per second or milliseconds, according to `key`."""
         return round(self.tokens / self.seconds, 1) if self.key.endswith("_tok_s") else round(1e3 * self.seconds, 2)
 
 
 def random_tokens(random: Random, count: int, vocab_size: int) -> list[int]:
-    """Token ids as the peers' benchmark draws them: 300 ... 10,000, or the whole of a smaller vocabulary."""
+    """Random token ids from 300 to 10,000, or from the whole of a smaller vocabulary."""
     low, high = (300, 10000) if vocab_size > 10000 else (0, vocab_size - 1)
     return [random.randint(low, high) for _ in range(count)]
 
 
 def run_workloads(generate: Generate, which: Sequence[str], vocab_size: int, repeats: int = 3) -> dict[str, float]:
-    """Tokens a second and milliseconds of the chosen workloads: medians of `repeats`, but for `offline`, which runs once."""
+    """Run the chosen workloads. Returns each figure by its key: a median of `repeats` runs; `offline` runs once."""
     return {one.key: one.figure for one in measure(generate, which, vocab_size, repeats)}
 
 
 def measure(
     generate: Generate, which: Sequence[str], vocab_size: int, repeats: int = 3, spent: Callable[[], Spent] | None = None
 ) -> Iterator[Measured]:
-    """The figures of the chosen workloads as they come; `spent` is what the engine's calls have cost so far.
+    """Run the chosen workloads, and yield each figure when it is known.
 
-    Raises `AssertionError` where an engine returns another number of tokens than it was asked for.
+    Args:
+        generate: The engine.
+        which: Names of workloads.
+        vocab_size: The size of the vocabulary that prompts are made from.
+        repeats: Runs of each workload; `offline` runs once.
+        spent: Returns the cost of the engine's calls so far; None if the engine does not report it.
+
+    Raises:
+        AssertionError: The engine returned another number of tokens than it was asked for.
     """
     random = Random(1)
 
@@ -137,14 +153,14 @@ def measure(
                 timed([shared + prompt(32) for _ in range(32)], [8] * 32)
             many.append(timed([shared + prompt(32) for _ in range(32)], [256] * 32))
         yield _measured("16k cold", "1 x (16,400 in, 1 out)", "ttft_16k_cold_ms", prompt_work([SHARED + 16]), cold)
-        yield _measured("16k warm", "1 x (16k there + 16 in, 1 out)", "ttft_16k_warm_ms", prompt_work([SHARED + 16], SHARED), warm)
+        yield _measured("16k warm", "1 x (16k cached + 16 in, 1 out)", "ttft_16k_warm_ms", prompt_work([SHARED + 16], SHARED), warm)
         work = prompts_and_decode([SHARED + 32] * 32, [256] * 32, SHARED)
         yield _measured("prefix", "32 x (16k shared + 32 in, 256 out)", "shared16k_x32_tok_s", work, many)
 
 
 def _measured(workload: str, what: str, key: str, work: Work, timings: Sequence[Timing]) -> Measured:
-    told = [t.spent for t in timings if t.spent is not None]
-    outside = [1 - s.model_seconds / t.seconds for t, s in zip(timings, told, strict=False)]
+    costs = [t.spent for t in timings if t.spent is not None]
+    outside = [1 - s.model_seconds / t.seconds for t, s in zip(timings, costs, strict=False)]
     return Measured(
         workload=workload,
         what=what,
@@ -152,6 +168,6 @@ def _measured(workload: str, what: str, key: str, work: Work, timings: Sequence[
         work=work,
         tokens=work.tokens + work.num_prompts,
         seconds=float(np.median([t.seconds for t in timings])),
-        steps=int(np.median([s.steps for s in told])) if told else None,
-        host=float(np.median(outside)) if told else None,
+        steps=int(np.median([s.steps for s in costs])) if costs else None,
+        host=float(np.median(outside)) if costs else None,
     )

@@ -1,1 +1,1 @@
-"""Whether a model's fast decode path computes what its plain layers do, on its own weights; `nanovllm check`, and a look at start."""
+"""`nanovllm check`: the outlook of a model before it is loaded, and the comparison of its fast decode path with its plain layers."""

@@ -1,4 +1,4 @@
-"""`nanovllm check`: the report on the command line."""
+"""`nanovllm check`: say whether a model will run, then compare its fast decode path with its plain layers."""
 
 import argparse
 import json
@@ -19,59 +19,73 @@ from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for
 
 DESCRIPTION = """\
-First say, before any weight is read, whether a model will run here, in how much memory, how many tokens of KV fit beside it, and by which
-kernels; with --dry-run say no more. Then load it and compare its fast decode path (fused kernels on a GPU, C on a CPU) with its plain
-layers, on its own weights: every layer by itself beside float64, the extremes of its norms, and greedy agreement over a text. Batches of 1,
-2, 8, 16 and 24 rows are compared, and of up to 6 more numbers of rows, 256 at most, for which a tuning file has cuts. Exit code 0: it will
-run, and all layers keep the bound, or there is no fast path here, as where the model runs through transformers; 1: it will not run, and
-nothing was loaded, or some layers fall back to plain torch; 2: an error.
+First say whether a model will run on this machine, before any weight is read. Say how much memory it needs, how many tokens of KV fit, and
+which kernels will run it. With --dry-run, stop there. Then load the model, and compare its fast decode path (fused kernels on a GPU, C on a
+CPU) with its plain PyTorch layers. Each layer is compared with float64 on its own weights. The report also shows the largest norm weights,
+and how often greedy decoding agrees over a text. Decode batches have 1, 2, 8, 16 and 24 rows. With a tuning file, up to 6 more batch sizes
+that it tunes are compared, at most 256 rows. Exit code 0: the model will run, and every layer of a fast path keeps its error bound. Exit
+code 1: the model will not run, or some layers fall back to plain PyTorch. Exit code 2: an error.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm check`."""
-    where = "tiny, the packaged model (default), a folder, a repository in the Hugging Face cache, or shapes that `bench --help` names"
+    where = (
+        "a folder, a repository in the Hugging Face cache, random weights of a shape that `nanovllm bench --help` names, or tiny, the "
+        "packaged model (default: tiny)"
+    )
     parser.add_argument("name", nargs="?", metavar="MODEL", help=where)
-    parser.add_argument("--model", metavar="NAME", help="the same by an option, as for the other commands")
+    parser.add_argument("--model", metavar="NAME", help="the same as MODEL, spelled as in the other commands")
     add_source(parser)
-    parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
-    parser.add_argument("--dry-run", action="store_true", help="load nothing: only say what would happen")
-    parser.add_argument("--max-model-len", type=positive, metavar="N", help="the most tokens of a request (default: the model's)")
-    parser.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="the share of a GPU's memory to use (default 0.9)")
-    parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the text (default %(default)s)")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU if torch sees one)")
+    dtype = "float32, bfloat16 or float16 (default: the checkpoint's dtype on a GPU, float32 on a CPU)"
+    parser.add_argument("--dtype", metavar="T", help=dtype)
+    parser.add_argument("--dry-run", action="store_true", help="only say whether and how the model will run; load no weights")
+    length = "the maximum length of a request, prompt and reply, in tokens (default: the model's)"
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help=length)
+    fraction = "the fraction of the GPU's memory to use (default: 0.9)"
+    parser.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help=fraction)
+    parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the compared text (default: %(default)s)")
     parser.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write that object to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the JSON object to this file")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Say what will happen, check, print the table, write the file that was asked for. Returns 0 or, where the model will not run or a
-    layer falls back, 1."""
+    """Run `nanovllm check`: print the outlook, compare the layers, print the table, write the file.
+
+    Returns:
+        The exit code. 1: the model will not run, or a layer falls back to plain PyTorch. 0: otherwise.
+
+    Raises:
+        InvalidRequestError: Two models were named, or an option has an invalid value.
+        CheckpointError: The model cannot be found or loaded.
+        TuningFileError: The file of `--tuning` cannot be used.
+    """
     if options.name is not None and options.model is not None:
-        raise InvalidRequestError(f"two models were named, {options.name!r} and {options.model!r}: give one")
+        raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     if not 0 < options.memory_fraction <= 1:
-        raise InvalidRequestError(f"memory_fraction={options.memory_fraction!r} must be in (0, 1]")
+        raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
     require_folder(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     where, limits = source(options), {"max_model_len": options.max_model_len}
     look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)
     if not options.json:
         print(text(look), flush=True)
-    found: dict[str, Any] = {"schema": SCHEMA, "model": look.model, "architecture": look.architecture}
-    told, fallen = "", False
+    figures: dict[str, Any] = {"schema": SCHEMA, "model": look.model, "architecture": look.architecture}
+    shown, fallen = "", False
     if not (look.problems or options.dry_run):
         model = loaded(name, options.device, options.dtype, **limits, **{**where, "download": False})
         if model.foreign:
-            found["path"] = "through transformers"
+            figures["path"] = "through transformers"
             who = f"{model.name}, {model.config.architecture}"
-            told = f"{who}: every layer runs through transformers, which leaves no fast path to compare."
+            shown = f"{who}: every layer runs through the transformers fallback, which has no fast path to compare."
         else:
             report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
-            found, told, fallen = report.as_json(), table(report), bool(report.fallen)
-    written = json.dumps({**found, "outlook": look.as_json()}, indent=1)
-    if options.json or told:
-        print(written if options.json else f"\n{told}")
+            figures, shown, fallen = report.as_json(), table(report), bool(report.fallen)
+    written = json.dumps({**figures, "outlook": look.as_json()}, indent=1)
+    if options.json or shown:
+        print(written if options.json else f"\n{shown}")
     if options.output is not None:
         options.output.write_text(written + "\n", encoding="utf-8")
     return 1 if look.problems or fallen else 0
@@ -85,7 +99,7 @@ def _outlook(name: str, device: torch.device, dtype: str | None, **how: Any) -> 
 
 
 def loaded(name: str, device: str | None, dtype: str | None, **where: Any) -> Model:
-    """The model of this name, or random weights of shapes that `bench` knows. `where` is what `arguments.source` gives."""
+    """Load the model of this name, or make random weights of a shape that `bench` knows. `where` comes from `arguments.source`."""
     from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 
     return random_weights(name, device=device, dtype=dtype) if name in SHAPES else load_model(name, device, dtype, **where)
@@ -95,4 +109,4 @@ def _require_no_revision(name: str, where: Mapping[str, Any]) -> None:
     from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 
     if name in SHAPES and where.get("revision") is not None:
-        raise InvalidRequestError(f"--revision {where['revision']}: {name} is random weights, and only repositories have revisions")
+        raise InvalidRequestError(f"--revision {where['revision']}: {name} has random weights and no revisions; omit --revision")

@@ -1,4 +1,4 @@
-"""Which kernels will run a model's steps, and why not the fast ones."""
+"""Which kernels will run a model's steps, and the reason if they are not the fast kernels."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,15 @@ from nanovllm.models.fast.path import against
 from nanovllm.models.init_params import without_memory
 from nanovllm.ops.backends import against_flashinfer
 
-PAGE_SIZE = 16  # of which FlashInfer's kernels do not depend
+PAGE_SIZE = 16  # any value: the answer does not depend on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What runs decode steps and prompts, and what stands against the fast forms; empty where nothing does. `captured`: in CUDA graphs."""
+    """The kernels of decode steps and of prompts, in words.
+
+    `against` is the reason against the fast kernels, or empty. `captured`: whether decode steps run in CUDA graphs.
+    """
 
     decode: str
     prompts: str
@@ -23,7 +26,7 @@ class Kernels:
 
 
 def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, foreign: bool = False) -> Kernels:
-    """What runs the model's steps on a device, as `init_state` decides by default; `foreign`: transformers' module."""
+    """The kernels that `init_state` chooses by default for a model on a device. `foreign`: the model runs through transformers."""
     if foreign:
         how = "transformers' module, attention in plain torch"
         return Kernels(decode=how, prompts=how, against="the architecture is not built in")
@@ -32,6 +35,6 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, fo
         return Kernels(decode="plain torch" if why else "C", prompts="plain torch", against=why)
     if other := against_flashinfer(device, dtype, config.head_dim, PAGE_SIZE):
         how = "compiled layers, attention in plain torch"
-        return Kernels(decode=how, prompts=how, against=f"FlashInfer does not serve it: {other}")
+        return Kernels(decode=how, prompts=how, against=f"FlashInfer does not support it: {other}")
     how = "compiled layers" if why else "fused kernels"
     return Kernels(decode=f"{how} in CUDA graphs", prompts=f"{how}, attention by FlashInfer", against=why, captured=True)

@@ -1,5 +1,4 @@
-"""What will happen when a model is loaded and run here, known before any weight is read: whether it runs, in how much memory, by which
-kernels."""
+"""The outlook of a model before any weight is read: whether it will run, in how much memory, and with which kernels."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,14 +28,22 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.tokenizer.tokenizer import Tokenizer
 from nanovllm.types import FLOATS
 
-LOADING = 32 << 20  # bytes that the host holds at most beyond the weights while they are loaded
-MESSAGE = ({"role": "user", "content": "Hello"},)  # what a chat template is tried on
+LOADING = 32 << 20  # bytes of host memory that loading needs at most, without the weights
+MESSAGE = ({"role": "user", "content": "Hello"},)  # to try the chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """`parameters` None: not known before they are loaded. Bytes: `stored` in the checkpoint, `held` on the device, `host` the most that
-    the host holds while loading. `tensors` is how many the checkpoint has, None where there is no checkpoint."""
+    """The size of a model's weights.
+
+    Attributes:
+        parameters: The number of parameters; None if it is not known before loading.
+        stored: Bytes in the checkpoint; None without a checkpoint.
+        stored_dtypes: The dtypes in the checkpoint.
+        tensors: The number of tensors in the checkpoint; None without a checkpoint.
+        held: Bytes on the device.
+        host: The most bytes of host memory during loading.
+    """
 
     parameters: int | None
     stored: int | None
@@ -48,7 +55,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """The tokenizer's ids, and what its chat template says when it is tried: empty, or why it fails. None: no tokenizer."""
+    """The tokenizer of a model.
+
+    Attributes:
+        tokens: The number of token ids; None without a tokenizer.
+        chat_template: The error of the chat template, or empty if it works; None without a tokenizer.
+        end_tokens: Id and text of each token that ends a reply.
+    """
 
     tokens: int | None
     chat_template: str | None
@@ -57,8 +70,24 @@ class Texts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What is known of a model before it is loaded. `problems` are why it cannot run here, `notes` what one should know besides; what the
-    problems hide is None. `file` is empty where transformers' module runs the model, and `code` whether the checkpoint brings any."""
+    """The facts about a model before it is loaded. Facts that could not be found because of a problem are None.
+
+    Attributes:
+        model: The name of the model.
+        architecture: The name of the architecture.
+        file: The file of the architecture in the package; empty for the transformers fallback.
+        features: Differences from a plain Llama.
+        code: Whether the checkpoint brings Python code.
+        dtype: The dtype on the device.
+        device: The name of the device.
+        config: The config.
+        weights: The size of the weights.
+        memory: The memory of the device, and the KV memory that fits.
+        kernels: The kernels that will run the model.
+        texts: The tokenizer.
+        problems: The reasons why the model cannot run here.
+        notes: Facts that a user should know.
+    """
 
     model: str
     architecture: str
@@ -91,11 +120,23 @@ def outlook(
     trust_remote_code: bool = False,
     **where: Any,
 ) -> Outlook:
-    """Look at a folder, a repository, or one of `shapes`, which are random weights. `where` goes to `resolve_folder`.
+    """Find out whether and how a model will run, from the headers of its weight files.
 
-    No weight is read, only headers, and a head that is stored beside the table that it is said to be, up to where they differ. With
-    `trust_remote_code` a checkpoint's code runs, where nothing else knows its architecture. Raises `CheckpointError` where there is no
-    such folder or repository, `InvalidRequestError` for a dtype that there is not.
+    No weights are read, with one exception. If embeddings are said to be tied and a head is stored as well, the two are compared.
+
+    Args:
+        name: A folder, a repository, or a key of `shapes`.
+        device: The device to run on.
+        dtype: The dtype to run in; None for the default.
+        shapes: Configs of models with random weights, by name.
+        memory_fraction: The fraction of the GPU's memory to use.
+        max_model_len: The maximum length of a request in tokens; None for the model's.
+        trust_remote_code: Whether code of the checkpoint may run, if its architecture is known to nobody else.
+        **where: Further arguments of `resolve_folder`.
+
+    Raises:
+        CheckpointError: The folder or repository was not found.
+        InvalidRequestError: The dtype does not exist.
     """
     if name in shapes:
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]
@@ -109,10 +150,10 @@ def outlook(
         config = _with_stored_head(folder, spec, config)
     except CheckpointError as error:
         names = hf.get("architectures")
-        told = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "unknown architecture"
+        architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "unknown architecture"
         return Outlook(
-            model=called, architecture=told, file="", features=(), code=bool(hf.get("auto_map")), dtype="", device=device_name(device),
-            config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
+            model=called, architecture=architecture, file="", features=(), code=bool(hf.get("auto_map")), dtype="",
+            device=device_name(device), config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
         )  # fmt: skip
     return _looked(called, folder, bool(hf.get("auto_map")), spec, config, device, dtype, memory_fraction, max_model_len)
 
@@ -121,7 +162,7 @@ def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> Mod
     try:
         return config if isinstance(spec, TransformersSpec) else stored_head(folder, config)
     except CheckpointError:
-        return config  # what is wrong with the headers is said where the weights are looked at
+        return config  # `_weights` reports the fault in the headers
 
 
 def _looked(
@@ -142,10 +183,10 @@ def _looked(
     memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
     _judge(config, weights, memory, device, problems, notes)
     if how.captured:
-        notes.append("an engine measures at its start what its largest steps hold, which leaves less for KV")
+        notes.append("at its start, an engine measures the memory of its largest steps, so less memory is left for KV")
     if read.long_rope is not None and config.max_position_embeddings < read.max_position_embeddings:
-        most = f"{read.max_position_embeddings:,} tokens with --max-model-len, by the long factors of its rotary embedding"
-        notes.append(f"it is loaded for {config.max_position_embeddings:,} tokens; for up to {most}, with KV of its own")
+        most = f"{read.max_position_embeddings:,} tokens, give --max-model-len: the long factors of its rotary embedding apply then"
+        notes.append(f"it is loaded for {config.max_position_embeddings:,} tokens; for up to {most}, and KV of the two is not compatible")
     if max_model_len is not None and max_model_len > config.max_position_embeddings:
         problems.append(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
     return Outlook(
@@ -192,20 +233,20 @@ def _weights(
         stored_dtypes=tuple(sorted({h.dtype for h in headers.values()})),
         tensors=None if folder is None else len(headers),
         held=held,
-        host=LOADING + (held + moved if foreign or device.type == "cpu" else 0),  # what is kept in another order is there twice
+        host=LOADING + (held + moved if foreign or device.type == "cpu" else 0),  # reordering a parameter needs a second copy of it
     )
 
 
 def _judge(config: ModelConfig, weights: Weights, memory: Memory, device: torch.device, problems: list[str], notes: list[str]) -> None:
-    """Whether weights and some KV fit."""
+    """Add a problem if the weights or any KV do not fit, and a note if a request of full length does not."""
     if memory.room is None or memory.left is None or memory.tokens is None:
-        notes.append("how much memory is free is not known on this system")
+        notes.append("this system does not report its free memory")
     elif weights.held > memory.room.free:
         problems.append(f"the weights take {size(weights.held)}, and {device} has {size(memory.room.free)} free")
     elif not memory.tokens:
         problems.append(f"the weights take {size(weights.held)}, which leaves {size(max(0, memory.left))} on {device}: no room for KV")
     elif memory.tokens < config.max_position_embeddings and not config.all_windowed:
-        notes.append(f"a request of the whole context does not fit: one of {memory.tokens:,} tokens does")
+        notes.append(f"a request of full length does not fit: the longest that fits has {memory.tokens:,} tokens")
 
 
 def _texts(folder: Path, config: ModelConfig, problems: list[str], notes: list[str]) -> Texts:
@@ -218,9 +259,9 @@ def _texts(folder: Path, config: ModelConfig, problems: list[str], notes: list[s
         tokenizer = load_tokenizer(folder, config.vocab_size)
         require_vocabulary(tokenizer, replace(config, eos_token_ids=ends), folder)
     except CheckpointError as error:
-        problems.append(f"{error}{'' if tokenizer else '; load_model(..., tokenizer=False) needs none'}")
+        problems.append(f"{error}{'' if tokenizer else '; load_model(..., tokenizer=False) loads the model without a tokenizer'}")
     if not ends:
-        notes.append("no end token is named: a reply ends at max_tokens")
+        notes.append("the checkpoint names no end token: every reply ends at max_tokens")
     return Texts(
         tokens=None if tokenizer is None else tokenizer.max_token_id + 1,
         chat_template=None if tokenizer is None else _template_fails(tokenizer),

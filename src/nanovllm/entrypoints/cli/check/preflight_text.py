@@ -1,4 +1,4 @@
-"""An outlook as lines of text."""
+"""The outlook of a model as lines of text."""
 
 import textwrap
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ WIDTH, LABEL = 140, 11
 
 
 def text(look: Outlook) -> str:
-    """What will happen, a line for each thing, the verdict last."""
+    """The outlook as text: one labelled line per fact, the verdict last."""
     lines = [f"{look.model}, {look.architecture}{f', {look.dtype}' if look.dtype else ''} on {look.device}"]
-    for label, told in _lines(look):
-        lines += textwrap.wrap(told, WIDTH, initial_indent=f"  {label:{LABEL}} ", subsequent_indent=" " * (LABEL + 3))
+    for label, fact in _lines(look):
+        lines += textwrap.wrap(fact, WIDTH, initial_indent=f"  {label:{LABEL}} ", subsequent_indent=" " * (LABEL + 3))
     if not look.problems:
         return "\n".join([*lines, "It will run."])
     return "\n".join([*lines, "It will not run:", *(f"  {problem}" for problem in look.problems)])
@@ -24,7 +24,7 @@ def _lines(look: Outlook) -> Iterator[tuple[str, str]]:
         special = f": {'; '.join(look.features)}" if look.features else ""
         yield "run by", f"{look.file}{special}" if look.file else "transformers' module"
     if look.code:
-        yield "code", "the checkpoint brings its own: it runs with --trust-remote-code alone, and where nothing else knows the architecture"
+        yield "code", "the checkpoint brings its own; it runs only with --trust-remote-code, and only for an unknown architecture"
     if look.weights is not None and look.memory is not None:
         yield "weights", "; ".join(_weights(look))
         yield "KV", "; ".join(_kv(look))
@@ -47,28 +47,28 @@ def _weights(look: Outlook) -> Iterator[str]:
         yield f"{count}{size(w.stored)} in {w.tensors:,} tensors of {', '.join(w.stored_dtypes) or 'no dtype'}"
         count = ""
     yield f"{count}{size(w.held)} here in {look.dtype}"
-    yield f"while they are loaded the host holds {size(w.host)} at most"
+    yield f"loading needs at most {size(w.host)} of host memory"
 
 
 def _kv(look: Outlook) -> Iterator[str]:
     assert look.memory is not None
     m = look.memory
-    yield f"{size(m.token_bytes)} a token, {size(1000 * m.token_bytes)} for 1,000"
+    yield f"{size(m.token_bytes)} per token, {size(1000 * m.token_bytes)} per 1,000 tokens"
     if any(g.window for g in m.groups):
         for g in m.groups:
-            sees = f"see the last {g.window:,} tokens" if g.window else "see all tokens"
-            yield f"of it {size(g.token_bytes)} in {g.layers} layers that {sees}"
+            sees = f"attend to the last {g.window:,} tokens" if g.window else "attend to all tokens"
+            yield f"of which {size(g.token_bytes)} in {g.layers} layers that {sees}"
     if m.room is not None and m.left is not None and m.tokens is not None:
         yield f"{size(m.room.free)} of {size(m.room.total)} are free, {size(max(0, m.left))} left for KV: room for {m.tokens:,} tokens"
         if m.window_tokens is not None:
-            yield f"for {m.window_tokens:,} in layers with a window, which keep what requests see and chunks hold"
+            yield f"room for {m.window_tokens:,} tokens in sliding-window layers, which keep only the windows of requests and chunks"
 
 
 def _texts(look: Outlook) -> Iterator[str]:
     assert look.texts is not None and look.config is not None
     t = look.texts
-    yield "no tokenizer" if t.tokens is None else f"{t.tokens:,} ids of a vocabulary of {look.config.vocab_size:,}"
+    yield "no tokenizer" if t.tokens is None else f"{t.tokens:,} token ids, and a vocabulary of {look.config.vocab_size:,}"
     if t.chat_template is not None:
         yield "a chat template" if not t.chat_template else f"no chats: {t.chat_template}"
     if t.end_tokens:
-        yield f"ends at {', '.join(f'{end or repr(end)} ({token})' for token, end in t.end_tokens)}"
+        yield f"replies end at {', '.join(f'{end or repr(end)} ({token})' for token, end in t.end_tokens)}"

@@ -1,1 +1,1 @@
-"""`nanovllm eval-reuse`: what reuse of KV costs in quality, measured on facts and chats against a full prefill of the same tokens."""
+"""`nanovllm eval-reuse`: the loss of quality from reused KV, measured on facts and chats against a full prefill of the same tokens."""

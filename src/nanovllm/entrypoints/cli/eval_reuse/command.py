@@ -1,4 +1,4 @@
-"""`nanovllm eval-reuse`: the report on the command line."""
+"""The options and the main function of `nanovllm eval-reuse`."""
 
 import argparse
 import json
@@ -17,32 +17,39 @@ from nanovllm.loading.load_model import load_model
 from nanovllm.ops.backends import installed
 
 T = TypeVar("T")
-QUICK = 12  # questions of a group
+QUICK = 12  # questions per group with --quick
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `nanovllm eval-reuse`, but for the model's."""
+    """The options of `nanovllm eval-reuse`, without the options of the model."""
     default = Settings()
-    group = parser.add_argument_group("what is measured")
-    numbers = "how many chunks are composed (default %(default)s)"
+    group = parser.add_argument_group("measurement")
+    numbers = "numbers of chunks to compose, separated by commas (default: %(default)s)"
     group.add_argument("--chunks", default=_joined(default.chunks), metavar="N,N", help=numbers)
-    group.add_argument("--facts", type=int, default=default.facts, metavar="N", help="facts in a chunk (default %(default)s)")
-    between = f"stands before every chunk and question, \\n for a line break (default {_escaped(default.separator)})"
+    group.add_argument("--facts", type=int, default=default.facts, metavar="N", help="facts per chunk (default: %(default)s)")
+    between = f"the text before every chunk and question, with \\n for a line break (default: {_escaped(default.separator)})"
     group.add_argument("--separator", default=_escaped(default.separator), metavar="TEXT", help=between)
-    group.add_argument("--questions", type=int, metavar="N", help=f"questions of each kind (default {default.questions})")
-    group.add_argument("--quick", action="store_true", help=f"{QUICK} questions of each kind: a rough picture")
-    amounts = "numbers of first tokens of each chunk, fractions of all tokens by deviation, or all (default %(default)s)"
+    group.add_argument("--questions", type=int, metavar="N", help=f"questions per group (default: {default.questions})")
+    group.add_argument("--quick", action="store_true", help=f"ask only {QUICK} questions per group, for a rough estimate")
+    amounts = (
+        "values of compose's argument recompute: a number of first tokens of each chunk, a fraction of all tokens chosen by deviation, or "
+        "all (default: %(default)s)"
+    )
     group.add_argument("--recompute", default=_joined(default.recompute), metavar="X,X", help=amounts)
-    thought = "tokens of a chat's reply with its thinking, at most; models that think long need more (default %(default)s)"
+    thought = "the most tokens of a chat reply with its thinking; models with long thinking need more (default: %(default)s)"
     group.add_argument("--thought-len", type=int, default=default.thought_len, metavar="N", help=thought)
-    group.add_argument("--seed", type=int, default=default.seed, metavar="N", help="the same seed asks the same (default %(default)s)")
+    seed = "the same seed gives the same questions (default: %(default)s)"
+    group.add_argument("--seed", type=int, default=default.seed, metavar="N", help=seed)
     group.add_argument("--out", type=Path, metavar="PREFIX", help="also write PREFIX.json and, with matplotlib, the picture PREFIX.svg")
 
 
 def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
-    """Measure, print the table, write the files that were asked for. Returns 0."""
+    """Measure, print the table, and write the files that were asked for. Returns 0.
+
+    Raises `InvalidRequestError` for options that contradict each other or have an invalid value.
+    """
     if options.quick and options.questions is not None:
-        raise InvalidRequestError(f"--quick stands for --questions {QUICK}: give one of them, not both")
+        raise InvalidRequestError(f"--quick means --questions {QUICK}: give only one of --quick and --questions")
     settings = Settings(
         chunks=_values("--chunks", options.chunks, int),
         facts=options.facts,
@@ -62,18 +69,18 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
         if installed("matplotlib"):
             draw(report, options.out.with_name(options.out.name + ".svg"))
         else:
-            note("no picture: matplotlib is not installed")
+            note("no picture was drawn: matplotlib is not installed (pip install matplotlib)")
     return 0
 
 
 def _require_folder(prefix: Path) -> None:
-    """Before minutes of measuring: the files can be written."""
+    """Make the folder of the files, before minutes of measuring. Raises `InvalidRequestError` if that fails."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequestError(f"--out {prefix}: {error.strerror}") from None
     if not prefix.name:
-        raise InvalidRequestError(f"--out {prefix} names no file")
+        raise InvalidRequestError(f"--out {prefix} does not end in a file name; give a prefix such as results/reuse")
 
 
 def _amount(text: str) -> Recompute:
@@ -84,7 +91,7 @@ def _values(name: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
     try:
         return tuple(kind(part.strip()) for part in text.split(","))
     except ValueError:
-        raise InvalidRequestError(f"{name} {text!r} must be values with commas between them") from None
+        raise InvalidRequestError(f"{name} {text!r} must be values separated by commas") from None
 
 
 def _escaped(text: str) -> str:

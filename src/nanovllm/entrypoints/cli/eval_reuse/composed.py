@@ -1,4 +1,7 @@
-"""Passages filled alone and composed behind a heading, then asked about; and how much hangs on where they are cut."""
+"""Experiments with composed chunks: passages are prefilled separately, composed after a heading, and then asked about.
+
+Another experiment compares the separators between passages, and on which side of the cut a separator is.
+"""
 
 import json
 from dataclasses import dataclass
@@ -12,15 +15,19 @@ from nanovllm.entrypoints.cli.eval_reuse.settings import Recompute, Settings
 ALONE = "chunks composed, each understood alone"
 LEANING = "chunks composed, every second leaning on the one before"
 SEPARATED = "recall of two chunks composed, by what parts them"
-AMOUNTS: tuple[Recompute, ...] = (0, 8)  # what is run again where the separators are compared
-QUESTIONS = 8  # after one context, at most
+AMOUNTS: tuple[Recompute, ...] = (0, 8)  # values of `recompute` in the comparison of separators
+QUESTIONS = 8  # most questions after one context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Two passages of `facts` parted by `separator`, which goes with what stands behind it, or `behind` what stands before it.
+    """A way to separate two passages.
 
-    `leans`: the second passage leans on the first, behind a space; otherwise both stand alone.
+    Attributes:
+        facts: Facts per passage.
+        separator: The text between the passages.
+        behind: Whether the separator belongs to the chunk before it. Otherwise it belongs to the chunk after it.
+        leans: Whether the second passage refers to the first and follows a space. Otherwise both passages are self-contained.
     """
 
     facts: int
@@ -30,20 +37,23 @@ class Cut:
 
     @property
     def name(self) -> str:
-        """The group of questions in words."""
-        told = "leaning" if self.leans else f"{self.facts} fact{'s' if self.facts > 1 else ''} a chunk"
-        return f"{told}, {json.dumps(' ' if self.leans else self.separator)} {'behind' if self.behind else 'before'}"
+        """The name of the group of questions."""
+        kind = "leaning" if self.leans else f"{self.facts} fact{'s' if self.facts > 1 else ''} a chunk"
+        return f"{kind}, {json.dumps(' ' if self.leans else self.separator)} {'behind' if self.behind else 'before'}"
 
 
 def cuts(settings: Settings) -> list[Cut]:
-    """What is compared: each separator before a chunk and behind it, in short chunks and longer ones, and both cuts where a chunk leans."""
+    """The ways to compare: each separator, in the chunk after it and before it, with one fact and with `facts` facts per chunk.
+
+    Two more have a second passage that refers to the first.
+    """
     sizes, sides = dict.fromkeys((1, settings.facts)), (False, True)
     plain = [Cut(facts=facts, separator=part, behind=behind) for facts in sizes for behind in sides for part in settings.separators]
     return [*plain, *(Cut(facts=settings.facts, separator=PARAGRAPH, behind=behind, leans=True) for behind in sides)]
 
 
 def composed(bench: Bench) -> list[Reading]:
-    """The two experiments, with the separator of the settings before every chunk."""
+    """Run the two experiments with composed chunks. The separator of the settings begins every chunk."""
     readings, settings = [], bench.settings
     for experiment, drawn, share in ((ALONE, alone, 1), (LEANING, leaning, 2)):
         for count in settings.chunks:
@@ -55,12 +65,12 @@ def composed(bench: Bench) -> list[Reading]:
 
 
 def separated(bench: Bench) -> list[Reading]:
-    """The same facts, told and asked for with each cut."""
+    """Run the comparison of separators: the same facts with each of `cuts`."""
     readings = []
     for cut in cuts(bench.settings):
         random, group = bench.random(SEPARATED, cut.facts, cut.leans), bench.group(SEPARATED, cut.name)
-        drawn, told = (leaning, cut.facts) if cut.leans else (alone, 2 * cut.facts)
-        for questions in bench.batches(min(QUESTIONS, told)):
+        drawn, num_facts = (leaning, cut.facts) if cut.leans else (alone, 2 * cut.facts)
+        for questions in bench.batches(min(QUESTIONS, num_facts)):
             readings += _composed(group, drawn(random, 2, cut.facts, questions, cut.separator, behind=cut.behind), AMOUNTS)
     return readings
 

@@ -1,4 +1,4 @@
-"""The ways in which a question's context may have come about, and what is read of each."""
+"""The conditions under which a question is asked: after a full prefill, without context, and after each kind of reused KV."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -19,7 +19,7 @@ Mode = Literal["recompute", "shift", "gap"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The questions that become one row for each method, and the two engines that they are put to."""
+    """A group of questions, which becomes one row per method, and the two engines that answer them."""
 
     model: Model
     reference: Engine
@@ -30,7 +30,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bench:
-    """The two engines that are measured, and a bar that moves with every question answered."""
+    """The two engines, the settings, and `moved`, which advances the progress bar by a number of questions."""
 
     model: Model
     reference: Engine
@@ -39,15 +39,15 @@ class Bench:
     moved: Callable[[int], Any]
 
     def group(self, experiment: str, name: str) -> Group:
-        """A group of questions to the two engines."""
+        """A group of questions for the two engines."""
         return Group(model=self.model, reference=self.reference, reuse=self.reuse, experiment=experiment, name=name)
 
     def random(self, *names: object) -> Random:
-        """Draws that follow from the seed and from what they are for."""
+        """A random generator that depends on the seed and on `names`."""
         return Random("/".join(map(str, (self.settings.seed, *names))))
 
     def batches(self, size: int) -> Iterator[int]:
-        """Numbers of at most `size` that add up to a group's questions."""
+        """Split the questions of a group into batches of at most `size`. Yields the size of each, and advances the progress bar."""
         for done in range(0, self.settings.questions, size):
             count = min(size, self.settings.questions - done)
             yield count
@@ -56,7 +56,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Way:
-    """A chunk made of reused KV, the tokens that ran for it, and their cost as in `Reading`."""
+    """A chunk made from reused KV, the number of tokens that ran for it, and their cost as in `Reading`."""
 
     method: str
     chunk: Chunk
@@ -66,7 +66,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """Tokens that follow a context, and the span of them, by index, that is dropped once they are filled."""
+    """Tokens that follow a context, and their span `[start, stop)` that is dropped after the prefill."""
 
     token_ids: list[int]
     start: int
@@ -74,12 +74,12 @@ class Segment:
 
 
 def completed(model: Model, facts: Seq[Fact], lead: str) -> list[Question]:
-    """The facts asked for as sentences to complete, behind `lead`."""
+    """A question for each fact: `lead`, then the beginning of a sentence that the value completes."""
     return [Question(token_ids=encode(model, lead + fact.beginning, first=False).tolist(), value=fact.value) for fact in facts]
 
 
 def referred(group: Group, token_ids: list[int], questions: Seq[Question]) -> tuple[list[Reference], list[Reading]]:
-    """The questions after a full prefill, and without any context."""
+    """Ask the questions after a full prefill of `token_ids`, and without any context."""
     chunk = group.reference.prefill(token_ids)
     references, readings = asked(group, chunk, questions)
     group.reference.release(chunk)
@@ -87,7 +87,7 @@ def referred(group: Group, token_ids: list[int], questions: Seq[Question]) -> tu
 
 
 def asked(group: Group, chunk: Chunk, questions: Seq[Question]) -> tuple[list[Reference], list[Reading]]:
-    """The questions after an exact chunk of the reference engine, whose every token counts as run."""
+    """Ask the questions after an exact chunk of the reference engine. All its tokens count as run."""
     references, readings = refer(group.reference, chunk, questions), []
     for reference in references:
         total = len(chunk) + len(reference.question.token_ids)
@@ -101,7 +101,7 @@ def asked(group: Group, chunk: Chunk, questions: Seq[Question]) -> tuple[list[Re
 
 
 def guessed(group: Group, questions: Seq[Question], num_tokens: int) -> list[Reading]:
-    """The questions without the `num_tokens` of context that answer them."""
+    """Ask the questions without the `num_tokens` tokens of context that contain the answers."""
     readings = []
     replies = group.reference.replies([Context(token_ids=question.token_ids) for question in questions])
     for question, reply in zip(questions, replies, strict=True):
@@ -114,14 +114,14 @@ def guessed(group: Group, questions: Seq[Question], num_tokens: int) -> list[Rea
 
 
 def compared(group: Group, ways: Seq[Way], references: Seq[Reference]) -> list[Reading]:
-    """The questions after each chunk, which is released.
+    """Ask the questions after each chunk, then release the chunk.
 
-    Exact chunks belong in a later call than approximate ones of the same tokens: their KV enters the prefix index, where questions after
-    the others would find it.
+    Call it with approximate chunks first, and with exact chunks of the same tokens in a later call. The KV of exact chunks enters the
+    prefix index, and questions after approximate chunks would reuse it.
     """
     readings = []
-    for way, found in zip(ways, compare(group.reuse, [way.chunk for way in ways], references), strict=True):
-        for reference, comparison in zip(references, found, strict=True):
+    for way, comparisons in zip(ways, compare(group.reuse, [way.chunk for way in ways], references), strict=True):
+        for reference, comparison in zip(references, comparisons, strict=True):
             count = len(reference.question.token_ids)
             readings.append(
                 Reading(
@@ -135,7 +135,7 @@ def compared(group: Group, ways: Seq[Way], references: Seq[Reference]) -> list[R
 
 
 def trimmed(group: Group, segments: Seq[Segment], references: Seq[Reference]) -> list[Reading]:
-    """The questions after the segments, filled one after another, from each of which `drop` took its span in each mode."""
+    """Prefill the segments one after another, drop the span of each, and ask the questions; once for each mode of `drop`."""
     approximate: tuple[Mode, ...] = ("shift", "gap")
     readings = compared(group, [_trimmed_by(group.reuse, segments, mode) for mode in approximate], references)
     return [*readings, *compared(group, [_trimmed_by(group.reuse, segments, "recompute")], references)]
@@ -144,9 +144,9 @@ def trimmed(group: Group, segments: Seq[Segment], references: Seq[Reference]) ->
 def _trimmed_by(engine: Engine, segments: Seq[Segment], mode: Mode) -> Way:
     chunk, run = None, 0
     for segment in segments:
-        held = 0 if chunk is None else len(chunk)
+        length = 0 if chunk is None else len(chunk)
         whole = engine.prefill(segment.token_ids, chunk)
-        after, more = engine.drop(whole, held + segment.start, held + segment.stop, mode)
+        after, more = engine.drop(whole, length + segment.start, length + segment.stop, mode)
         engine.release(whole, *([] if chunk is None else [chunk]))
         chunk, run = after, run + more
     assert chunk is not None

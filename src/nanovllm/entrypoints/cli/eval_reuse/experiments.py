@@ -1,4 +1,4 @@
-"""The experiments: those of `composed.py`, a span dropped from a text, answers of a chat kept without their thinking."""
+"""All experiments: composed chunks (`composed.py`), a span dropped from a text, and chat answers kept without their thinking."""
 
 from typing import Any
 
@@ -19,20 +19,27 @@ from nanovllm.tokenizer.messages import render
 
 DROPPED = "an aside dropped, facts behind it kept"
 KEPT = "answers of a chat kept without their thinking"
-MAX_TOKENS = 1024  # of a context and its reply, unless told otherwise
+MAX_TOKENS = 1024  # default of max_model_len
 
 
 def evaluate(model: Model, settings: Settings | None = None, *, progress: bool | None = None, **limits: Any) -> Report:
-    """Measure what reuse of KV costs this model: recall, KL divergence, first divergence, tokens run.
+    """Measure the loss of quality from reused KV: recall, KL divergence, first divergence, tokens run.
 
-    Every question is asked after a full prefill and after every way of reuse, greedily, on the same tokens. The same model, settings and
-    machine give the same report. `limits` go to `init_state`; `progress` as there.
+    Every question is asked after a full prefill and after every kind of reuse, with greedy sampling, on the same tokens. The same model,
+    settings and machine give the same report.
 
-    Raises `InvalidRequestError` for a model without a tokenizer, one whose keys cannot be turned, or contexts that are too long for it.
+    Args:
+        model: The model.
+        settings: The settings; None for the defaults.
+        progress: Whether to show a progress bar; None shows it at a terminal.
+        **limits: Options of `init_state`.
+
+    Raises:
+        InvalidRequestError: The model has no tokenizer, or its keys cannot be rotated, or the contexts are too long for it.
     """
     settings = Settings() if settings is None else settings
     if model.tokenizer is None:
-        raise InvalidRequestError(f"{model.name} has no tokenizer: the facts are text")
+        raise InvalidRequestError(f"{model.name} has no tokenizer, but the questions of eval-reuse are text")
     limits, chats = _limits(model, settings, limits), _chats(model)
     total = settings.questions * (2 * len(settings.chunks) + 2 + chats + len(cuts(settings)))
     with bar(total, "eval-reuse", "questions", progress=progress) as shown:
@@ -40,13 +47,13 @@ def evaluate(model: Model, settings: Settings | None = None, *, progress: bool |
         bench = Bench(model=model, reference=engines[0], reuse=engines[1], settings=settings, moved=shown.update)
         readings = [*composed(bench), *dropped(bench), *(kept(bench) if chats else ())]
         parted = separated(bench)
-    found = {reading.experiment for reading in readings}
-    skipped = tuple(name for name in (ALONE, LEANING, DROPPED, KEPT) if name not in found)
+    measured = {reading.experiment for reading in readings}
+    skipped = tuple(name for name in (ALONE, LEANING, DROPPED, KEPT) if name not in measured)
     return Report(metadata=metadata(model, settings), rows=summarise(readings), separators=summarise(parted), skipped=skipped)
 
 
 def dropped(bench: Bench) -> list[Reading]:
-    """Facts, an aside, facts: the aside is dropped, and what stands behind it, and has read it, is asked for."""
+    """Facts, an unrelated aside, facts: drop the aside, and ask for the facts after it, whose KV has attended to it."""
     readings, facts, separator, model = [], bench.settings.facts, bench.settings.separator, bench.model
     for leans in (False, True):
         group = bench.group(DROPPED, "leaning" if leans else "alone")
@@ -55,15 +62,15 @@ def dropped(bench: Bench) -> list[Reading]:
             first = draw_facts(random, facts)
             second = draw_facts(random, facts, about=first if leans else ())
             before = encode(model, HEAD + separator + tell(first), first=True).tolist()
-            gone, behind = (encode(model, f" {text}", first=False).tolist() for text in (aside(random), (lean if leans else tell)(second)))
-            references, found = referred(group, before + behind, completed(model, second[:questions], separator))
-            segment = Segment(token_ids=before + gone + behind, start=len(before), stop=len(before) + len(gone))
-            readings += [*found, *trimmed(group, [segment], references)]
+            gone, later = (encode(model, f" {text}", first=False).tolist() for text in (aside(random), (lean if leans else tell)(second)))
+            references, exact = referred(group, before + later, completed(model, second[:questions], separator))
+            segment = Segment(token_ids=before + gone + later, start=len(before), stop=len(before) + len(gone))
+            readings += [*exact, *trimmed(group, [segment], references)]
     return readings
 
 
 def kept(bench: Bench) -> list[Reading]:
-    """A chat with thinking, kept turn by turn without it, and its facts asked for after some turns, as "And its king?"."""
+    """A chat with thinking, which is dropped after each turn. After some turns, ask for facts, for example "And its king?"."""
     readings, random, facts = [], bench.random(KEPT), max(2, bench.settings.facts)
     for questions in bench.batches(facts - 1):
         subjects = [draw_facts(random, facts) for _ in range(2)]
@@ -73,17 +80,17 @@ def kept(bench: Bench) -> list[Reading]:
 
 
 def _chatted(bench: Bench, subjects: list[tuple[Fact, ...]], wanted: list[tuple[tuple[Fact, ...], int]], count: int) -> list[Reading]:
-    """One chat, held with the reference engine; the other fills the same tokens and keeps them in each way."""
+    """Run one chat with the reference engine. The other engine prefills the same tokens and drops the thinking in each mode."""
     engine, messages, segments, readings = bench.reference, [], [], []
     chunk: Chunk | None = None
     for turn, (facts, place) in enumerate(wanted, 1):
-        told = "" if segments else " ".join(map(tell, subjects)) + " "
-        messages.append({"role": "user", "content": told + facts[place].question})
-        held = _turn(bench.model, engine, chunk, messages, bench.settings.thought_len)
-        if held is None:
+        intro = "" if segments else " ".join(map(tell, subjects)) + " "
+        messages.append({"role": "user", "content": intro + facts[place].question})
+        result = _turn(bench.model, engine, chunk, messages, bench.settings.thought_len)
+        if result is None:
             break
         engine.release(*([] if chunk is None else [chunk]))
-        segment, answer, chunk = held
+        segment, answer, chunk = result
         segments.append(segment)
         messages.append({"role": "assistant", "content": answer})
         if turn in bench.settings.turns:
@@ -97,15 +104,17 @@ def _chatted(bench: Bench, subjects: list[tuple[Fact, ...]], wanted: list[tuple[
 def _turn(
     model: Model, engine: Engine, chunk: Chunk | None, messages: list[dict[str, str]], thought_len: int
 ) -> tuple[Segment, str, Chunk] | None:
-    """A turn after the chunk of those before: what it adds, the answer, and a chunk of all without the thinking.
+    """Run one turn after `chunk`, the chunk of the earlier turns.
 
-    None where the model does not think and then answer, or where its template writes the turns before in another way.
+    Returns:
+        The new tokens, the answer, and an exact chunk of all turns without the thinking. None if the model does not think and then answer,
+        or if its chat template renders the earlier turns differently now.
     """
     assert model.tokenizer is not None
-    tokens, held = render(model.tokenizer, messages), 0 if chunk is None else len(chunk)
-    if chunk is not None and tokens[:held] != chunk.token_ids.tolist():
+    tokens, length = render(model.tokenizer, messages), 0 if chunk is None else len(chunk)
+    if chunk is not None and tokens[:length] != chunk.token_ids.tolist():
         return None
-    context = [tokens] if chunk is None else [chunk, tokens[held:]]
+    context = [tokens] if chunk is None else [chunk, tokens[length:]]
     (reply,) = engine.generate([context], SamplingParams(temperature=0, max_tokens=thought_len))
     whole, without, span = reply.chunk.token_ids.tolist(), None, (0, 0)
     spans = think_spans(model.tokenizer, reply.chunk.token_ids, len(tokens), model.config.eos_token_ids)
@@ -115,12 +124,12 @@ def _turn(
     engine.release(reply.chunk)
     if without is None:
         return None
-    segment = Segment(token_ids=whole[held:], start=span[0] - held, stop=span[1] - held)
+    segment = Segment(token_ids=whole[length:], start=span[0] - length, stop=span[1] - length)
     return segment, text_of(model, whole[span[1] :]).strip(), without
 
 
 def _further(group: Group, messages: list[dict[str, str]], segments: list[Segment], chunk: Chunk, facts: list[Fact]) -> list[Reading]:
-    """The next turn, which asks for a fact by its noun alone. Nothing where the template writes the turns before in another way."""
+    """The next turn, which asks for a fact by its noun only. Empty if the chat template renders the earlier turns differently now."""
     questions, bare = [], []
     for fact in facts:
         message = {"role": "user", "content": f"And its {fact.noun}?"}
@@ -145,7 +154,7 @@ def _chats(model: Model) -> bool:
 
 
 def _limits(model: Model, settings: Settings, limits: dict[str, Any]) -> dict[str, Any]:
-    """Room for a context in pieces and whole, once for each way, and for the questions after it."""
+    """The options of `init_state`, with pages for a context in pieces and whole, once per method, and for the questions after it."""
     given = {name: value for name, value in limits.items() if value is not None}
     length, size = min(MAX_TOKENS, model.config.max_position_embeddings), 16
     each = -(-given.get("max_model_len", length) // size)

@@ -1,4 +1,4 @@
-"""Texts of facts about invented things, drawn from a seed: what is asked for cannot be known, only read."""
+"""Random texts with facts about invented countries. A model cannot know the answers; it can only read them in the context."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,12 +51,12 @@ RELATIONS: tuple[tuple[str, Callable[[Random], str]], ...] = (
     ("population", _number(1000, 99999)),
     ("founding year", _number(1000, 2000)),
 )
-MAX_FACTS = len(RELATIONS) // 2  # of one passage: the next may lean on it with as many
+MAX_FACTS = len(RELATIONS) // 2  # most facts of a passage: a second passage about the same subject needs as many others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """The noun of the subject is the value."""
+    """One fact: "The `noun` of `subject` is `value`." """
 
     noun: str
     subject: str
@@ -69,23 +69,30 @@ class Fact:
 
     @property
     def leaning(self) -> str:
-        """The fact for a reader who knows from before what it is about."""
+        """The fact without its subject, which an earlier sentence names."""
         return f"Its {self.noun} is {self.value}."
 
     @property
     def question(self) -> str:
-        """The fact asked for."""
+        """A question whose answer is the value."""
         return f"What is the {self.noun} of {self.subject}?"
 
     @property
     def beginning(self) -> str:
-        """A sentence that the value completes."""
+        """The beginning of a sentence that the value completes."""
         return f"The {self.noun} of {self.subject} is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passages:
-    """Texts that follow one another behind a heading, the facts to ask for after them, and what stands before such a question."""
+    """A context and its questions.
+
+    Attributes:
+        head: The heading.
+        texts: The passages after it, in order.
+        asked: The facts to ask for.
+        lead: The text before each question.
+    """
 
     head: str
     texts: tuple[str, ...]
@@ -94,47 +101,51 @@ class Passages:
 
 
 def draw_facts(random: Random, count: int, about: tuple[Fact, ...] = ()) -> tuple[Fact, ...]:
-    """`count` facts of one subject: a new one, or that of the facts `about`, of which none is told again."""
+    """`count` random facts of one subject: a new subject, or the subject of `about`, whose facts are not repeated."""
     subject = about[0].subject if about else draw_subject(random)
-    told = {fact.noun for fact in about}
-    some = random.sample([relation for relation in RELATIONS if relation[0] not in told], count)
+    used = {fact.noun for fact in about}
+    some = random.sample([relation for relation in RELATIONS if relation[0] not in used], count)
     return tuple(Fact(noun=noun, subject=subject, value=draw(random)) for noun, draw in some)
 
 
 def tell(facts: tuple[Fact, ...]) -> str:
-    """Sentences that stand alone."""
+    """The facts as self-contained sentences."""
     return " ".join(fact.sentence for fact in facts)
 
 
 def lean(facts: tuple[Fact, ...]) -> str:
-    """Sentences whose subject stands before them."""
+    """The facts as sentences that do not name their subject."""
     return " ".join(fact.leaning for fact in facts)
 
 
 def alone(random: Random, count: int, facts: int, questions: int, separator: str = PARAGRAPH, *, behind: bool = False) -> Passages:
-    """`count` passages, each about another subject; asked for are facts out of all of them. `behind`: see `_parted`."""
-    told = [draw_facts(random, facts) for _ in range(count)]
-    asked = random.sample([fact for some in told for fact in some], questions)
-    return _parted([(separator, tell(some)) for some in told], asked, separator, behind)
+    """`count` self-contained passages, each about another subject. Questions ask for facts of all passages. `behind`: see `_parted`."""
+    passages = [draw_facts(random, facts) for _ in range(count)]
+    asked = random.sample([fact for some in passages for fact in some], questions)
+    return _parted([(separator, tell(some)) for some in passages], asked, separator, behind)
 
 
 def leaning(random: Random, count: int, facts: int, questions: int, separator: str = PARAGRAPH, *, behind: bool = False) -> Passages:
-    """`count` passages in pairs: the second of a pair never names its subject, and a space parts it from the first; asked for are facts
-    out of the second ones. `behind`: see `_parted`.
+    """`count` passages in pairs. The second of a pair follows a space and does not name its subject. `behind`: see `_parted`.
+
+    Questions ask for facts of the second passages.
     """
-    texts, told = [], []
+    texts, candidates = [], []
     for _ in range(count // 2):
         first = draw_facts(random, facts)
         second = draw_facts(random, facts, about=first)
         texts += [(separator, tell(first)), (" ", lean(second))]
-        told += second
+        candidates += second
     if count % 2:
         texts.append((separator, tell(draw_facts(random, facts))))
-    return _parted(texts, random.sample(told, questions), separator, behind)
+    return _parted(texts, random.sample(candidates, questions), separator, behind)
 
 
 def _parted(told: list[tuple[str, str]], asked: list[Fact], separator: str, behind: bool) -> Passages:
-    """Passages, each with what stands before it, and a question after `separator`: one text, cut before what parts them or `behind` it."""
+    """Split a text into passages. `told` has a separator and a text for each passage; the questions follow `separator`.
+
+    Each separator belongs to the passage after it, or with `behind` to the passage before it.
+    """
     if not behind:
         return Passages(head=HEAD, texts=tuple(part + text for part, text in told), asked=tuple(asked), lead=separator)
     parts = *(part for part, _ in told), separator
@@ -143,5 +154,5 @@ def _parted(told: list[tuple[str, str]], asked: list[Fact], separator: str, behi
 
 
 def aside(random: Random) -> str:
-    """Some sentences that have nothing to do with any fact."""
+    """Some sentences that have no relation to any fact."""
     return random.choice(ASIDES).format(name=draw_person(random))

@@ -1,4 +1,4 @@
-"""The report as a picture: what is lost over what is run. Needs matplotlib, which the package itself does not."""
+"""The report as a picture: recall and KL divergence over work. Needs matplotlib, which is not a dependency of the package."""
 
 from pathlib import Path
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from nanovllm.entrypoints.cli.eval_reuse.report import FULL, GUESSED, Report, Row
 from nanovllm.errors import InvalidRequestError
 
-NOISE = 1e-9  # KL below it is rounding
+NOISE = 1e-9  # KL below this is rounding
 COLOURS = ("#e08a1e", "#2b7bba", "#1d3f6e", "#7a2f8f", "#4f7f2f", "#b03a48")
 MARKERS = ("o", "^", "s", "D", "*", "v", "P", "X", "h")
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write the picture, in the format that the path ends with; recall above, KL below, a column an experiment.
+    """Write the picture: recall above, KL below, one column per experiment. The path's suffix chooses the format.
 
-    Raises `InvalidRequestError` where matplotlib is missing or knows no such format.
+    Raises `InvalidRequestError` if matplotlib is missing or does not know the format.
     """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise InvalidRequestError("drawing needs matplotlib: pip install matplotlib") from None
+        raise InvalidRequestError("matplotlib, which draws the picture, is not installed: pip install matplotlib") from None
     experiments = list(dict.fromkeys(row.experiment for row in report.rows))
     floor = min((row.kl for row in report.rows if row.kl is not None and row.kl > NOISE), default=1.0) / 4
     with rc_context({"svg.hashsalt": "nanovllm", "font.size": 9.5, "axes.titlesize": 10}):
@@ -31,7 +31,7 @@ def draw(report: Report, path: Path) -> None:
         axes[0][0].set_ylabel("facts recalled")
         axes[1][0].set_ylabel("KL from full prefill, nats")
         axes[1][0].text(-0.02, 0, "exact", transform=axes[1][0].transAxes, ha="right", va="center")
-        figure.suptitle(f"What reuse of KV costs ({report.metadata['model']}, {report.metadata['dtype']})", fontsize=12)
+        figure.suptitle(f"Loss of quality from reused KV ({report.metadata['model']}, {report.metadata['dtype']})", fontsize=12)
         try:
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         except ValueError as error:
@@ -68,7 +68,7 @@ def _column(above: Any, below: Any, name: str, rows: list[Row], floor: float) ->
 
 
 def _of_first_tokens(row: Row) -> bool:
-    """Whether the amount is one of a family, from 0 to all, that a line may join."""
+    """Whether the method recomputes a number of first tokens. A line joins these methods, from 0 to all."""
     return row.method.startswith("recompute=") and "deviation" not in row.method
 
 

@@ -1,4 +1,4 @@
-"""What was measured, in rows: as a table, as JSON, as a picture."""
+"""The report: rows of means over questions, as a table and as JSON."""
 
 import json
 import platform
@@ -18,11 +18,20 @@ FULL, GUESSED = "full prefill", "no context"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One method on one group of questions: shares of all questions, and means over them.
+    """One method on one group of questions.
 
-    `recall` [0, 1]; `kl` in nats; `diverged`: the share of replies that are not the full prefill's; `diverged_at`: the median of the first
-    token that differs, None where half of the replies or more never differ. The three are None where nothing was compared.
-    `tokens_run` of `tokens_full` went through the model; `cost` is the share of a full prefill's work.
+    Attributes:
+        experiment: The name of the experiment.
+        group: The group of questions.
+        method: The method of reuse.
+        questions: The number of questions.
+        recall: The share of right replies, 0 to 1.
+        kl: Mean KL divergence in nats; None if nothing was compared.
+        diverged: The share of replies that differ from the full prefill's; None if nothing was compared.
+        diverged_at: The median of the first token that differs; None if half of the replies or more do not differ, or if not compared.
+        tokens_run: Mean number of tokens that ran through the model.
+        tokens_full: Mean number of all tokens.
+        cost: The work as a share of a full prefill's.
     """
 
     experiment: str
@@ -40,9 +49,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All rows, what they were measured with, and the experiments that this model could not take.
+    """All rows, their metadata, and the experiments that the model could not run.
 
-    `separators`: rows whose recall alone is shown, a line a group.
+    `separators` are rows of which only the recall is shown, one line per group.
     """
 
     metadata: dict[str, Any]
@@ -51,13 +60,13 @@ class Report:
     skipped: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON object: the metadata, the rows, and what was skipped."""
+        """A JSON object: the metadata, the rows, and the skipped experiments."""
         rows = {"rows": [asdict(row) for row in self.rows], "separators": [asdict(row) for row in self.separators]}
         return {"schema": SCHEMA, **self.metadata, **rows, "skipped": list(self.skipped)}
 
 
 def metadata(model: Model, settings: Any) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The model, the device, the versions and the settings that the figures depend on."""
     cuda = model.device.type == "cuda"
     return {
         "model": model.name,
@@ -70,17 +79,17 @@ def metadata(model: Model, settings: Any) -> dict[str, Any]:
 
 
 def summarise(readings: Iterable[Reading]) -> tuple[Row, ...]:
-    """A row for each experiment, group and method, in order of appearance."""
-    found: dict[tuple[str, str, str], list[Reading]] = {}
+    """One row for each experiment, group and method, in order of appearance."""
+    groups: dict[tuple[str, str, str], list[Reading]] = {}
     for reading in readings:
-        found.setdefault((reading.experiment, reading.group, reading.method), []).append(reading)
-    return tuple(_row(*key, some) for key, some in found.items())
+        groups.setdefault((reading.experiment, reading.group, reading.method), []).append(reading)
+    return tuple(_row(*key, some) for key, some in groups.items())
 
 
 def _row(experiment: str, group: str, method: str, readings: Sequence[Reading]) -> Row:
     compared = [reading for reading in readings if reading.kl is not None]
     places = sorted(reading.diverged_at for reading in compared if reading.diverged_at is not None)
-    middle = (len(compared) - 1) // 2  # the lower median; those that never diverge stand behind all others
+    middle = (len(compared) - 1) // 2  # the lower median; replies that never diverge sort last
     return Row(
         experiment=experiment,
         group=group,
@@ -97,7 +106,7 @@ def _row(experiment: str, group: str, method: str, readings: Sequence[Reading]) 
 
 
 def table(report: Report) -> str:
-    """The rows in aligned columns, an experiment after another."""
+    """The rows in aligned columns, one experiment after another."""
     head = ("", "", "questions", "recall", "KL, nats", "diverged", "first", "tokens run", "work")
     settings = report.metadata["settings"]
     about = f"seed {settings['seed']}, separator {json.dumps(settings['separator'])}"
@@ -106,27 +115,30 @@ def table(report: Report) -> str:
         *_aligned(head, 2, [(row.experiment, row.group, _cells(row)) for row in report.rows]),
         *_recalls(report.separators),
     ]
-    lines += [f"\nskipped: {name} (no chat in which the model thought and then answered)" for name in report.skipped]
+    lines += [f"\nskipped: {name} (in no chat did the model think and then answer)" for name in report.skipped]
     return "\n".join(lines)
 
 
 def _recalls(rows: Sequence[Row]) -> list[str]:
-    """A line a group, a column a method."""
+    """The recall of the rows: one line per group, one column per method."""
     methods = tuple(dict.fromkeys(row.method for row in rows))
-    found = {(row.group, row.method): f"{row.recall:.1%}" for row in rows}
+    recalls = {(row.group, row.method): f"{row.recall:.1%}" for row in rows}
     groups = dict.fromkeys((row.experiment, row.group) for row in rows)
-    return _aligned(("", *methods), 1, [(name, group, tuple(found[group, method] for method in methods)) for name, group in groups])
+    return _aligned(("", *methods), 1, [(name, group, tuple(recalls[group, method] for method in methods)) for name, group in groups])
 
 
 def _aligned(head: tuple[str, ...], num_left: int, entries: Iterable[tuple[str, str, tuple[str, ...]]]) -> list[str]:
-    """(experiment, group, cells) as lines: the head under each experiment's name, a group named once, the first columns to the left."""
+    """Entries of experiment, group and cells as aligned lines.
+
+    Each experiment begins with its name and `head`, and each group is named once. The first `num_left` columns are left-aligned.
+    """
     cells: list[tuple[str, ...] | str] = []
-    told = ("", "")
+    last = ("", "")
     for experiment, group, rest in entries:
-        if experiment != told[0]:
+        if experiment != last[0]:
             cells += [experiment, head]
-        cells.append((group if (experiment, group) != told else "", *rest))
-        told = (experiment, group)
+        cells.append((group if (experiment, group) != last else "", *rest))
+        last = (experiment, group)
     rows = [row for row in cells if not isinstance(row, str)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -1,4 +1,4 @@
-"""What is measured, checked before anything runs."""
+"""The settings of `eval-reuse`, checked before anything runs."""
 
 import operator
 from dataclasses import dataclass
@@ -13,14 +13,22 @@ Recompute = int | float | Literal["all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """The settings of `eval-reuse`.
 
-    `chunks`: how many are composed, one group of questions for each number. `facts` in a chunk; chats are told of at least two about a
-    subject. `separator`: what stands before every chunk and every question behind one, but not in chats; `separators` are those that are
-    compared. `questions` in a group.
-    `recompute`: values of `compose`'s argument. `turns` of the chats whose answers are kept. `reply_len` tokens at most in a reply,
-    `thought_len` in one with its thinking.
-    Raises `InvalidRequestError` for what cannot be measured.
+    Attributes:
+        chunks: Numbers of chunks to compose, each a group of questions.
+        facts: Facts per chunk. Chats have at least two facts per subject.
+        separator: The text before every chunk, and before every question after a chunk. Chats do not use it.
+        separators: The separators to compare.
+        questions: Questions per group.
+        recompute: Values of the argument `recompute` of `compose`.
+        turns: Numbers of chat turns after which facts are asked for.
+        reply_len: Most tokens of a reply.
+        thought_len: Most tokens of a chat reply with its thinking.
+        seed: The seed of the random texts.
+
+    Raises:
+        InvalidRequestError: A value is invalid.
     """
 
     chunks: tuple[int, ...] = (2, 4, 8)

@@ -1,1 +1,1 @@
-"""`nanovllm models`: the built-in architectures and how they run."""
+"""`nanovllm models`: list the built-in architectures and how each runs."""

@@ -1,4 +1,4 @@
-"""`nanovllm models`: what is supported and how it runs."""
+"""`nanovllm models`: the supported architectures, as tables and as JSON."""
 
 import argparse
 import json
@@ -11,24 +11,30 @@ from nanovllm.entrypoints.display.tables import size
 from nanovllm.models.registry import REGISTRY
 
 DESCRIPTION = """\
-List the architectures that are built in: the file of each with its lines of code (neither empty nor comment nor docstring), how its decode
-steps run on a GPU and on a CPU, and whether chunks can be composed. With --cached, list the models in the local Hugging Face cache.
+List the built-in architectures. For each: its file, the lines of code in it, how decode steps run on a GPU and on a CPU, and whether
+chunks can be composed. With --cached, list the models in the local Hugging Face cache instead.
 """
 COLUMNS = ("architecture", "file", "lines", "decode on a GPU", "decode on a CPU", "chunks composed")
 FAST = ("fused kernels", "C")
 PLAIN = ("compiled layers", "torch")
 NOTES = """\
-lines: of code, neither empty nor comment nor docstring. What all files share (decoder, layers, params, tables) is {shared} more.
-decode on a GPU: in bfloat16 and float16, in CUDA graphs, where FlashInfer serves the model; elsewhere compiled layers with attention in
-plain torch. decode on a CPU: in float32 and bfloat16 where there is a C compiler; elsewhere torch. The reasons are those of a config that
-names sizes alone.
-chunks composed: whether their KV can be moved to other positions, which compose and drop(mode="shift") do.
+lines: lines of code, without empty lines, comments and docstrings. All files share {shared} more lines (decoder, layers, params, tables).
+decode on a GPU: applies to bfloat16 and float16, in CUDA graphs, for models that FlashInfer supports. Other models run compiled layers
+with attention in plain PyTorch.
+decode on a CPU: applies to float32 and bfloat16 if a C compiler is installed. Otherwise PyTorch runs it.
+The reasons shown assume a config that sets sizes only.
+chunks composed: whether the KV of a chunk can be moved to other positions. compose and drop(mode="shift") need it.
 
-Any other decoder that transformers has, or with --trust-remote-code a checkpoint brings, runs through transformers' module where its
-attention goes through that library's interface: eagerly, with attention in plain torch, slowly, and without compose. Refused are models
-whose layers keep another state than keys and values, attention sinks, keys shared between layers, masks that are neither causal nor
-windows, and attention that is the model's own; and with any architecture quantised weights, and weights in pickle files alone.
-`nanovllm check MODEL --dry-run` tells of one model whether it will run, in how much memory and by which kernels."""
+Any other decoder of transformers runs through the transformers fallback, if its attention uses transformers' attention interface. So does
+a decoder that a checkpoint brings, with --trust-remote-code. The fallback is slow: it runs eagerly, with attention in plain PyTorch, and
+without compose. The fallback refuses:
+  - layers that keep another state than keys and values;
+  - attention sinks;
+  - keys that several layers share;
+  - masks that are neither causal nor sliding windows;
+  - attention outside of transformers' attention interface.
+No architecture can load quantised weights, or weights that exist only as pickle files.
+`nanovllm check MODEL --dry-run` says whether one model will run, in how much memory and with which kernels."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,31 +48,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the list. Returns 0."""
     if options.cached:
-        there = cached()
-        print(json.dumps({"cached": [asdict(each) for each in there]}, indent=1) if options.json else cached_table(there))
+        repositories = cached()
+        print(json.dumps({"cached": [asdict(each) for each in repositories]}, indent=1) if options.json else cached_table(repositories))
         return 0
-    found = [listed(name) for name in REGISTRY]
+    architectures = [listed(name) for name in REGISTRY]
     if options.json:
-        print(json.dumps({"architectures": [asdict(each) for each in found], "shared_lines": shared_lines()}, indent=1))
+        print(json.dumps({"architectures": [asdict(each) for each in architectures], "shared_lines": shared_lines()}, indent=1))
     else:
-        print(markdown(found) if options.markdown else table(found))
+        print(markdown(architectures) if options.markdown else table(architectures))
     return 0
 
 
 def table(found: Seq[Listed]) -> str:
-    """A row for each architecture, below it the models that people know by it and what its file says of itself, then notes."""
+    """A row for each architecture, then its well-known models and the description of its file; notes at the end."""
     rows = [COLUMNS, *(_cells(each) for each in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_aligned(COLUMNS, widths)]
     for each, nxt in zip(found, [*found[1:], None], strict=True):
         lines += [_aligned(_cells(each), widths), f"    {each.known}"]
-        if nxt is None or nxt.file != each.file:  # one story a file
+        if nxt is None or nxt.file != each.file:  # the description once per file
             lines += [*textwrap.wrap(each.about, 140, initial_indent="    ", subsequent_indent="    "), ""]
     return "\n".join([*lines, NOTES.format(shared=shared_lines())])
 
 
 def markdown(found: Seq[Listed]) -> str:
-    """The table for a document."""
+    """The same rows as a Markdown table."""
     head = ("models", *COLUMNS)
     rows = [(each.known, f"`{each.architecture}`", f"`{each.file}`", *_cells(each)[2:]) for each in found]
     marks = tuple("--:" if name == "lines" else "---" for name in head)
@@ -74,12 +80,12 @@ def markdown(found: Seq[Listed]) -> str:
 
 
 def cached_table(found: Seq[Cached]) -> str:
-    """A line for each repository."""
+    """A line for each repository of the cache."""
     if not found:
-        return "There is no model in the Hugging Face cache."
+        return "No model was found in the Hugging Face cache."
     rows = [("repository", "architecture", "on disk", "runs")]
     for each in found:
-        through = "through transformers, if its attention goes through that library's interface: see nanovllm check"
+        through = "through the transformers fallback, if its attention uses transformers' attention interface: see nanovllm check"
         rows.append((each.name, each.architecture or "-", size(each.size), f"no: {each.against}" if each.against else _runs(each, through)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

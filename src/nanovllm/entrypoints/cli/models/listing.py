@@ -1,4 +1,4 @@
-"""What is built in: each architecture, its file and that file's lines of code, and how it runs. Read off the code, not written twice."""
+"""The list of built-in architectures and the list of cached models. The facts are read from the code, so that they cannot go stale."""
 
 import ast
 import inspect
@@ -25,8 +25,8 @@ from nanovllm.models.init_params import without_memory
 from nanovllm.models.registry import REGISTRY
 from nanovllm.models.spec import ModelSpec
 
-SHARED = (decoder_module, layers, params, tables)  # what the architectures' files are made of
-# A config that names sizes alone: all else is as the architecture has it where a checkpoint is silent.
+SHARED = (decoder_module, layers, params, tables)  # the modules that the architectures' files use
+# A config that sets sizes only. Everything else has the architecture's default.
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
     "n_embd": 64, "n_layer": 6, "n_head": 4,
@@ -36,8 +36,19 @@ BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """One architecture. `gpu` and `cpu`: what the fast forms of a decode step do not know of it there, in bfloat16 and in float32; empty:
-    it runs in them. `about` is what its file says of it, `features` are what a config that names sizes alone has."""
+    """One built-in architecture, with a config that sets sizes only.
+
+    Attributes:
+        architecture: The name in `architectures` of a `config.json`.
+        known: Well-known models of the architecture.
+        file: The file in the package.
+        lines: Lines of code in the file.
+        about: The first paragraph of the file's docstring.
+        features: Differences from a plain Llama.
+        gpu: The feature that the fused kernels do not support, in bfloat16; empty if they run the architecture.
+        cpu: The feature that the C kernels do not support, in float32; empty if they run the architecture.
+        composes: Whether the KV of a chunk can be moved to other positions.
+    """
 
     architecture: str
     known: str
@@ -52,8 +63,15 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cached:
-    """A repository of the Hugging Face cache: its architecture where one is named, the bytes of the files that its snapshot leads to, and
-    why it would not run; empty where nothing is known against it."""
+    """A repository of the Hugging Face cache.
+
+    Attributes:
+        name: The name of the repository.
+        architecture: The architecture, or empty if the config names none.
+        size: Bytes of the files of the snapshot.
+        against: The reason why the model will not run; empty if no reason is known.
+        built_in: Whether the architecture is built in.
+    """
 
     name: str
     architecture: str
@@ -63,12 +81,12 @@ class Cached:
 
 
 def usual_config(architecture: str) -> ModelConfig:
-    """The config of an architecture where a checkpoint names sizes alone."""
+    """The config of an architecture from a `config.json` that sets sizes only."""
     return REGISTRY[architecture].config_from_hf({**SIZES, "text_config": SIZES})
 
 
 def listed(architecture: str) -> Listed:
-    """What is to be said of an architecture of `REGISTRY`."""
+    """The entry of one architecture of `REGISTRY`."""
     spec, config = REGISTRY[architecture], usual_config(architecture)
     module = _module(spec)
     return Listed(
@@ -85,7 +103,7 @@ def listed(architecture: str) -> Listed:
 
 
 def file_of(spec: ModelSpec) -> str:
-    """The file of a built-in architecture, in the package."""
+    """The file of a built-in architecture, relative to the package."""
     return f"models/{Path(_module(spec).__file__ or '').name}"
 
 
@@ -94,27 +112,27 @@ def _module(spec: ModelSpec) -> ModuleType:
 
 
 def shared_lines() -> int:
-    """Lines of code of what all architectures share."""
+    """Lines of code of the modules that all architectures share."""
     return sum(lines_of_code(inspect.getsource(module)) for module in SHARED)
 
 
 def lines_of_code(source: str) -> int:
-    """Lines that are neither empty nor comment nor docstring."""
+    """The number of lines without empty lines, comments and docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    told: set[int] = set()
+    docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            told.update(range(node.body[0].lineno, (node.body[0].end_lineno or node.body[0].lineno) + 1))
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or node.body[0].lineno) + 1))
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in BLANK:
             code.update(range(token.start[0], token.end[0] + 1))
-    return len(code - told)
+    return len(code - docstrings)
 
 
 def cached() -> list[Cached]:
-    """The repositories of the local Hugging Face cache that have a `config.json`. No weight is read and nothing of a checkpoint runs."""
-    return [found for name, repo in cached_repositories() if (found := _look(name, repo)) is not None]
+    """The repositories of the local Hugging Face cache that have a `config.json`. Reads no weights and runs no code of a checkpoint."""
+    return [entry for name, repo in cached_repositories() if (entry := _look(name, repo)) is not None]
 
 
 def _look(name: str, repo: Path) -> Cached | None:
@@ -135,7 +153,7 @@ def _look(name: str, repo: Path) -> Cached | None:
         if built_in:
             find_spec(hf, folder).config_from_hf(hf)
         elif hf.get("auto_map"):
-            against = "brings its own code: refused without --trust-remote-code"
+            against = "brings its own code: give --trust-remote-code to run it"
     except CheckpointError as error:
         against = str(error)
     return Cached(

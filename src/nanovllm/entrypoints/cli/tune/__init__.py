@@ -1,1 +1,4 @@
-"""`nanovllm tune`: how the kernels of decode steps are cut fastest on this GPU, measured, and kept in a file that engines read."""
+"""`nanovllm tune`: measure the fastest tile configurations of decode kernels on this GPU, and keep them in a file for engines.
+
+A tile configuration says how a kernel divides its work into tiles. In the code its type is `Cut`.
+"""

@@ -1,4 +1,4 @@
-"""`nanovllm tune` on the command line."""
+"""The options and the main function of `nanovllm tune`."""
 
 import argparse
 import json
@@ -27,45 +27,50 @@ from nanovllm.models.tuning.choose import machine_of
 from nanovllm.models.tuning.file import default_path, key_of, read_run, write_cuts
 from nanovllm.models.tuning.launches import Machine
 
-BATCHES = tuple(batch_sizes(256))  # those that an engine captures graphs for
+BATCHES = tuple(batch_sizes(256))  # the batch sizes that an engine captures graphs for by default
 NEEDS = "a CUDA GPU of compute capability 8.0 or newer, Triton, and a model in bfloat16 or float16 without biases of gate and up"
 DESCRIPTION = """\
-Measure how the kernels of decode steps are cut fastest on this GPU for a model's shapes, and keep the result in a file, by default in the
-user's cache, where engines find it. Cuts are timed in whole layers, each beside those found for the other kernels; one replaces the
-default where its results agree with the default's and it makes the layer 1% faster. The file is written after every number of rows; what
-it says of others stays, where it was measured for the same GPU, shapes and versions. Exit code 0: all was measured; 1: not all; 2: an
-error, or nothing.
+Measure the fastest tile configurations of the decode kernels on this GPU, for the shapes of a model. Keep them in a file, by default in the
+user's cache, where engines find it. A tile configuration is timed in whole layers, together with the best ones so far of the other kernels.
+It replaces the default if its results agree with the default's and it makes the layer at least 1% faster. The file is written after every
+batch size. Results of an older run for other batch sizes are kept, if the GPU, the shapes and the versions are the same. Exit code 0: all
+batch sizes were measured. Exit code 1: some could not be measured. Exit code 2: an error, or nothing could be measured.
 """
 
 
 class NothingMeasuredError(NanoVLLMError):
-    """Not even the defaults of one number of rows could be measured; the file is as it was."""
+    """No batch size could be measured, not even with the default tile configurations. The file is unchanged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm tune`."""
     add_model_arguments(parser)
-    rows = "numbers of rows, comma-separated; others keep the default cuts (default: those that an engine captures graphs for, 1 to 256)"
+    rows = "batch sizes to tune, separated by commas (default: the sizes from 1 to 256 that an engine captures graphs for)"
     parser.add_argument("--batches", type=positives, default=BATCHES, metavar="N,N,...", help=rows)
-    where = "write this file in place of the one in the cache; engines take it by tuning=FILE, commands by --tuning FILE"
+    where = "write this file in place of the file in the cache; pass it as tuning=FILE to init_state, or as --tuning FILE to a command"
     parser.add_argument("--output", type=Path, metavar="FILE.json", help=where)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Tune, write the file, print the table. Returns 0 or, where some kernels could not be measured, 1.
+    """Tune, write the file, print the table.
 
-    Raises `InvalidRequestError` where there is nothing to tune, and `NothingMeasuredError`.
+    Returns:
+        The exit code. 1: some kernels could not be measured. 0: otherwise.
+
+    Raises:
+        InvalidRequestError: The device or the model does not use the fused kernels, or a file cannot be written.
+        NothingMeasuredError: Nothing could be measured.
     """
     device = resolve_device(options.device)
     if device.type != "cuda":
-        raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; the device here is {device}")
+        raise InvalidRequestError(f"tune needs {NEEDS}; this device is {device}")
     require_folder(options.output)
     model, _ = find_model(options)
     if model.config.moe is not None or not fused.serves(model.params, model.config):
-        raise InvalidRequestError(f"tune measures kernels, and needs {NEEDS}; {model.name} in {model.dtype} on {device} is not served")
+        raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
     key, machine = key_of(model), machine_of(model)
-    path = options.output or _place(key)  # before minutes of measuring
+    path = options.output or _place(key)  # fails before minutes of measuring
     planned, results = plan(model.config, options.batches, machine), list[Result]()
     steps, lines = _older(path, model, machine)
     freeze()
@@ -78,11 +83,11 @@ def main(options: argparse.Namespace) -> int:
         ):
             results.append(result)
             shown.update()
-            if any(each.found is not None for each in results):  # at once: a run takes long, and may be cut
+            if any(each.found is not None for each in results):  # at once: a run takes long, and may be interrupted
                 write_cuts(path, key, chosen(results, steps), told(results, lines))
     failed = [result for result in results if result.found is None]
     if len(failed) == len(results):
-        raise NothingMeasuredError(f"nothing could be measured ({failed[0].why}); {path} is as it was")
+        raise NothingMeasuredError(f"nothing could be measured ({failed[0].why}); {path} is unchanged")
     if options.json:
         print(json.dumps({"file": str(path), "key": key, "measured": told(results)}, indent=1))
     else:
@@ -91,7 +96,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _older(path: Path, model: Model, machine: Machine) -> tuple[Map[int, StepCuts], list[dict[str, Any]]]:
-    """What an older run for the same key found, by rows, and its lines; nothing where there is none, or none to believe."""
+    """The results of an older run for the same key: tile configurations by batch size, and lines of measurements.
+
+    Both are empty if the file is missing, damaged, for another key, or writable by other users.
+    """
     try:
         if path.exists() and is_private(path):
             cuts, lines = read_run(path, model, machine)
@@ -102,9 +110,9 @@ def _older(path: Path, model: Model, machine: Machine) -> tuple[Map[int, StepCut
 
 
 def _place(key: Mapping[str, Any]) -> Path:
-    """The file for a key in the user's cache, whose folder is there."""
+    """The file for a key in the user's cache. Makes the folder. Raises `InvalidRequestError` if that fails."""
     try:
         cache_folder()
         return default_path(key)
     except OSError as error:
-        raise InvalidRequestError(f"the user's cache cannot be written ({error.strerror or error}): name a file with --output") from None
+        raise InvalidRequestError(f"the user's cache cannot be written ({error.strerror or error}): give a file with --output") from None

@@ -1,6 +1,6 @@
-"""Which cut of one kernel is taken: a search over candidates by their measured times, that knows nothing of GPUs.
+"""The search for the tile configuration of one kernel, by measured times. It needs no GPU.
 
-The default stays unless another cut is faster by a margin, twice: in the search, and beside the default again at its end.
+The default stays unless another tile configuration is faster by a margin, twice: in the search, and in a second comparison at its end.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,29 @@ from statistics import fmean
 from nanovllm.errors import NanoVLLMError
 from nanovllm.ops.cuts import Cut
 
-MARGIN = 0.01  # of a layer's time by the default, by which another cut must make it faster
-ROUNDS = 6  # of steps from the best cut so far
-WORTH = 0.003  # of the best time, below which a step is noise
+MARGIN = 0.01  # fraction of a layer's time that another tile configuration must save
+ROUNDS = 6  # most rounds of steps from the best tile configuration so far
+WORTH = 0.003  # fraction of the best time below which a gain is noise
 
-Times = tuple[float, ...]  # microseconds, in each of the settings that are measured: of a layer that the kernel is part of
+Times = tuple[float, ...]  # microseconds of a layer that has the kernel, one for each measured setting
 Measure = Callable[[Cut], Times]
 
 
 class Unfit(NanoVLLMError):
-    """A candidate that is out of the question: no kernel can be made of it, or its results are wrong."""
+    """A candidate that cannot be used: the kernel cannot be built or launched with it, or gives wrong results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The cut to take, empty for the default; mean microseconds of both; how many were measured, and what was left out, and why."""
+    """The result of a search.
+
+    Attributes:
+        cut: The chosen tile configuration; empty for the default.
+        default_us: Mean microseconds with the default.
+        chosen_us: Mean microseconds with the chosen tile configuration.
+        measured: How many tile configurations were measured.
+        skipped: The candidates that cannot be used, each with a reason.
+    """
 
     cut: Cut
     default_us: float
@@ -35,11 +43,19 @@ class Found:
 
 
 def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]], measure: Measure, *, margin: float = MARGIN) -> Found:
-    """Climb from the best of the default and `starts` to the best of its neighbours, as long as one is faster.
+    """Hill climbing: begin with the best of the default and `starts`, and move to the best neighbour as long as it is faster.
 
-    `measure(())` measures the default, which `default` spells out; `measure` raises `Unfit` for a candidate to leave out, and what it
-    raises else goes through. A cut that is slower than the default by the margin in any setting is not taken, nor one that cannot be
-    measured again.
+    A candidate is rejected if it is slower than the default by the margin in any setting, or if the second measurement fails.
+
+    Args:
+        default: The default tile configuration, spelled out.
+        starts: Other tile configurations to begin with.
+        neighbours: The candidates one step away from a tile configuration.
+        measure: Measures a tile configuration; `()` is the default. It raises `Unfit` for a candidate to skip.
+        margin: The fraction of time that a candidate must save.
+
+    Raises:
+        Unfit: The default cannot be measured.
     """
     usual = measure(())
     scores: dict[Cut, float] = {default: 1.0}
@@ -75,6 +91,6 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
 
 
 def score(times: Times, usual: Times, margin: float) -> float:
-    """The times over the usual ones, all settings together; where one of them is slower by the margin, what is lost there."""
+    """The mean time divided by the default's mean time. If a setting is slower by the margin, the ratio of the slowest setting."""
     worst = max(mine / theirs for mine, theirs in zip(times, usual, strict=True))
     return worst if worst > 1 + margin else fmean(times) / fmean(usual)

@@ -1,4 +1,4 @@
-"""The layers of a decode step one behind the other, as `fused.forward` runs them: what cuts are timed in."""
+"""A chain of decoder layers, launched as `fused.forward` launches them. Tile configurations are timed in it."""
 
 import math
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ from nanovllm.ops.cuts import Cut
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.types import Float, Float32, Tensor
 
-LAYERS = 16  # of a chain, at least; where the model has fewer, it is run through again
-CONTEXTS = (256, 1024)  # tokens of the longest row, whole pages; the shortest has half
-TOKENS = 16384  # of all rows together, beyond which only the shorter context is measured
-PAGE = 16  # tokens
-SHARE = 0.8  # of the free memory that KV may take
+LAYERS = 16  # least length of a chain; a model with fewer layers is run through again
+CONTEXTS = (256, 1024)  # tokens of the longest row, whole pages; the shortest row has half
+TOKENS = 16384  # tokens of all rows together; above it only the shorter context is measured
+PAGE = 16  # tokens of a page
+SHARE = 0.8  # fraction of the free memory for KV
 
 
 class Plans:
-    """The plan of attention by a cut, one at a time: a graph in which another was recorded is not replayed any more."""
+    """The attention plan of a tile configuration. Only the latest is kept: graphs that recorded an older plan must not be replayed."""
 
     def __init__(self, model: Model, rows: int) -> None:
         c = model.config
@@ -35,7 +35,7 @@ class Plans:
         self._made: dict[Cut, FusedDecodePlan] = {}
 
     def at(self, cut: Cut) -> FusedDecodePlan:
-        """Raises `CutError` for one that does not fit."""
+        """The plan of a tile configuration. Raises `CutError` if it does not fit the GPU."""
         if cut not in self._made:
             made = FusedDecodePlan(*self._shape, cut)
             self._made.clear()
@@ -45,7 +45,7 @@ class Plans:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Context:
-    """One token each of rows of some length, in pages of random KV that no other context's rows have; the batch's plan is left open."""
+    """A decode batch over pages of random KV that belong to no other context. `batch.plan` is not set."""
 
     batch: Batch
     pages: Float[Tensor, "L N 2 K S D"]
@@ -54,7 +54,10 @@ class Context:
 
 
 def run_layers(model: Model, context: Context, plan: FusedDecodePlan, cuts: StepCuts, x: Float[Tensor, "B M"], count: int) -> None:
-    """Launch `count` layers by these cuts, from hidden states x on. KV goes to the layers of `context.pages` in turn."""
+    """Launch `count` layers with these tile configurations on the hidden states `x`.
+
+    Donates `context.pages`: the layers write KV into their layers, cyclically.
+    """
     layers, pages, cos, sin = model.params.layers, context.pages, context.cos, context.sin
     batch, config, h = replace(context.batch, plan=plan.handle), model.config, x
     closely = fused.follows_closely(model.params, len(x))
@@ -68,7 +71,7 @@ def run_layers(model: Model, context: Context, plan: FusedDecodePlan, cuts: Step
 
 
 def chain_length(model: Model) -> int:
-    """Layers whose weights no cache holds, where the model has so many: of twice the size of the GPU's, and `LAYERS` at least."""
+    """The length of a chain: as many layers as have twice the size of the GPU's L2 cache, if the model has them; at least `LAYERS`."""
     cached = torch.cuda.get_device_properties(model.device).L2_cache_size
     layers = model.params.layers
     layer = sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(layers[0]) if isinstance(leaf, Tensor))
@@ -76,8 +79,10 @@ def chain_length(model: Model) -> int:
 
 
 def contexts(model: Model, rows: int, count: int) -> tuple[Context, ...]:
-    """Those that so many rows leave room for, with KV of `count` layers, or as many as there is memory for. Raises `Unfit` where it is too
-    little for one."""
+    """The contexts to measure with `rows` rows: KV for `count` layers each, or fewer if memory is short.
+
+    Raises `Unfit` if the memory is too small for one layer.
+    """
     most, kv_layers = fitting(model.config, model.dtype, rows, count, _free(model.device))
     c, device, widths = model.config, model.device, [longest // PAGE for longest in most]
     pages = torch.randn(kv_layers, rows * sum(widths), 2, c.num_kv_heads, PAGE, c.head_dim, dtype=model.dtype, device=device)
@@ -86,14 +91,16 @@ def contexts(model: Model, rows: int, count: int) -> tuple[Context, ...]:
 
 
 def fitting(config: ModelConfig, dtype: torch.dtype, rows: int, count: int, free: int) -> tuple[tuple[int, ...], int]:
-    """The contexts, and of how many layers each has KV of its own: both contexts where they fit into `free` bytes, or the shorter one, or
-    that with fewer layers. Raises `Unfit` where not one layer fits."""
+    """The lengths of the contexts, and the number of layers with KV of their own, that fit into `free` bytes.
+
+    Both contexts are preferred, then only the shorter one, then the shorter one with fewer layers. Raises `Unfit` if not one layer fits.
+    """
     layer_page = bytes_per_page(config, page_size=PAGE, dtype=dtype) // config.num_layers
     for most in _wanted(rows):
         fit = int(SHARE * free) // (layer_page * rows * sum(most) // PAGE)
         if fit >= count or (fit and len(most) == 1):
             return most, min(count, fit)
-    raise Unfit("no memory for it")
+    raise Unfit("not enough memory")
 
 
 def _wanted(rows: int) -> Iterator[tuple[int, ...]]:
@@ -113,6 +120,6 @@ def _context(model: Model, pages: Tensor, tables: Tensor, longest: int) -> Conte
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that can be had: the GPU's, and what is cached for this process."""
+    """Bytes that this process can allocate: the free memory of the GPU, and the memory cached by torch."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

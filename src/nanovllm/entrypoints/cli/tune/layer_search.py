@@ -1,7 +1,7 @@
-"""Which cuts of a layer are taken together: part by part, each beside what was found for the others; knows nothing of GPUs either.
+"""The search for the tile configurations of all kernels of a layer, one kernel after another. It needs no GPU.
 
-Kernels that follow each other closely overlap: what one holds in registers while it waits decides when the next one's programs start. So
-a cut is good or bad in the layer that it is part of, and changes what is good for the others.
+Consecutive kernels overlap: the next kernel's programs start when the registers of waiting programs leave room. So a tile configuration is
+fast or slow only within its layer, and it changes which tile configurations are fast for the other kernels.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,16 +18,21 @@ from nanovllm.models.tuning.candidates import default_cut, neighbours, starts
 from nanovllm.models.tuning.launches import Machine, Work
 from nanovllm.ops.cuts import Cut
 
-TURNS = 2  # through all parts, at most
+TURNS = 2  # most passes over all kernels
 
-StepMeasure = Callable[[StepCuts], Times]  # of all kernels together; raises `Unfit` where one of them is out of the question
+StepMeasure = Callable[[StepCuts], Times]  # times of all kernels together; raises `Unfit` if one kernel cannot be used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """The cuts to take, and mean microseconds of all kernels together by the defaults and by them.
+    """The result of a search over all kernels of a layer.
 
-    `parts`: for each part microseconds of all together by its default and by its cut, the others as chosen.
+    Attributes:
+        cuts: The chosen tile configurations.
+        default_us: Mean microseconds of all kernels together with the defaults.
+        chosen_us: Mean microseconds of all kernels together with `cuts`.
+        parts: The result for each kernel: microseconds of all kernels together, with its default and with its chosen tile configuration.
+            The other kernels have their chosen tile configurations in both.
     """
 
     cuts: StepCuts
@@ -45,10 +50,18 @@ def search_together(
     margin: float = MARGIN,
     tell: Callable[[Work], object] = lambda work: None,
 ) -> Together:
-    """Search the kernels of a step in turn, a second time those around which something has changed since.
+    """Search the kernels of a step one by one, then search again each kernel whose neighbours have changed since.
 
-    `before`: cuts that won for fewer rows, which are tried too. `tell` hears which kernel is next. Raises `Unfit` where the defaults
-    cannot be measured.
+    Args:
+        works: The kernels.
+        machine: The GPU.
+        measure: Measures all kernels together.
+        before: The best tile configuration of each kernel for fewer rows. It is tried too.
+        margin: The fraction of time that a tile configuration must save.
+        tell: Is called with each kernel before its search.
+
+    Raises:
+        Unfit: The defaults cannot be measured.
     """
     cuts, searched, found = DEFAULT, dict[str, StepCuts](), dict[str, Found]()
     for _ in range(TURNS):
@@ -61,22 +74,26 @@ def search_together(
             tried = starts(work, machine, (before or {}).get(work.part, ()))
             kept = getattr(cuts, work.part)
             more = [kept] * (kept not in ((), *tried))
-            beside = _measure_beside(measure, others, work.part)
+            with_others = _measure_with(measure, others, work.part)
             default, near = default_cut(work, machine), partial(neighbours, work, machine=machine)
             try:
-                one = search(default, [*tried, *more], near, beside, margin=margin)
+                one = search(default, [*tried, *more], near, with_others, margin=margin)
             except Unfit as error:
                 if others == DEFAULT:
                     raise
-                one = Found(cut=kept, default_us=0.0, chosen_us=0.0, measured=0, skipped=(((), str(error)),))  # times come at the end
+                # The times are filled in by `_settled`.
+                one = Found(cut=kept, default_us=0.0, chosen_us=0.0, measured=0, skipped=(((), str(error)),))
             found[work.part] = _joined(found.get(work.part), one)
             cuts = _with(cuts, work.part, one.cut)
     return _settled(cuts, found, measure, margin)
 
 
 def _settled(cuts: StepCuts, found: Mapping[str, Found], measure: StepMeasure, margin: float) -> Together:
-    """What remains of the cuts when each is left out in turn: one that nothing is slower without goes, or without which the others can be
-    measured, and then all are looked at again. None remains where all of them together are not faster by the margin."""
+    """Remove the tile configurations that do not help, one by one, and compare the rest with the defaults.
+
+    A tile configuration is removed if the layer is not slower without it. If the layer cannot be measured at all, one is removed without
+    which it can. All are removed if together they do not save the margin.
+    """
     mine, without = None, dict[str, Times]()
     while cuts != DEFAULT:
         mine = _tried(measure, cuts)
@@ -107,7 +124,7 @@ def _tried(measure: StepMeasure, cuts: StepCuts) -> Times | None:
         return None
 
 
-def _measure_beside(measure: StepMeasure, others: StepCuts, part: str) -> Measure:
+def _measure_with(measure: StepMeasure, others: StepCuts, part: str) -> Measure:
     return lambda cut: measure(_with(others, part, cut))
 
 
@@ -116,7 +133,7 @@ def _with(cuts: StepCuts, part: str, cut: Cut) -> StepCuts:
 
 
 def _joined(first: Found | None, second: Found) -> Found:
-    """Two turns of one part: what was measured and left out in both."""
+    """The results of two searches of one kernel: the second choice, and the candidates of both."""
     if first is None:
         return second
     skipped = dict(first.skipped) | dict(second.skipped)

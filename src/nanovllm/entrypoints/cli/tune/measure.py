@@ -1,4 +1,4 @@
-"""Measuring on a GPU: the layers of a decode step by some cuts, or the head, in a CUDA graph."""
+"""Measurements on a GPU: layers of a decode step with given tile configurations, or the head, in a CUDA graph."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +18,14 @@ from nanovllm.models.model import Model
 from nanovllm.models.tuning.launches import Work
 from nanovllm.ops.cuts import Cut, CutError
 
-REPEATS = 15  # replays of a graph, of which the median counts
+REPEATS = 15  # replays of a graph; the median counts
 
 
 class Recorder:
-    """Records launches as CUDA graphs, one at a time, on a stream and in memory that they share.
+    """Records launches as CUDA graphs, one at a time, on one stream and in one memory pool.
 
-    Without giving cached memory back before each, as `torch.cuda.graph` does. The last graph is held until the next is recorded, because
-    the memory goes with the last that uses it.
+    Unlike `torch.cuda.graph`, it does not empty torch's cache before each graph. The last graph is kept until the next one is recorded,
+    because the pool is freed with its last graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,10 @@ class Recorder:
         self._last: torch.cuda.CUDAGraph | None = None
 
     def record(self, run: Callable[[], object]) -> Callable[[], object]:
-        """What replays a graph of what `run` launches, which runs once before: nothing may be compiled or loaded while it is captured."""
+        """Call `run` once, then record it as a graph. Returns a function that replays the graph.
+
+        The first call compiles and loads the kernels, because neither may happen during the capture.
+        """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._last is None else self._last.pool()
         torch.cuda.synchronize()
@@ -51,16 +54,17 @@ class Recorder:
 
 @contextmanager
 def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iterator[StepMeasure]:
-    """A measure of the kernels of a layer, or of the head, of this model's steps. Raises `Unfit` where the defaults cannot run.
+    """A function that measures the kernels of a layer, or the head.
 
-    What it measures is microseconds of a layer in a chain of them, for each context; of the head a launch's. A cut is timed after its
-    kernel by itself has computed what it does by default. The memory is given back at the end.
+    For a layer it returns microseconds per layer in a chain, for each context. For the head it returns microseconds per launch. Before a
+    tile configuration is timed, its kernel alone must give the same results as the default. The memory is freed at the end of the block.
+    Raises `Unfit` if the defaults cannot run.
     """
     with torch.no_grad(), torch.cuda.device(model.device):
         try:
             made = [_head(model, recorder, *works) if works[0].part == "head" else _layers(model, recorder, works)]
         except torch.OutOfMemoryError as error:
-            raise Unfit("no memory for it") from error
+            raise Unfit("not enough memory") from error
 
         def measure(cuts: StepCuts) -> Times:
             return made[0](cuts)
@@ -68,7 +72,7 @@ def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iter
         try:
             yield measure
         finally:
-            made.clear()  # whoever still holds what was yielded holds no KV
+            made.clear()  # `measure` may outlive the block, but must not keep the KV alive
             torch.cuda.empty_cache()
 
 
@@ -104,22 +108,22 @@ def _layers(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> StepMe
 
 
 class Checks:
-    """Whether kernels compute by a cut what they do by default. Each cut is looked at once; what was wrong with it is said again."""
+    """Checks that kernels give the same results with a tile configuration as by default. Each is checked once; errors are remembered."""
 
     def __init__(self, kernels: dict[str, list[Alone]]) -> None:
-        """Raises `Unfit` where a default cannot run."""
+        """Run the defaults. Raises `Unfit` if one cannot run."""
         self._kernels = kernels
         self._wanted = {part: [kernel.results(()) for kernel in some] for part, some in kernels.items()}
         self._seen: dict[tuple[str, Cut], str] = {}
 
     def require(self, cuts: StepCuts) -> None:
-        """Raise `Unfit` where one of these cuts is none to take."""
+        """Raise `Unfit` if one of these tile configurations cannot be used."""
         for part in self._kernels:
             cut: Cut = getattr(cuts, part)
             if cut and (part, cut) not in self._seen:
                 self._seen[part, cut] = self._look(part, cut)
-            if cut and (said := self._seen[part, cut]):
-                raise Unfit(said)
+            if cut and (reason := self._seen[part, cut]):
+                raise Unfit(reason)
 
     def _look(self, part: str, cut: Cut) -> str:
         try:
@@ -131,7 +135,7 @@ class Checks:
 
 
 def _time(recorder: Recorder, run: Callable[[], object]) -> float:
-    """Median microseconds of what `run` launches. Raises `Unfit` where it cannot be launched."""
+    """Median microseconds of the launches of `run`. Raises `Unfit` if a launch fails."""
     try:
         return 1e3 * _median_ms(recorder.record(run))
     except (*kernel_errors(), CutError, RuntimeError) as error:
@@ -139,7 +143,7 @@ def _time(recorder: Recorder, run: Callable[[], object]) -> float:
 
 
 def _median_ms(replay: Callable[[], object]) -> float:
-    """Median milliseconds of a replay."""
+    """Median milliseconds of a replay, after three replays that do not count."""
     times = []
     for number in range(REPEATS + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

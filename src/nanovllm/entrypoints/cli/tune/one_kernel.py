@@ -1,5 +1,7 @@
-"""One kernel of a step by itself: what is looked at before a cut is timed, for each must compute what the default does. The head is
-timed so, too."""
+"""One kernel of a step alone: it must give the same results with a tile configuration as by default before it is timed in a layer.
+
+The head is also timed alone.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,21 +22,24 @@ from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.types import Float, Tensor
 
-ERROR = 4  # spacings of the dtype: each rounding of a candidate may fall on the other side of the default's
-LAUNCHES, COPIES = 8, 128  # of the head in a graph, at least; of its weights, at most
+ERROR = 4  # allowed difference in spacings of the dtype: the order of sums differs, so a result may round to a neighbouring value
+LAUNCHES, COPIES = 8, 128  # least launches of the head in a graph; most copies of its weights
 
-Launch = Callable[[int, Cut], tuple[Tensor, ...]]  # launch number n, by a cut; its results
+Launch = Callable[[int, Cut], tuple[Tensor, ...]]  # from the number of the launch and a tile configuration to the results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """A kernel to launch `count` times in a row, each time over other memory."""
+    """A kernel that is launched `count` times in a row, each time over other memory."""
 
     launch: Launch
     count: int
 
     def results(self, cut: Cut) -> tuple[Tensor, ...]:
-        """Of a launch that meets what others have left behind. Raises `Unfit` where there is no such kernel."""
+        """The results of a launch after `count` other launches, whose leftovers in memory must not matter.
+
+        Raises `Unfit` if the kernel cannot be built or launched.
+        """
         try:
             for number in range(self.count):
                 self.launch(number, cut)
@@ -46,30 +51,30 @@ class Alone:
 
 
 def no_kernel(error: Exception) -> Unfit:
-    """What to raise in the place of an error of a launch. Where the GPU itself has failed, that is raised here, and ends the run."""
+    """The `Unfit` for an error of a launch. If the GPU itself has failed, its error is raised here and ends the run."""
     torch.cuda.synchronize()
-    return Unfit(f"no kernel: {' '.join(str(error).split())[:200]}")
+    return Unfit(f"the kernel failed: {' '.join(str(error).split())[:200]}")
 
 
 def require_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Raise `Unfit` for results that are not the default's."""
+    """Raise `Unfit` if results differ from the default's by more than `ERROR` spacings of the dtype."""
     for mine, theirs in zip(got, want, strict=True):
         wrong = float(relative_error(mine, theirs.double(), theirs.double()))
         if not wrong <= ERROR * torch.finfo(mine.dtype).eps:
-            raise Unfit(f"wrong by {wrong:.2g}")
+            raise Unfit(f"wrong results: relative error {wrong:.2g}")
 
 
 def product(model: Model, work: Work) -> Alone:
-    """The product of a layer with the model's own weights."""
-    gain = "input_norm" if work.part in ("qkv", "down") else "post_norm"  # behind `down` stands the next layer's
-    inner = f"{work.part}_norm"  # of the product, before it is added
+    """A product of a layer, with the model's own weights."""
+    gain = "input_norm" if work.part in ("qkv", "down") else "post_norm"  # after `down` comes the next layer's input norm
+    inner = f"{work.part}_norm"  # the norm of the product before the residual sum
     fields = (work.part, f"{work.part}_bias", gain, *((inner,) if work.part in ("o", "down") else ()))
     given = [tuple(getattr(w, field) for field in fields) for w in model.params.layers]
     return _product(model, work, given, len(given))
 
 
 def head(model: Model, work: Work) -> Alone:
-    """The head, over its weights and copies of them that no cache holds."""
+    """The head, over its weights and enough copies of them that the L2 cache cannot hold all."""
     weight = model.params.embed if model.params.head is None else model.params.head
     cached = torch.cuda.get_device_properties(model.device).L2_cache_size
     needed = max(2, min(COPIES, math.ceil(2 * cached / (weight.numel() * weight.element_size()))))
@@ -78,25 +83,25 @@ def head(model: Model, work: Work) -> Alone:
 
 
 def _product(model: Model, work: Work, given: list[tuple[Any, ...]], count: int) -> Alone:
-    """`given`: the weight, its bias or None, the gain of a norm and, of what is added, that of its own norm or None."""
+    """A product. Each entry of `given` has the matrix, its bias or None, a norm weight, and for sums the inner norm weight or None."""
     eps, act = model.config.rms_norm_eps, model.config.hidden_act
     x = _random(model, work.rows, work.width)
     residual = _random(model, work.rows, work.outputs) if work.part in ("o", "down") else None
 
     def launch(number: int, cut: Cut) -> tuple[Tensor, ...]:
         weight, bias, gain, *inner = given[number % len(given)]
-        behind: Tensor | None = inner[0] if inner else None
+        inner_norm: Tensor | None = inner[0] if inner else None
         if work.form == "sum":
             assert residual is not None
-            return linear_add_norm(x, weight, bias, residual, gain, eps, inner=behind, cut=cut)
-        norm, added = gain if work.norm else None, residual if behind is None else None
+            return linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner_norm, cut=cut)
+        norm, added = gain if work.norm else None, residual if inner_norm is None else None
         return (norm_linear(x, weight, gain=norm, bias=bias, residual=added, eps=eps, gated=work.gated, act=act, cut=cut),)
 
     return Alone(launch=launch, count=count)
 
 
 def attention(model: Model, context: Context, plans: Plans) -> Alone:
-    """Attention over a context of the chain, in one layer's pages after another."""
+    """Attention over a context of the chain, each launch in the next layer's pages."""
     config, w, at, pages = model.config, model.params.layers[0], context.batch, context.pages
     qkv = _random(model, len(at.seq_lens), (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
     scale, eps, cap = config.scale, config.rms_norm_eps, config.attention_softcap

@@ -1,4 +1,4 @@
-"""What a tuning run found, as a table."""
+"""The results of a tuning run as a table."""
 
 from collections.abc import Sequence as Seq
 
@@ -6,13 +6,17 @@ from nanovllm.entrypoints.cli.tune.kernel_search import Found
 from nanovllm.entrypoints.cli.tune.sweep import Result
 from nanovllm.entrypoints.display.tables import aligned
 
-SHOWN = 3  # reasons for leaving candidates out
+SHOWN = 3  # most skipped candidates that are listed with a reason
 
 
 def table(results: Seq[Result]) -> str:
-    """For every number of rows microseconds of a layer by the defaults and by the cuts chosen; below, for each of its parts, those of a
-    layer by the part's default and by its cut, the others as chosen. The head's are of its own launch. Then what was left out."""
-    head = ("part", "rows", "default us", "chosen us", "faster", "cut", "measured", "skipped")
+    """The results in aligned columns, then the candidates that could not be used.
+
+    For each batch size, the first row has microseconds of a layer with all defaults and with all chosen tile configurations. The next rows
+    have microseconds of a layer with the default and with the chosen tile configuration of one kernel. The head's time is that of its
+    own launch.
+    """
+    head = ("part", "rows", "default us", "chosen us", "faster", "tiles", "measured", "skipped")
     each = [(part, result, found) for result in results for part, found in result.lines]
     lines = aligned(head, [_row(part, result.rows, found) for part, result, found in each])
     failed = [f"{part}, {result.rows} rows: not measured: {result.why}" for part, result, found in each if found is None]
@@ -22,10 +26,10 @@ def table(results: Seq[Result]) -> str:
 
 
 def verdict(results: Seq[Result]) -> str:
-    """One sentence: how many kernels got another cut."""
+    """One sentence: how many kernels got another tile configuration."""
     kernels = [found for result in results for part, found in result.lines if part != "layer"]
     changed = sum(1 for found in kernels if found is not None and found.cut)
-    return f"{changed} of {len(kernels)} kernels are cut otherwise than by default."
+    return f"{changed} of {len(kernels)} kernels have a tile configuration other than the default."
 
 
 def _row(part: str, rows: int, found: Found | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A tuning run: every number of rows in turn, its layers and then its head, whoever measures."""
+"""A tuning run: the layer kernels and then the head, for one batch size after another. The measuring function is an argument."""
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -16,7 +16,7 @@ from nanovllm.models.fast.cuts import DEFAULT, StepCuts
 from nanovllm.models.tuning.launches import Machine, Work, works
 from nanovllm.ops.cuts import Cut
 
-HEAD_MARGIN = 0.03  # of the head's launch, which is timed by itself
+HEAD_MARGIN = 0.03  # fraction of time that the head, which is timed alone, must save
 
 Works = tuple[Work, ...]
 Measuring = Callable[[Works], AbstractContextManager[StepMeasure]]
@@ -24,7 +24,13 @@ Measuring = Callable[[Works], AbstractContextManager[StepMeasure]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What was found for the kernels of a layer, or for the head; None, and `why`, where not even the defaults could be measured."""
+    """The result for the kernels of a layer, or for the head.
+
+    Attributes:
+        works: The kernels.
+        found: The result of the search; None if the defaults could not be measured.
+        why: The reason if `found` is None.
+    """
 
     works: Works
     found: Together | None
@@ -32,12 +38,12 @@ class Result:
 
     @property
     def rows(self) -> int:
-        """Of the step that the kernels are part of."""
+        """Rows of the decode step."""
         return self.works[0].rows
 
     @property
     def lines(self) -> tuple[tuple[str, Found | None], ...]:
-        """Each kernel and what was found for it; before those of a layer, the layer as a whole."""
+        """The name and the result of each kernel; for a layer, the whole layer comes first."""
         each = [(work.part, None if self.found is None else self.found.parts[work.part]) for work in self.works]
         if self.found is None or self.works[0].part == "head":
             return tuple(each)
@@ -45,21 +51,21 @@ class Result:
         return (("layer", whole), *each)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """JSON objects, one a line."""
-        return [self._told(part, found) for part, found in self.lines]
+        """One JSON object for each of `lines`."""
+        return [self._line_as_json(part, found) for part, found in self.lines]
 
-    def _told(self, part: str, found: Found | None) -> dict[str, Any]:
-        told: dict[str, Any] = {"part": part, "rows": self.rows}
+    def _line_as_json(self, part: str, found: Found | None) -> dict[str, Any]:
+        line: dict[str, Any] = {"part": part, "rows": self.rows}
         if found is None:
-            return told | {"why": self.why}
-        told |= {name: round(getattr(found, name), 3) for name in ("default_us", "chosen_us")}
+            return line | {"why": self.why}
+        line |= {name: round(getattr(found, name), 3) for name in ("default_us", "chosen_us")}
         if part == "layer":
-            return told
-        return told | {"cut": list(found.cut), "measured": found.measured, "skipped": len(found.skipped)}
+            return line
+        return line | {"cut": list(found.cut), "measured": found.measured, "skipped": len(found.skipped)}
 
 
 def plan(config: ModelConfig, batches: Seq[int], machine: Machine) -> tuple[Works, ...]:
-    """The kernels that are timed together, a layer's or the head, of steps of these numbers of rows, in ascending order of them."""
+    """The groups of kernels that are timed together (the kernels of a layer, or the head), for each batch size in ascending order."""
     each = (work for rows in sorted(set(batches)) for work in works(config, rows, machine))
     return tuple(tuple(group) for _, group in groupby(each, key=lambda work: (work.rows, work.part == "head")))
 
@@ -67,7 +73,10 @@ def plan(config: ModelConfig, batches: Seq[int], machine: Machine) -> tuple[Work
 def run(
     planned: Seq[Works], machine: Machine, measuring: Measuring, *, margin: float = MARGIN, tell: Callable[[Work], object] = lambda _: None
 ) -> Iterator[Result]:
-    """Search them one by one. A cut that won for fewer rows is tried for more. `tell` hears which kernel is next."""
+    """Search the groups one by one, and yield each result.
+
+    The best tile configuration for fewer rows is also tried for more rows. `tell` is called with each kernel before its search.
+    """
     won: dict[tuple[str, str], Cut] = {}
     for group in planned:
         before = {work.part: won.get((work.part, work.form), ()) for work in group}
@@ -83,7 +92,10 @@ def run(
 
 
 def chosen(results: Seq[Result], before: Mapping[int, StepCuts] | None = None) -> Map[int, StepCuts]:
-    """The cuts that replace a default, by rows. `before`: those of an older run, which stand where nothing was measured now."""
+    """The tile configurations that replace a default, by batch size.
+
+    `before` holds those of an older run. They are kept for batch sizes that were not measured now.
+    """
     steps = dict(before or {})
     for result in results:
         if result.found is not None:
@@ -93,7 +105,10 @@ def chosen(results: Seq[Result], before: Mapping[int, StepCuts] | None = None) -
 
 
 def told(results: Seq[Result], before: Seq[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """JSON objects of all that was measured, by rows. `before`: those of an older run, which stand where nothing was measured now."""
+    """The measurements as JSON objects, sorted by batch size.
+
+    `before` holds those of an older run. They are kept for kernels and batch sizes that were not measured now.
+    """
     mine = [line for result in results for line in result.as_json()]
     measured = {(part, result.rows) for result in results if result.found is not None for part, _ in result.lines}
     kept = [line for line in before if (line["part"], line["rows"]) not in measured]
