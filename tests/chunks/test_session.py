@@ -209,7 +209,7 @@ def test_steps_beyond_the_room_are_discarded():
 
 def test_the_room_may_reach_the_engines_last_token():
     limits = {"max_model_len": len(IDS) + 3}
-    with pytest.raises(InvalidRequestError, match="a context of 7 tokens with room=4 exceeds this engine's 10 tokens a request"):
+    with pytest.raises(InvalidRequestError, match="a context of 7 tokens with room=4 exceeds this engine's limit of 10 tokens per request"):
         begin(MODEL, engine(**limits), [IDS], greedy(), room=4)
     state, carry = begin(MODEL, engine(**limits), [IDS], greedy(), room=3)
     carry, _ = steps(carry, 3)

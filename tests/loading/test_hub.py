@@ -258,4 +258,4 @@ def test_a_shell_and_the_command_line_pass_the_revision_on(cache: Path, monkeypa
     assert cli.main(["check", "org/name", "--revision", "v3"]) == 2
     assert capsys.readouterr().err.count("no revision 'v3'") == 2
     assert cli.main(["check", "qwen3-0.6b", "--revision", "v3"]) == 2
-    assert "only repositories have revisions" in capsys.readouterr().err
+    assert "has random weights and no revisions" in capsys.readouterr().err
