@@ -1,7 +1,7 @@
 """nanovllm: a language-model inference engine for one GPU, written as a functional program.
 
-The model is a pure function of `(params, KVState, batch)`; KV pages and chunks are values that the caller threads. `LLM` is the shell for
-those who just want text.
+The model is a pure function of `(params, KVState, batch)`. KV pages and chunks are values: every call takes the engine's state and returns
+the next one. `LLM` wraps all of this for programs that only need text.
 """
 
 from nanovllm.chunks.compose import compose, drop

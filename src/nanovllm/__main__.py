@@ -1,4 +1,4 @@
-"""`python -m nanovllm` is the command line."""
+"""`python -m nanovllm` runs the command line."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is fixed: the sizes of a model and the limits of an engine. Both are hashable, so that compiled code may specialise on them."""
+"""The sizes of a model and the limits of an engine. Both are hashable, so that compiled code can specialise on them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,8 +10,28 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2021) and its static scalings: `default`, `linear`, `llama3`, `yarn` (Peng et al., 2023),
-    `longrope` (Ding et al., 2024)."""
+    """Rotary position embedding (Su et al., 2021) and its static scalings.
+
+    The kinds are `default`, `linear`, `llama3`, `yarn` (Peng et al., 2023) and `longrope` (Ding et al., 2024).
+
+    Attributes:
+        theta: The base of the frequencies.
+        kind: The name of the scaling.
+        factor: The factor by which the context is extended.
+        low_freq_factor: Of `llama3`: wavelengths above the original context divided by it are scaled fully.
+        high_freq_factor: Of `llama3`: wavelengths below the original context divided by it are not scaled.
+        original_max_position_embeddings: The context before scaling, in tokens.
+        beta_fast: Of `yarn`: channels with more rotations than this over the original context are not scaled.
+        beta_slow: Of `yarn`: channels with fewer rotations than this are scaled fully.
+        attention_factor: Of `yarn` and `longrope`: the factor on cos and sin.
+        truncate: Of `yarn`: whether the bounds between channels are rounded to integers.
+        partial: The fraction of a head's channels that are rotated.
+        factors: Of `longrope`: the divisor of each channel pair's frequency.
+
+    Examples:
+        >>> model.config.rope.kind, model.config.rope.theta
+        ('default', 10000.0)
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -21,18 +41,27 @@ class RopeConfig:
     original_max_position_embeddings: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float = 1.0  # YaRN's and LongRoPE's magnitude factor on cos and sin
+    attention_factor: float = 1.0
     truncate: bool = True
-    partial: float = 1.0  # the share of a head's channels that turn
-    factors: tuple[float, ...] = ()  # LongRoPE's, by which each pair's speed is divided
+    partial: float = 1.0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Mixture-of-experts feed-forward layers (Shazeer et al., 2017; Fedus et al., 2021): each token goes through `top_k` of `num_experts`.
+    """Mixture-of-experts feed-forward layers (Shazeer et al., 2017; Fedus et al., 2021).
 
-    `layers` are the layers that have experts. `normalise`: the weights of the chosen add up to 1, their sum taken as `least_sum` at least.
-    `wide_router`: routed in float32, whatever the model's dtype. `shared_size`: what every token goes through besides, 0: nothing.
+    Each token is processed by `top_k` of `num_experts` experts.
+
+    Attributes:
+        num_experts: Experts per layer.
+        top_k: Experts per token.
+        intermediate_size: Channels inside one expert.
+        layers: The indices of the layers that have experts.
+        normalise: Whether the weights of the chosen experts are divided by their sum.
+        least_sum: The lower bound of that sum.
+        wide_router: Whether routing is computed in float32, whatever the model's dtype.
+        shared_size: Channels inside the shared expert that processes every token; 0: none.
     """
 
     num_experts: int
@@ -47,23 +76,56 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "intermediate_size"):
             if getattr(self, name) < 1:
-                raise CheckpointError(f"config: {name}={getattr(self, name)!r} of the experts must be at least 1")
+                raise CheckpointError(f"config: {name}={getattr(self, name)!r} of the experts must be an integer of at least 1")
         if self.shared_size < 0 or not 0 <= self.least_sum < math.inf:
             raise CheckpointError(f"config: shared_size={self.shared_size} and least_sum={self.least_sum} of experts must be at least 0")
         if self.top_k > self.num_experts:
-            raise CheckpointError(f"config: {self.top_k} experts a token are more than the {self.num_experts} that there are")
+            raise CheckpointError(f"config: top_k={self.top_k} experts per token exceed num_experts={self.num_experts}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The sizes of one model, made from a Hugging Face `config.json` by its architecture's own function.
+    """The sizes of one model, made from a Hugging Face `config.json` by its architecture's module.
 
-    `head_dim` is what is kept of a head; where a checkpoint's heads are narrower, `stored_head_dim`, the rest is zero (`tables.heads`).
-    `windows`: for each layer how many tokens a token attends to, itself included, 0 meaning all; empty: all, in every layer. Layers with a
-    window turn by `local_rope` where there is one. A soft cap c turns x into c tanh(x / c); 0: none.
+    Attributes:
+        architecture: The architecture's name in the registry of models.
+        vocab_size: The number of token ids.
+        hidden_size: Channels between layers.
+        intermediate_size: Channels inside a feed-forward layer.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; `num_heads` is a multiple of it.
+        head_dim: Channels of a head in memory. If the checkpoint's heads are narrower, the rest is zero.
+        rms_norm_eps: The epsilon of the norms.
+        rope: The rotary position embedding.
+        tie_word_embeddings: Whether the output layer is the embedding matrix.
+        attention_bias: Whether the attention projections have biases.
+        mlp_bias: Whether the feed-forward projections have biases.
+        hidden_act: The activation: "silu", "gelu" or "gelu_tanh".
+        windows: For each layer the number of tokens that a token attends to, itself included; 0: all. Empty: all, in every layer.
+        local_rope: The rotary position embedding of sliding-window layers, if it differs.
+        long_rope: The one for requests beyond the original context of `rope`; see `for_length`.
+        stored_head_dim: Channels of a head in the checkpoint; 0: `head_dim`.
+        attention_scale: The factor on products of queries and keys; 0: `1 / sqrt(head_dim)`.
+        attention_softcap: C of the soft cap `c * tanh(x / c)` on attention scores; 0: none.
+        logit_softcap: C of the soft cap on logits; 0: none.
+        embed_scale: The factor on embeddings.
+        moe: The experts, if the model has some.
+        max_position_embeddings: The maximum length of a sequence, in tokens.
+        dtype: The dtype in which the checkpoint was saved.
+        bos_token_id: The start token, if the model has one.
+        eos_token_ids: The tokens that end a reply.
+
+    Raises:
+        CheckpointError: A size is invalid.
+
+    Examples:
+        >>> config = model.config
+        >>> config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+        (8, 4, 2, 64)
     """
 
-    architecture: str  # the key of `models.REGISTRY`
+    architecture: str  # a key of `models.REGISTRY`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -79,15 +141,15 @@ class ModelConfig:
     hidden_act: str = "silu"
     windows: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
-    long_rope: RopeConfig | None = None  # by which positions turn where more than those of `rope` are wanted; see `for_length`
-    stored_head_dim: int = 0  # 0: `head_dim`
-    attention_scale: float = 0.0  # of a query's products with keys; 0: 1 / sqrt(head_dim)
+    long_rope: RopeConfig | None = None
+    stored_head_dim: int = 0
+    attention_scale: float = 0.0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embed_scale: float = 1.0
     moe: MoEConfig | None = None
     max_position_embeddings: int = 2048
-    dtype: str = "float32"  # what the checkpoint was saved in
+    dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -102,9 +164,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise CheckpointError(f"config: head_dim={self.head_dim} must be even for rotary position embedding")
         if self.windows and len(self.windows) != self.num_layers:
-            raise CheckpointError(f"config: {len(self.windows)} windows are given for {self.num_layers} layers")
+            raise CheckpointError(f"config: {len(self.windows)} windows for {self.num_layers} layers; give one per layer, or none")
         if any(window < 0 for window in self.windows):
-            raise CheckpointError(f"config: a window of {min(self.windows)} tokens; 0 means all, others must be positive")
+            raise CheckpointError(f"config: a window of {min(self.windows)} tokens must be at least 0; 0 means all tokens")
         for name in ("rms_norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "embed_scale"):
             value = getattr(self, name)
             if isinstance(value, complex) or not 0 <= value < math.inf:
@@ -114,21 +176,32 @@ class ModelConfig:
 
     @property
     def keys_turn(self) -> bool:
-        """Whether positions enter by a rotation of keys, which moves them to other positions."""
+        """Whether keys are rotated by position, so that they can be moved to other positions."""
         return self.rope.kind in ("default", "linear", "llama3", "yarn", "longrope")
 
     @property
     def scale(self) -> float:
-        """What a query's products with keys are multiplied by."""
+        """The factor on products of queries and keys."""
         return self.attention_scale or self.head_dim**-0.5
 
     def window(self, layer: int) -> int:
-        """How many tokens a token attends to in a layer, itself included; 0: all."""
+        """The window of a layer.
+
+        Args:
+            layer: The index of the layer.
+
+        Returns:
+            The number of tokens that a token attends to, itself included; 0: all.
+
+        Examples:
+            >>> model.config.window(0)
+            0
+        """
         return self.windows[layer] if self.windows else 0
 
     @property
     def widest_window(self) -> int:
-        """The most tokens that a layer with a window attends to; 0: no layer has one."""
+        """The largest window of all layers, in tokens; 0 if no layer has a window."""
         return max(self.windows, default=0)
 
     @property
@@ -138,30 +211,45 @@ class ModelConfig:
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
-        """How many layers each KV pool holds: those without a window, then those with one; a group without layers has no pool."""
+        """Layers per KV pool: those without a window, then those with one. A group without layers has no pool."""
         windowed = sum(map(bool, self.windows))
         return tuple(count for count in (self.num_layers - windowed, windowed) if count)
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer its KV pool and its index there."""
+        """For each layer the index of its KV pool, and its index in that pool."""
         if len(self.pool_sizes) == 1:
             return tuple((0, index) for index in range(self.num_layers))
-        found, counts = list[tuple[int, int]](), [0, 0]
+        places, counts = list[tuple[int, int]](), [0, 0]
         for window in self.windows:
             pool = 1 if window else 0
-            found.append((pool, counts[pool]))
+            places.append((pool, counts[pool]))
             counts[pool] += 1
-        return tuple(found)
+        return tuple(places)
 
     def layer_at(self, window: int, index: int) -> int:
-        """The layer that stands at this index of the KV pool for layers with a window, or without one (0)."""
+        """The layer at an index of a KV pool.
+
+        Args:
+            window: Any positive number for the pool of sliding-window layers, 0 for the other pool.
+            index: The index in that pool.
+
+        Returns:
+            The index of the layer in the model.
+
+        Examples:
+            >>> model.config.layer_at(0, 3)
+            3
+        """
         return index if len(self.pool_sizes) == 1 else self.places.index((1 if window else 0, index))
 
 
 def for_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
-    """The config for requests of so many tokens. Where a model turns long ones otherwise (LongRoPE), None means those that it was first
-    trained on, and more can be had only by asking: the KV of short and long requests cannot be shared."""
+    """The config for requests of up to `max_model_len` tokens.
+
+    Models with LongRoPE rotate long requests by other factors than short ones, so their KV cannot be shared. None selects the context
+    of the original training; a longer one must be requested.
+    """
     long = config.long_rope
     if long is None:
         return config
@@ -172,15 +260,29 @@ def for_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
 
 
 def loaded_for_short(config: ModelConfig) -> bool:
-    """Whether `for_length` has kept a model to its first context, although it knows a longer one."""
+    """Whether `for_length` limited a model to its original context although it supports a longer one."""
     return config.rope.kind == "longrope" and config.max_position_embeddings == config.rope.original_max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The limits of one engine. `num_pages` and `num_frames` exclude the dummies; lengths are in tokens.
+    """The limits of one engine, as `init_state` resolved them.
 
-    `num_frames`: for how many pages there is KV memory in the layers with a window (`state/window_frames.py`); 0: no layer has one.
+    Attributes:
+        num_pages: Pages of the KV pool, without the dummy page.
+        page_size: Tokens per page.
+        max_model_len: The maximum length of a sequence, in tokens.
+        max_num_seqs: The maximum number of running sequences.
+        max_num_batched_tokens: The maximum number of tokens per step.
+        seed: The seed of requests that give none.
+        num_frames: Frames, without the dummy frame; 0 if no layer has a window. A frame is the KV memory of a sliding-window page.
+
+    Raises:
+        InvalidRequestError: A limit is invalid.
+
+    Examples:
+        >>> state.config.num_pages, state.config.page_size, state.config.max_model_len
+        (64, 16, 2048)
     """
 
     num_pages: int
@@ -193,7 +295,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.num_frames, bool) or not isinstance(self.num_frames, int) or self.num_frames < 0:
-            raise InvalidRequestError(f"num_frames={self.num_frames!r} must be an integer of at least 1, or 0 where no layer has a window")
+            raise InvalidRequestError(f"num_frames={self.num_frames!r} must be an integer of at least 1, or 0 if no layer has a window")
         for name in ("num_pages", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,20 +1,35 @@
-"""Every error that the package raises on purpose. Each message names the offending value and what would have been accepted."""
+"""All errors that the package raises on purpose. Each message names the wrong value and says how to correct it."""
 
 
 class NanoVLLMError(Exception):
-    """The root of all errors below."""
+    """The base class of all errors of the package.
+
+    Examples:
+        >>> try:
+        ...     nv.init_state(model, num_pages=0)
+        ... except nv.NanoVLLMError as error:
+        ...     print(type(error).__name__, "-", error)
+        InvalidRequestError - num_pages=0 must be an integer of at least 1
+    """
 
 
 class InvalidRequestError(NanoVLLMError, ValueError):
-    """A request, or an option of one, that can never be served: refused before anything is written."""
+    """An argument, a request or an option that can never be served. It is raised before anything is written."""
 
 
 class OutOfPagesError(NanoVLLMError):
-    """The page pool cannot hold what a call needs, even after evicting every page that only the prefix index holds."""
+    """The page pool is too small for a call, even without idle pages of the prefix index, or the device ran out of memory."""
 
 
 class DonatedStateError(NanoVLLMError):
-    """An `EngineState` or `DecodeCarry` was used after a later call had taken over its memory."""
+    """An `EngineState` or `DecodeCarry` was used after a later call took over its memory. Use the value that the later call returned.
+
+    Examples:
+        >>> later, chunk = nv.prefill(model, state, "Hello")
+        >>> nv.release(state, chunk)
+        Traceback (most recent call last):
+        nanovllm.errors.DonatedStateError: this state is 1 call...
+    """
 
 
 class ReleasedChunkError(NanoVLLMError):
@@ -26,16 +41,16 @@ class ForeignChunkError(NanoVLLMError):
 
 
 class CheckpointError(NanoVLLMError):
-    """A model folder is missing, incomplete, malformed or of an unknown architecture."""
+    """A model folder is missing, incomplete or malformed, or has an unknown architecture."""
 
 
 class ChunkFileError(NanoVLLMError):
-    """A chunk file is truncated, changed, or belongs to another model."""
+    """A chunk file, or the index of a `ChunkStore`, is damaged, belongs to another model, or cannot be read or written."""
 
 
 class TuningFileError(NanoVLLMError):
-    """A file of `nanovllm tune` is missing, damaged, or for another GPU, model or version."""
+    """A file of `nanovllm tune` is missing, damaged, or made for another GPU, model or version."""
 
 
 class BrokenInvariantError(NanoVLLMError):
-    """`check` found a state that no sequence of calls should reach; the message names the invariant."""
+    """`nv.check` found a state that no sequence of calls should reach. The message names the invariant."""

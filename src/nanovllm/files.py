@@ -1,4 +1,4 @@
-"""The folder in the user's cache where what was built or measured on this machine lies, for later processes to find."""
+"""Files written as a whole, and the folder in the user's cache for results that later processes reuse."""
 
 import errno
 import os
@@ -10,11 +10,15 @@ from pathlib import Path
 
 from nanovllm.errors import InvalidRequestError
 
-TEMPORARY = ".nanovllm-*.tmp"  # what `temporary` calls its files, beside those that they become
+TEMPORARY = ".nanovllm-*.tmp"  # the names of files of `temporary`, in the same folder as their targets
 
 
 def cache_path() -> Path:
-    """`$XDG_CACHE_HOME/nanovllm`, by default `~/.cache/nanovllm`, there or not. Raises `OSError` for a user without a home."""
+    """`$XDG_CACHE_HOME/nanovllm`, by default `~/.cache/nanovllm`, whether it exists or not.
+
+    Raises:
+        OSError: The user has no home folder.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "nanovllm"
     except RuntimeError as error:
@@ -22,7 +26,11 @@ def cache_path() -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder, made where it was missing. Raises `OSError` where it cannot be made, or is not this user's alone to write."""
+    """The cache folder, made if it is missing.
+
+    Raises:
+        OSError: It cannot be made, or other users can write it.
+    """
     folder = cache_path()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(folder):
@@ -31,28 +39,40 @@ def cache_folder() -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether nobody else can write a file or folder."""
+    """Whether no other user can write a file or folder."""
     status = path.stat()
     return os.name != "posix" or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path, or `InvalidRequestError`."""
+    """A path.
+
+    Raises:
+        InvalidRequestError: `path` is not the name of a file.
+    """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
-        raise InvalidRequestError(f"path={path!r} must be the name of a file")
+        raise InvalidRequestError(f"path={path!r} must be the name of a file: a non-empty str or a path object")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # no such user
-        raise InvalidRequestError(f"path={path!r} begins in a home folder that is not known; write ./~ for a file of that name") from error
+        raise InvalidRequestError(f"path={path!r} begins with an unknown home folder; write ./~ for a file of that name") from error
 
 
 def open_file(path: Path) -> int:
-    """A file descriptor to read from; what is no file does not make it wait. Raises `OSError`."""
+    """A file descriptor for reading. It does not block on a FIFO.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a small file, to the disk, in place of an older one or not at all. Raises `OSError`; then nothing is left of it."""
+    """Write a small file to the disk and replace an older one.
+
+    Raises:
+        OSError: The file cannot be written; no part of it is left.
+    """
     with temporary(path.parent, mode) as (fd, made):
         with os.fdopen(os.dup(fd), "wb") as file:
             file.write(data)
@@ -63,9 +83,9 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def temporary(folder: Path, mode: int = 0o666) -> Iterator[tuple[int, Path]]:
-    """An empty file in a folder, open and locked, that is gone at the end of the block unless it got another name.
+    """An empty file in a folder, open and locked. It is deleted at the end of the block unless it was renamed.
 
-    A process that is killed leaves it behind, and the lock not: whoever gets the lock may delete it.
+    A killed process leaves the file but not the lock, so whoever gets the lock may delete the file.
     """
     path = folder / TEMPORARY.replace("*", secrets.token_hex(8))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -78,7 +98,7 @@ def temporary(folder: Path, mode: int = 0o666) -> Iterator[tuple[int, Path]]:
 
 
 def put(made: Path, target: Path) -> None:
-    """Give a written file its name, in place of whatever had it, and the folder to the disk."""
+    """Rename a written file to its target, replace an older one, and flush the folder to the disk."""
     os.replace(made, target)
     folder = os.open(target.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,8 +1,8 @@
-"""The one vocabulary of axis names and array types.
+"""Axis names and array types for annotations.
 
 Axes: T tokens of a step · B sequences of a step · R rows of logits · V vocabulary · L layers · N pages of a pool, the dummy page
-included · K key/value heads · H query heads · D head_dim · S page_size · P width of a page table · M hidden_size · F intermediate_size.
-Ids, positions, slots and lengths are int32 everywhere on a device; keys of the generator are int64.
+included · K key and value heads · H query heads · D head_dim · S page_size · P width of a page table · M hidden_size ·
+F intermediate_size. On a device, ids, positions, slots and lengths are int32, and keys of the random generator are int64.
 """
 
 import reprlib
@@ -23,7 +23,7 @@ FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
-    """Register a frozen dataclass as a pytree whose leaves are all fields but `static`, which go into the tree's structure."""
+    """Register a frozen dataclass as a pytree. All fields are leaves, except `static` ones, which belong to the tree's structure."""
     fields = tuple(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
     leaves = tuple(f for f in fields if f not in static)
 
@@ -43,7 +43,7 @@ def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
 
 
 def brief(value: Any) -> str:
-    """A value in few characters: of tensors dtype, shape and device. Reads no device memory."""
+    """A short text for a value; for a tensor its dtype, shape and device. Reads no device memory."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}] on {value.device}"
     if isinstance(value, tuple | list):
@@ -54,13 +54,17 @@ def brief(value: Any) -> str:
 
 def brief_fields(value: Any) -> str:
     """A dataclass of tensors on one line, for its `__repr__`."""
-    told = (f"{name}={brief(getattr(value, name))}" for name in value.__dataclass_fields__)
-    return f"{type(value).__name__}({', '.join(told)})"
+    fields = (f"{name}={brief(getattr(value, name))}" for name in value.__dataclass_fields__)
+    return f"{type(value).__name__}({', '.join(fields)})"
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """A torch dtype from itself or its name (`"float32"`, `"bfloat16"`, ...). Raises `ValueError` on any other name."""
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    """A torch dtype, given itself or its name such as "bfloat16".
+
+    Raises:
+        ValueError: `dtype` is not a floating-point dtype.
+    """
+    resolved = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ValueError(f"dtype {dtype!r} is not a floating-point torch dtype; use float32, bfloat16, float16 or float64")
-    return found
+    return resolved

@@ -138,7 +138,7 @@ def test_live_chunks_count_and_shared_pages_do_not():
 
 def test_no_page_for_a_reply():
     state, base = prefill(MODEL, engine(num_pages=2), IDS)
-    with pytest.raises(OutOfPagesError, match="7 tokens, which leave no page for a reply; 0 of 2 pages are available: release chunks"):
+    with pytest.raises(OutOfPagesError, match="7 tokens and leaves no page for a reply; 0 of 2 pages are available: release chunks"):
         generate(MODEL, state, base, greedy(10))
     right(state, base)
     state, made = generate(MODEL, release(state, base), IDS, greedy(1))
@@ -147,7 +147,7 @@ def test_no_page_for_a_reply():
 
 def test_many_replies_are_reserved_at_their_longest():
     state = engine(num_pages=6)
-    with pytest.raises(OutOfPagesError, match="2 replies need 8 pages at their longest; 6 of 6 pages are available: release"):
+    with pytest.raises(OutOfPagesError, match="2 replies need 8 pages at their maximum length; 6 of 6 pages are available: release"):
         generate_many(MODEL, state, [IDS, IDS], greedy(9))
     state, made = generate_many(MODEL, state, [IDS, IDS], greedy(5))
     assert [generation.token_ids for generation in made] == [REPLY[:5]] * 2

@@ -201,7 +201,7 @@ def test_what_does_not_fit_now_changes_nothing():
     state, idle = prefill(MODEL, state, [9] * 8)
     state = release(state, idle)
     seen = freeze(state.pool)
-    with pytest.raises(OutOfPagesError, match="16 tokens need 4 pages more; 2 of 4 pages are available"):
+    with pytest.raises(OutOfPagesError, match="16 tokens needs 4 more pages; 2 of 4 pages are available"):
         prefill(MODEL, state, [8] * 16)
     with pytest.raises(OutOfPagesError):
         generate_many(MODEL, state, [[8] * 4, [7] * 4], greedy(4))

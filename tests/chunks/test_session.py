@@ -209,7 +209,7 @@ def test_steps_beyond_the_room_are_discarded():
 
 def test_the_room_may_reach_the_engines_last_token():
     limits = {"max_model_len": len(IDS) + 3}
-    with pytest.raises(InvalidRequestError, match="a context of 7 tokens with room=4 exceeds this engine's 10 tokens a request"):
+    with pytest.raises(InvalidRequestError, match="a context of 7 tokens with room=4 exceeds this engine's limit of 10 tokens per request"):
         begin(MODEL, engine(**limits), [IDS], greedy(), room=4)
     state, carry = begin(MODEL, engine(**limits), [IDS], greedy(), room=3)
     carry, _ = steps(carry, 3)
@@ -227,7 +227,7 @@ def test_bad_room(room):
 
 def test_impossible_sessions_are_refused_and_cost_nothing():
     state = engine(num_pages=4, max_num_seqs=2)
-    with pytest.raises(InvalidRequestError, match="room=10 exceeds this engine's 16"):
+    with pytest.raises(InvalidRequestError, match="room=10 exceeds this engine's limit of 16"):
         begin(MODEL, state, [IDS], greedy(), room=10)
     with pytest.raises(InvalidRequestError, match="3 contexts exceed max_num_seqs=2"):
         begin(MODEL, state, [IDS] * 3, greedy(), room=1)

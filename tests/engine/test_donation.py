@@ -102,7 +102,7 @@ def test_another_model_is_refused(model: nv.Model, state: nv.EngineState) -> Non
         lambda: nv.begin(other, state, [chunk], GREEDY, room=1),
     ]
     for call in calls:
-        with pytest.raises(nv.InvalidRequestError, match="not the one this state was made for"):
+        with pytest.raises(nv.InvalidRequestError, match="is not the model of this state"):
             call()
     state, gen = nv.generate(model, state, chunk, GREEDY)
     assert len(gen.token_ids) == 8

@@ -50,9 +50,9 @@ def test_a_chunk_stands_first():
     assert tokens_of([base], state=state) == [1, 2, 3]
     assert tokens_of([base, "a", [9]], state=state) == [1, 2, 3, *text("a"), 9]
     assert resolve(MODEL, state, [base, [9]]).base is base
-    with pytest.raises(InvalidRequestError, match="a chunk at place 1"):
+    with pytest.raises(InvalidRequestError, match="a chunk at index 1"):
         resolve(MODEL, state, [[1], base])
-    with pytest.raises(InvalidRequestError, match="a chunk at place 1"):
+    with pytest.raises(InvalidRequestError, match="a chunk at index 1"):
         resolve(MODEL, state, [base, base])
 
 
@@ -85,7 +85,7 @@ def test_the_chunk_is_not_changed_by_what_comes_after():
         (["a", 3], "not int"),
         (["a", 3], "^part 1 of the context must be a chunk, a text or token ids, not int"),
         ([[1, [2]]], "type list"),
-        (["a", ["b"]], "^part 1 of the context: token id 'b' is of type str, not an integer; a part is a chunk, a text or"),
+        (["a", ["b"]], "^part 1 of the context: token id 'b' is of type str, not an integer; a part must be a chunk, a text or"),
         (["a", [1], [264]], "^part 2 of the context: token id 264 is outside the vocabulary 0 ... 263"),
         (np.array([1.5]), "array of float64"),
         (np.array([[1], [2]]), "2 axes"),

@@ -441,7 +441,7 @@ def test_a_prompt_that_live_chunks_starve_is_told_and_served_after_release():
     state, chunk = prefill(MODEL, engine(num_pages=3), [9] * 8)
     state, rid = submit(MODEL, state, PROMPTS[0], greedy(3))
     for _ in range(2):
-        with pytest.raises(OutOfPagesError, match=f"request {rid} has 7 tokens and the live chunks leave it"):
+        with pytest.raises(OutOfPagesError, match=f"request {rid} has 7 tokens, but live chunks leave it"):
             for _ in range(9):
                 state, _ = step(MODEL, state)
         check(state)

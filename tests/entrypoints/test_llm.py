@@ -179,7 +179,7 @@ def test_a_stop_text_is_in_the_chunk_and_not_in_the_text():
 
 def test_a_checked_function_keeps_its_signature():
     assert list(inspect.signature(nv.generate).parameters) == ["model", "state", "context", "sampling_params", "retain"]
-    assert nv.init_state.__name__ == "init_state" and "An empty engine" in str(nv.init_state.__doc__)
+    assert nv.init_state.__name__ == "init_state" and "Create an empty engine" in str(nv.init_state.__doc__)
     with pytest.raises(nv.InvalidRequestError, match="page_size=0"):
         LLM(MODEL, page_size=0)
     with pytest.raises(nv.CheckpointError, match="neither a folder nor a repository"):
@@ -436,7 +436,7 @@ def test_a_detached_request_is_a_chunk_of_what_it_filled(steps, num_pages, budge
             assert state.stats.prefill_tokens + state.stats.decode_tokens - ran == len(tokens) - len(chunk) + rerun
             state = nv.release(state, gen.chunk)
         state = nv.release(state, chunk)
-    with pytest.raises(nv.InvalidRequestError, match="neither kept, waiting nor running"):
+    with pytest.raises(nv.InvalidRequestError, match="not kept, waiting or running"):
         detach(model, state, rid)
     while state.running or state.waiting:
         state, _ = nv.step(model, state)

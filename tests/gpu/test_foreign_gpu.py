@@ -65,6 +65,6 @@ def test_an_engine_decodes_what_the_steps_by_hand_do(kind: str, tmp_path: Path) 
 
 def test_one_warning_and_no_graphs(tmp_path: Path) -> None:
     save(tmp_path, "stablelm")
-    with pytest.warns(UserWarning, match="StableLmForCausalLM is not built in.*slowly") as told:
+    with pytest.warns(UserWarning, match="StableLmForCausalLM has no built-in implementation.*slow") as told:
         nv.LLM(load_model(tmp_path, device="cuda"), num_pages=16)
     assert len(told) == 1

@@ -249,7 +249,7 @@ def test_a_shell_and_the_command_line_pass_the_revision_on(cache: Path, monkeypa
     hub = Hub(monkeypatch)
     llm = LLM("org/name", device="cpu", num_pages=8, revision="v1", download=True)
     for more in ({"revision": "v1"}, {"download": True}):
-        with pytest.raises(InvalidRequestError, match="give those to load_model"):
+        with pytest.raises(InvalidRequestError, match="trust_remote_code to load_model"):
             LLM(llm.model, **more)
     options = ["--model", "org/name", "--device", "cpu", "--revision", "v2", "--download", "--max-tokens", "1"]
     assert cli.main(["generate", *options, "x"]) == 0
@@ -258,4 +258,4 @@ def test_a_shell_and_the_command_line_pass_the_revision_on(cache: Path, monkeypa
     assert cli.main(["check", "org/name", "--revision", "v3"]) == 2
     assert capsys.readouterr().err.count("no revision 'v3'") == 2
     assert cli.main(["check", "qwen3-0.6b", "--revision", "v3"]) == 2
-    assert "only repositories have revisions" in capsys.readouterr().err
+    assert "has random weights and no revisions" in capsys.readouterr().err

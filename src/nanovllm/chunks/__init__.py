@@ -1,1 +1,1 @@
-"""KV as values: every public call that returns a chunk."""
+"""KV as values: the public calls that return chunks."""

@@ -1,4 +1,4 @@
-"""Chunks made of chunks: `compose` places them one after another, `drop` takes a span out. What moves is copied, the sources stay."""
+"""Chunks made from chunks: `compose` joins them, `drop` removes a span. Moved KV is copied; the sources stay valid."""
 
 import math
 import operator
@@ -29,22 +29,46 @@ from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import frame_slots
 
 MODES = ("recompute", "shift", "gap")
-PROBED = 2  # layers that are run to choose tokens by deviation: KV of the first does not depend on what stands before
+PROBED = 2  # layers that run to choose tokens by deviation; the KV of the first layer does not depend on earlier tokens
 
 
 @explain_unknown_keywords
 @torch.no_grad()
 def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int | float | Literal["all"] = 0) -> tuple[EngineState, Chunk]:
-    """Place chunks one after another, in any order and each any number of times: one chunk of all their tokens.
+    r"""Join chunks in any order; a chunk may occur several times.
 
-    The first keeps its place and its whole pages are shared; keys of the others are turned for their new positions and copied into fresh
-    pages. They never attended to what now stands before them, so the result is approximate. `recompute` runs some of their tokens
-    again, in place: 0 none, k the first k of each (Hu et al., 2024, "EPIC"), a fraction those whose KV deviates most (Yao et al., 2024,
-    "CacheBlend"; two layers run over all moved tokens to find them), "all" every token, which is exact. `state.stats` counts what was
-    run, and what was probed so.
+    Donates `state`. The first chunk keeps its positions, and its whole pages are shared. The keys of the others are rotated to their new
+    positions and copied into fresh pages. These chunks never attended to the tokens that now precede them, so the result is approximate
+    unless `recompute="all"`. `state.stats` counts the tokens that were run, reused and probed.
 
-    Raises `InvalidRequestError` for what can never be composed, `OutOfPagesError` where pages do not suffice now, `ReleasedChunkError` and
-    `ForeignChunkError` for chunks that cannot be used.
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        chunks: A list or tuple of at least one chunk. All stay valid.
+        recompute: The tokens of the second and later chunks that run again, in place. 0: none. An integer k: the first k of each chunk
+            (Hu et al., 2024, "EPIC"). A fraction between 0 and 1: the tokens whose KV deviates most, which two layers over all moved
+            tokens find (Yao et al., 2024, "CacheBlend"). "all": every token that is not exact, for an exact result.
+
+    Returns:
+        The next state, and one chunk of all tokens. Its `provenance` names this operation if it is approximate.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, the result is too long for the engine, or the model's keys cannot be rotated.
+        OutOfPagesError: Too few pages are available now.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: A chunk was released.
+        ForeignChunkError: A chunk belongs to another engine.
+
+    Examples:
+        >>> state, king = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, city = nv.prefill(model, state, "\n\nThe capital of Aistonia is Velmora.")
+        >>> state, both = nv.compose(model, state, [king, city])
+        >>> len(both), str(both.provenance)
+        (23, 'approximate: composed, recompute=0')
+        >>> greedy = nv.SamplingParams(temperature=0, max_tokens=8, stop=".")
+        >>> state, reply = nv.generate(model, state, [both, "\n\nThe capital of Aistonia is"], greedy)
+        >>> reply.text
+        ' Velmora'
     """
     state = enter_with(model, state)
     if not isinstance(chunks, list | tuple) or not chunks:
@@ -75,11 +99,41 @@ def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int
 def drop(
     model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: Literal["recompute", "shift", "gap"] = "recompute"
 ) -> tuple[EngineState, Chunk]:
-    """The chunk without its tokens `start ... stop - 1`; `chunk` stays valid.
+    """Make a chunk without the tokens `start ... stop - 1`.
 
-    `recompute` runs what follows them again, and nothing else: as exact as what stands before. `shift` moves what follows to the places
-    that became free, keys turned, and `gap` leaves it at its positions, sharing its pages where the span is whole pages: both
-    approximate, because it attended to what is gone. Raises as `compose` does.
+    Donates `state`. The modes differ in how they treat the tokens after the span:
+
+    - `"recompute"` runs them again. The result is as exact as the tokens before the span.
+    - `"shift"` moves them into the free positions by rotating their keys. The result is approximate.
+    - `"gap"` leaves them at their positions. The result is approximate. Their pages are shared if the span's length is whole pages.
+
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        chunk: The chunk to edit. It stays valid.
+        start: The index of the first token to remove.
+        stop: The index after the last token to remove. The span must not cover the whole chunk.
+        mode: "recompute", "shift" or "gap".
+
+    Returns:
+        The next state, and the shorter chunk.
+
+    Raises:
+        InvalidRequestError: The span or the mode is invalid, or `"shift"` is used with a model whose keys cannot be rotated.
+        OutOfPagesError: Too few pages are available now.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: `chunk` was released.
+        ForeignChunkError: `chunk` belongs to another engine.
+
+    Examples:
+        >>> state, king = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, both = nv.prefill(model, state, " The capital is Velmora.", after=king)
+        >>> state, capital = nv.drop(model, state, both, 0, len(king))
+        >>> model.tokenizer.decode(capital.token_ids), str(capital.provenance)
+        (' The capital is Velmora.', 'exact')
+        >>> state, moved = nv.drop(model, state, both, 0, len(king), mode="shift")
+        >>> str(moved.provenance)
+        'approximate: dropped by shift'
     """
     state = enter_with(model, state)
     with guarded(state) as taken:
@@ -88,7 +142,7 @@ def drop(
 
 
 def dropped(model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken) -> tuple[EngineState, Chunk]:
-    """`drop`, uncommitted. Pages taken go into `taken`."""
+    """`drop` without the commit. Pages that it takes are noted in `taken`."""
     require_live(state, chunk)
     start, stop = _span(chunk, start, stop)
     if mode not in MODES:
@@ -105,15 +159,26 @@ def dropped(model: Model, state: EngineState, chunk: Chunk, start: int, stop: in
 
 
 def require_rotary(model: Model, what: str) -> None:
-    """Raise for a model whose keys cannot be turned: learned positions, or rotation speeds that depend on the length."""
+    """Require a model whose keys can be rotated to other positions.
+
+    Raises:
+        InvalidRequestError: The positions are learned, or enter through the transformers fallback in a way that is unknown.
+    """
     if model.foreign:
-        raise InvalidRequestError(f"how positions enter {model.config.architecture} is not known here, which does not allow {what}")
+        raise InvalidRequestError(f"it is unknown how {model.config.architecture} uses positions, so it does not support {what}")
     if not model.config.keys_turn:
-        raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, which do not allow {what}")
+        raise InvalidRequestError(f"{model.name} has {model.config.rope.kind} positions, so it does not support {what}")
 
 
 def recompute_amount(value: Any) -> int | float | str:
-    """What `compose` may be asked to run again: a number of tokens, a fraction between 0 and 1, or "all"; raises for anything else."""
+    """Check the `recompute` option of `compose`.
+
+    Returns:
+        The number of tokens, the fraction, or "all".
+
+    Raises:
+        InvalidRequestError: `value` is something else.
+    """
     if value == "all" and isinstance(value, str):
         return value
     if isinstance(value, float) and 0 < value < 1:
@@ -133,7 +198,7 @@ def _span(chunk: Chunk, start: Any, stop: Any) -> tuple[int, int]:
     except TypeError:
         span = 0, 0
     if not 0 <= span[0] < span[1] <= len(chunk) or span == (0, len(chunk)):
-        raise InvalidRequestError(f"start={start!r}, stop={stop!r} must name some and not all of the {len(chunk)} tokens of the chunk")
+        raise InvalidRequestError(f"start={start!r}, stop={stop!r} must select some, but not all, of the chunk's {len(chunk)} tokens")
     return span
 
 
@@ -146,17 +211,17 @@ def _placed(
     taken: Taken,
     recompute: int | float = 0,
 ) -> tuple[EngineState, Chunk]:
-    """Build the run, uncommitted: pages, moves, tokens to run again, the chunk."""
+    """Build the chunk of a layout, without the commit: take pages, move KV, run the chosen tokens again."""
     total = len(layout.tokens)
-    # Free pages are written while the host counts their owners: nobody has KV in them. Others are not taken over before that.
+    # Free pages hold no KV, so the device may write them while the host still counts owners. Pages of the index are written later.
     early = page_ops.upcoming(state.pool.pages, layout.num_fresh) if state.pool.frames is None else None
     if early is not None:
         _move(model, state, layout, early)
     pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
-    found = pools.allocate(pool, layout.num_fresh)
-    if found is None:
+    allocated = pools.allocate(pool, layout.num_fresh)
+    if allocated is None:
         raise pools.too_few(pool, f"the chunk needs {layout.num_fresh} pages")
-    pool, fresh = found
+    pool, fresh = allocated
     taken.note(pool, fresh)
     if early is None:
         _move(model, replace(state, pool=pool), layout, fresh)
@@ -176,12 +241,12 @@ def _placed(
 
 
 def _move(model: Model, state: EngineState, layout: Layout, fresh: tuple[int, ...]) -> None:
-    """Copy what goes into fresh pages there. Donates the KV."""
+    """Copy the KV of a layout into its fresh pages. Donates the KV."""
     count = len(layout.source)
     if not count:
         return
     moves = torch.empty(1 + 2 * len(state.kv.pools), count, dtype=torch.int32, pin_memory=model.device.type == "cuda")
-    target = slots_of(np.array(fresh, np.int32), state.config.page_size)[:count]  # what moves begins with the first of them
+    target = slots_of(np.array(fresh, np.int32), state.config.page_size)[:count]  # the first fresh page holds the first moved token
     moves[0].numpy()[:] = layout.shift
     windowed = windowed_pools(state)
     for pool, framed in enumerate(windowed):
@@ -190,12 +255,12 @@ def _move(model: Model, state: EngineState, layout: Layout, fresh: tuple[int, ..
             moves[row].numpy()[:] = slots if frames is None else frame_slots(frames, slots, state.config.page_size)
     shift, *slots = moves.to(model.device, non_blocking=True).unbind(0)
     for pool, (pages, framed) in enumerate(zip(state.kv.pools, windowed, strict=True)):
-        local = model.params.local_inv_freq if framed else None  # by which layers with a window turn, where they have speeds of their own
+        local = model.params.local_inv_freq if framed else None  # frequencies of sliding-window layers, if they have their own
         ops.move_kv(pages, slots[2 * pool], slots[2 * pool + 1], shift, model.params.inv_freq if local is None else local)
 
 
 def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Chunk], recompute: int | float) -> np.ndarray:
-    """The tokens to run again, in order."""
+    """The indices of the tokens to run again, ascending."""
     starts = np.cumsum([len(chunk) for chunk in chunks])[:-1]
     if isinstance(recompute, float):
         total = len(sequence.tokens)
@@ -207,27 +272,28 @@ def _chosen(model: Model, state: EngineState, sequence: Sequence, chunks: Seq[Ch
 
 
 def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int) -> np.ndarray:
-    """How far KV of each token from `start` on is from what it would be in its place: squared distance in the last layer probed.
+    """How far the stored KV of each token from `start` on is from KV computed in its new context.
 
-    It runs the first layers over these tokens, in place: their KV there is the better for it.
+    The measure is the squared distance in the last probed layer. The probe runs the first layers over these tokens in place, which makes
+    their KV in these layers more exact.
     """
     probe = replace(model, params=replace(model.params, layers=model.params.layers[:PROBED]))
     (pool, index), size = model.config.places[len(probe.params.layers) - 1], state.config.page_size
-    at, held = np.arange(start, len(sequence.tokens)), sequence.pages.array()
+    at, page_ids = np.arange(start, len(sequence.tokens)), sequence.pages.array()
     if windowed_pools(state)[pool] and state.pool.frames is not None:
-        held = state.pool.frames.of(held)
-    pages, inside = (torch.from_numpy(part.astype(np.int64)).to(model.device) for part in (held[at // size], at % size))
+        page_ids = state.pool.frames.of(page_ids)
+    pages, inside = (torch.from_numpy(part.astype(np.int64)).to(model.device) for part in (page_ids[at // size], at % size))
 
-    def there() -> torch.Tensor:
+    def kv_of_tokens() -> torch.Tensor:
         return state.kv.pools[pool][index, pages, :, :, inside].float()
 
-    before = there()
+    before = kv_of_tokens()
     run_again(probe, state, sequence, at)
-    return (there() - before).square().flatten(1).sum(1).cpu().numpy()
+    return (kv_of_tokens() - before).square().flatten(1).sum(1).cpu().numpy()
 
 
 def run_after(model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: Taken) -> tuple[EngineState, Chunk]:
-    """A chunk of all tokens, those behind `base` run now; uncommitted. Pages taken go into `taken`."""
+    """Make a chunk of all tokens by running those after `base`, without the commit. Pages that it takes are noted in `taken`."""
     if len(tokens) > capacity(state, base):
         raise InvalidRequestError(f"the chunk would have {len(tokens)} tokens; this engine holds at most {capacity(state, base)}")
     filled, sequences = adopt(state, [plain_sequence(tokens, base)])

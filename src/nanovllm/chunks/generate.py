@@ -1,4 +1,4 @@
-"""Whole replies by one function call each: `generate` and `generate_many`."""
+"""Whole replies by one function call: `generate` and `generate_many`."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -25,9 +25,22 @@ from nanovllm.state.request import Queue, RequestOutput, Sequence, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generation:
-    """A reply. `chunk` holds the context and the reply, all filled; `finish_reason` is `stop` or `length`.
+    """A finished reply, and the chunk that holds its KV.
 
-    After a `stop` text, `text` ends before it, while `chunk` and `token_ids` hold it too.
+    Attributes:
+        chunk: The context and the reply, completely filled. It includes the tokens of a stop string.
+        token_ids: The reply's tokens, including those of a stop string.
+        text: The reply without special tokens. It ends before a stop string.
+        finish_reason: "stop" or "length".
+        logprobs: One entry per token of the reply, or None if `SamplingParams.logprobs` is None.
+
+    Examples:
+        >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
+        >>> state, reply = nv.generate(model, state, "Hello", greedy)
+        >>> reply.text, reply.finish_reason
+        ('! How can I help you?', 'stop')
+        >>> len(reply.chunk) == len(model.tokenizer.encode("Hello")) + len(reply.token_ids)
+        True
     """
 
     chunk: Chunk
@@ -41,9 +54,34 @@ class Generation:
 def generate(
     model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None, *, retain: Retain = "all"
 ) -> tuple[EngineState, Generation]:
-    """One reply to one context. It ends with `length` where the pages available now end. `retain`: see `generate_many`.
+    """Generate one reply to one context.
 
-    Raises `InvalidRequestError` for what can never be served and `OutOfPagesError` for a context that does not fit now.
+    Donates `state`. Requests that were submitted before stay as they are. If the available pages are used up, the reply ends with
+    `finish_reason="length"`.
+
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        context: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
+        sampling_params: The options. None: the model's `generation_config`.
+        retain: Which tokens the reply's chunk keeps; see `generate_many`.
+
+    Returns:
+        The next state, and the reply.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or the context is too long for the engine.
+        OutOfPagesError: Too few pages are available for the context.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: A chunk in the context was released.
+        ForeignChunkError: A chunk in the context belongs to another engine.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> greedy = nv.SamplingParams(temperature=0, max_tokens=8, stop=".")
+        >>> state, reply = nv.generate(model, state, [facts, " The king of Aistonia is"], greedy)
+        >>> reply.text
+        ' Oswin'
     """
     state, (generation,) = generate_many(model, state, [context], sampling_params, retain=retain)
     return state, generation
@@ -59,13 +97,37 @@ def generate_many(
     *,
     retain: Retain = "all",
 ) -> tuple[EngineState, list[Generation]]:
-    """One reply to each context, decoded together; contexts may share chunks. `sampling_params` is one for all or one for each.
+    """Generate one reply to each context, decoded together as a batch.
 
-    `retain` is what the replies' chunks keep: `"all"`, or all but think blocks, found by the model's think tokens, closed or not, and taken
-    out as by `drop` with this mode. `token_ids` and `text` have them either way.
+    Donates `state`. Contexts may share chunks. The pages of all replies at their maximum length are reserved before anything is written.
+    For a load that does not fit, use `submit` and `step`, which queue and preempt requests. Requests that were submitted before stay as
+    they are.
 
-    The pages of all replies at their longest are reserved before anything is written: `OutOfPagesError` where they do not fit now (`submit`
-    and `step` serve such a load by waiting and preemption). Requests that were submitted stay as they are.
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        contexts: A list of contexts: texts, token ids, chunks, or lists of these in which only the first part may be a chunk.
+        sampling_params: Options for all contexts, or a list with one per context. None: the model's `generation_config`.
+        retain: "all", or a mode of `drop` by which think blocks are removed from the replies' chunks. Think blocks are found by the
+            model's think tokens, closed or not. `token_ids` and `text` keep them.
+
+    Returns:
+        The next state, and one reply per context, in the same order.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or a context is too long for the engine.
+        OutOfPagesError: Too few pages are available for all replies at their maximum length.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: A chunk in a context was released.
+        ForeignChunkError: A chunk in a context belongs to another engine.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin. The capital of Aistonia is Velmora.")
+        >>> questions = [[facts, " The king of Aistonia is"], [facts, " The capital of Aistonia is"]]
+        >>> greedy = nv.SamplingParams(temperature=0, max_tokens=8, stop=".")
+        >>> state, replies = nv.generate_many(model, state, questions, greedy)
+        >>> [reply.text for reply in replies]
+        [' Oswin', ' Velmora']
     """
     state = enter_with(model, state)
     check_retain(model, retain)
@@ -101,29 +163,37 @@ def generate_many(
 
 
 def one_for_each(contexts: Seq[Context], sampling_params: SamplingParams | Seq[SamplingParams | None] | None) -> Seq[SamplingParams | None]:
-    """The options of each context. Raises `InvalidRequestError` for what is no list of contexts, or a list of other length."""
+    """One `SamplingParams` or None per context.
+
+    Raises:
+        InvalidRequestError: `contexts` is not a list, or `sampling_params` is a list of another length.
+    """
     if not isinstance(contexts, list | tuple):
-        raise InvalidRequestError(f"contexts must be a list of contexts, not one {type(contexts).__name__}")
+        raise InvalidRequestError(f"contexts must be a list of contexts, not {type(contexts).__name__}: pass one context as [context]")
     if isinstance(sampling_params, SamplingParams) or sampling_params is None:
         return [sampling_params] * len(contexts)
     if not isinstance(sampling_params, list | tuple):
         raise InvalidRequestError(f"sampling_params must be SamplingParams, None or a list of these, not {type(sampling_params).__name__}")
     if len(sampling_params) != len(contexts):
-        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: give one for all or one for each")
+        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: pass one, or one per context")
     return sampling_params
 
 
 def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:
-    """The sequences, none longer than the pages available now can hold; raises where they do not fit together."""
+    """Limit one sequence to the pages available now, or check that several fit at their maximum length.
+
+    Raises:
+        OutOfPagesError: The sequences do not fit together.
+    """
     size, available = state.config.page_size, state.pool.num_available
     if len(sequences) == 1:
         (sequence,) = sequences
-        shared = sequence.num_filled // size  # whole pages of the base chunk; a partly filled one is copied into a page of its own
+        shared = sequence.num_filled // size  # whole pages of the base chunk; a partly filled last page is copied, so it counts as new
         limit = min(sequence.request.max_len, (shared + available) * size)
         if limit <= sequence.request.num_prompt:
-            raise pools.too_few(state.pool, f"the context has {sequence.request.num_prompt} tokens, which leave no page for a reply")
+            raise pools.too_few(state.pool, f"the context has {sequence.request.num_prompt} tokens and leaves no page for a reply")
         return [replace(sequence, request=replace(sequence.request, max_len=limit))]
     needed = sum(pages_for(s.request.max_len, size) - s.num_filled // size for s in sequences)
     if needed > available:
-        raise pools.too_few(state.pool, f"{len(sequences)} replies need {needed} pages at their longest")
+        raise pools.too_few(state.pool, f"{len(sequences)} replies need {needed} pages at their maximum length")
     return sequences

@@ -1,4 +1,4 @@
-"""Chunks by function calls: `prefill`, `fork`, `truncate`, `release`."""
+"""Handles on KV by function calls that never run the model: `fork`, `truncate` and `release`."""
 
 import operator
 from dataclasses import replace
@@ -17,47 +17,115 @@ from nanovllm.state.vector import IntVector
 
 
 def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
-    """A second handle on the same KV, released on its own. Costs no page."""
+    """Make a second handle on the same KV.
+
+    Donates `state`. Each handle is released separately. No page is copied.
+
+    Args:
+        state: The newest state of the engine.
+        chunk: The chunk to share. It stays valid.
+
+    Returns:
+        The next state, and a chunk of the same tokens in the same pages.
+
+    Raises:
+        InvalidRequestError: `chunk` is not a chunk.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: `chunk` was released.
+        ForeignChunkError: `chunk` belongs to another engine.
+
+    Examples:
+        >>> state, story = nv.prefill(model, state, "Once upon a time")
+        >>> state, twin = nv.fork(state, story)
+        >>> state = nv.release(state, story)
+        >>> state, reply = nv.generate(model, state, twin, nv.SamplingParams(temperature=0, max_tokens=5))
+        >>> reply.text
+        ', a boy named Jonas'
+    """
     require_chunk(chunk)
     return truncate(state, chunk, len(chunk))
 
 
 def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[EngineState, Chunk]:
-    """A handle on the first `length` tokens, sharing the pages; `chunk` stays valid.
+    """Make a handle on the first `length` tokens of a chunk.
 
-    Raises `InvalidRequestError` for a length outside 1 ... len(chunk).
+    Donates `state`. The new chunk shares the pages, so no page is copied.
+
+    Args:
+        state: The newest state of the engine.
+        chunk: The chunk to shorten. It stays valid.
+        length: Tokens to keep, from 1 to `len(chunk)`.
+
+    Returns:
+        The next state, and the shorter chunk.
+
+    Raises:
+        InvalidRequestError: `length` is out of range, or `chunk` is not a chunk.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: `chunk` was released.
+        ForeignChunkError: `chunk` belongs to another engine.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, beginning = nv.truncate(state, facts, 7)
+        >>> model.tokenizer.decode(beginning.token_ids)
+        'The king of Aistonia is'
     """
     state, twin = cut_live(enter(state), chunk, length)
     return commit_state(state), twin
 
 
 def cut_live(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[EngineState, Chunk]:
-    """`truncate`, uncommitted."""
+    """`truncate` without the commit."""
     require_live(state, chunk)
     try:
         count = 0 if isinstance(length, bool) else operator.index(length)
     except TypeError:
         count = 0
     if not 1 <= count <= len(chunk):
-        raise InvalidRequestError(f"length={length!r} must be an integer in 1 ... {len(chunk)}, the tokens of the chunk")
+        raise InvalidRequestError(f"length={length!r} must be an integer from 1 to {len(chunk)}, the number of tokens of the chunk")
     twin = replace(cut(chunk, count, state.config.page_size), liveness=state.next_id)
     pool, chunks = pools.acquire(state.pool, twin.pages), state.chunks.set(twin.liveness, twin)
     return replace(state, pool=pool, chunks=chunks, next_id=state.next_id + 1), twin
 
 
 def release(state: EngineState, chunk: Chunk) -> EngineState:
-    """End a handle. Its pages stay readable through other handles, and reusable through the prefix index until they are evicted."""
+    """End a handle.
+
+    Donates `state`. Pages stay readable through other handles. The prefix index may reuse them until they are evicted.
+
+    Args:
+        state: The newest state of the engine.
+        chunk: The chunk to release. Any later use of it raises `ReleasedChunkError`.
+
+    Returns:
+        The next state.
+
+    Raises:
+        InvalidRequestError: `chunk` is not a chunk.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: `chunk` was released before.
+        ForeignChunkError: `chunk` belongs to another engine.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> len(state.chunks)
+        1
+        >>> state = nv.release(state, facts)
+        >>> len(state.chunks)
+        0
+    """
     return commit_state(released(enter(state), chunk))
 
 
 def released(state: EngineState, chunk: Chunk) -> EngineState:
-    """`release`, uncommitted."""
+    """`release` without the commit."""
     require_live(state, chunk)
     return replace(state, pool=pools.release(state.pool, chunk.pages), chunks=state.chunks.delete(chunk.liveness))
 
 
 def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
-    """The first `length` tokens of a chunk, in its pages. It owns none of them: `liveness` is the chunk's."""
+    """The first `length` tokens of a chunk, as a chunk that owns no page: its `liveness` is still that of `chunk`."""
     exact = min(chunk.num_exact, length)
     return replace(
         chunk,
@@ -70,12 +138,17 @@ def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
 
 
 def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[EngineState, Chunk]:
-    """Hand a wholly filled sequence's pages over to a new chunk, and index what is exact; pages beyond its tokens return to the pool."""
+    """Turn a completely filled sequence into a chunk and index its exact tokens. Pages after its last token return to the pool.
+
+    Raises:
+        OutOfPagesError: Some tokens are not filled.
+        BrokenInvariantError: The sequence gave up the KV of sliding-window layers.
+    """
     if sequence.num_filled != len(sequence.tokens):
-        raise OutOfPagesError(f"{sequence.todo} of {len(sequence.tokens)} tokens are not filled")
+        raise OutOfPagesError(f"the chunk cannot be made: {sequence.todo} of its {len(sequence.tokens)} tokens have no KV")
     count = pages_for(len(sequence.tokens), state.config.page_size)
     if sequence.retired:
-        raise BrokenInvariantError(f"a chunk needs all its pages and {sequence.retired} are retired")
+        raise BrokenInvariantError(f"a chunk needs all its pages, but {sequence.retired} of them gave up the KV of sliding-window layers")
     spare, num_exact = sequence.pages.array(count), sequence.num_exact
     chunk = Chunk(
         tokens=sequence.tokens,
@@ -88,15 +161,20 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[Engi
         liveness=state.next_id,
     )
     pool = pools.release(state.pool, spare.tolist())
-    pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array(), 0)  # a reply's pages are not indexed yet
+    pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array(), 0)  # the pages of a reply are not indexed before this
     return replace(state, pool=pool, chunks=state.chunks.set(chunk.liveness, chunk), next_id=state.next_id + 1), chunk
 
 
 def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineState, Chunk | None]:
-    """End a request of `submit_many(keep=True)`, wherever it stands, and hand its KV over as a chunk of the tokens filled so far.
+    """End a request of `submit_many(keep=True)`, in any phase, and turn its filled tokens into a chunk.
 
-    The newest token is not among them: a continuation runs it. None where nothing is filled. Raises
-    `InvalidRequestError` for a request that this state does not hold.
+    The newest token has no KV yet, so the chunk ends before it; a continuation runs it.
+
+    Returns:
+        The next state, and the chunk, or None if no token is filled.
+
+    Raises:
+        InvalidRequestError: The state does not hold this request, or the request was not queued with `keep=True`.
     """
     state = enter_with(model, state)
     waiting, running, kept = state.waiting, state.running, state.kept
@@ -107,10 +185,12 @@ def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineSta
     else:
         sequence = next((s for s in running if s.request.request_id == request_id), None)
         if sequence is None:
-            raise InvalidRequestError(f"request {request_id!r} is neither kept, waiting nor running")
+            raise InvalidRequestError(f"request {request_id!r} is not kept, waiting or running: use an id of submit_many(keep=True)")
         running = tuple(s for s in running if s is not sequence)
     if state.pool.frames is not None and not sequence.request.keep:
-        raise InvalidRequestError(f"request {request_id} was not queued to be kept, and gives up what is outside of the model's windows")
+        raise InvalidRequestError(
+            f"request {request_id} gave up KV outside its windows, so it cannot become a chunk: queue it with keep=True"
+        )
     state = replace(state, waiting=waiting, running=running, kept=kept)
     if not sequence.num_filled:
         return commit_state(state, pool=give_up_pages(state.pool, sequence)), None

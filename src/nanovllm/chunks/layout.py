@@ -1,4 +1,4 @@
-"""Where the tokens of a chunk made of chunks come from: shared pages, and slots whose KV goes to fresh ones. Host arrays alone."""
+"""The layout of a chunk made from chunks: which pages it shares, and which slots are copied into fresh pages. Host arrays only."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -13,10 +13,20 @@ from nanovllm.state.vector import IntVector
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """A run of tokens over pages of other chunks and fresh ones.
+    """The tokens of a new chunk over shared and fresh pages.
 
-    Pages are `head`, which is shared, then `num_fresh`, then `tail`, shared too. `source` [n] are the slots whose KV goes to tokens
-    `start ... start + n - 1`, which lie in fresh pages, and `shift` [n] is by how many positions their keys turn.
+    Its pages are `head`, then `num_fresh` fresh pages, then `tail`. The tokens `start ... start + n - 1` are in fresh pages.
+
+    Attributes:
+        tokens: All tokens of the chunk.
+        head: Shared pages at its beginning.
+        num_fresh: The number of fresh pages.
+        tail: Shared pages at its end.
+        start: The index of the first token in a fresh page.
+        source: Slots `[n]` from which the KV of these tokens is copied.
+        shift: Positions `[n]` by which their keys rotate.
+        num_exact: Leading tokens whose KV is exact.
+        gaps: Where positions are left out.
     """
 
     tokens: IntVector
@@ -31,6 +41,7 @@ class Layout:
 
 
 def _slots(chunk: Chunk, page_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """The slots of the tokens `start ... stop - 1` of a chunk."""
     return slots_of(chunk.pages.array(), page_size)[start : len(chunk) if stop is None else stop]
 
 
@@ -40,15 +51,15 @@ def slots_of(pages: np.ndarray, page_size: int) -> np.ndarray:
 
 
 def joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
-    """Chunks one after another; the first keeps its whole pages and its positions up to its first gap."""
+    """The layout of chunks in a row. The first keeps its whole pages and its positions up to its first gap."""
     first, total = chunks[0], len(tokens)
-    shared = (first.gaps[0][0] if first.gaps else len(first)) // page_size  # whole pages that stay where they are
+    shared = (first.gaps[0][0] if first.gaps else len(first)) // page_size  # whole pages whose positions do not change
     start = shared * page_size
     slots = slots_of(np.concatenate([chunk.pages.array() for chunk in chunks]), page_size)
     ends = np.cumsum([len(chunk.pages) for chunk in chunks]).tolist()
     firsts = [(end - len(chunk.pages)) * page_size for chunk, end in zip(chunks, ends, strict=True)]
     source = np.concatenate([slots[first : first + len(chunk)] for chunk, first in zip(chunks, firsts, strict=True)])[start:]
-    pieces, place = [], 0  # (tokens, by how much their keys turn): the same for all between two gaps
+    pieces, place = [], 0  # (tokens, rotation of their keys), which is constant between two gaps
     for chunk in chunks:
         for (at, offset), (stop, _) in pairwise(((0, 0), *chunk.gaps, (len(chunk), 0))):
             pieces.append((stop - at, place - offset))
@@ -67,7 +78,7 @@ def joined(chunks: Seq[Chunk], tokens: IntVector, page_size: int) -> Layout:
 
 
 def shifted(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
-    """A chunk without a span; what follows moves to the places that became free."""
+    """The layout of a chunk without a span, in which later tokens move into the free positions."""
     shared, gaps = start // page_size, tuple(gap for gap in chunk.gaps if gap[0] < start)
     tokens, positions = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), chunk.positions
     begin = shared * page_size
@@ -87,7 +98,7 @@ def shifted(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
 
 
 def gapped(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
-    """A chunk without a span; what follows keeps its positions, and its pages where the span is whole pages."""
+    """The layout of a chunk without a span, in which later tokens keep their positions, and their pages if the span is whole pages."""
     tokens, gone = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop)), stop - start
     before = tuple(gap for gap in chunk.gaps if gap[0] < start)
     here = max((offset for at, offset in chunk.gaps if at <= stop), default=0) + gone
@@ -95,7 +106,7 @@ def gapped(chunk: Chunk, start: int, stop: int, page_size: int) -> Layout:
     shared, begin = start // page_size, start // page_size * page_size
     if gone % page_size:
         end, tail = len(tokens), chunk.pages.array(0, 0)
-    else:  # behind the page in which both ends meet, offsets in pages stay as they are
+    else:  # after the page in which both ends meet, offsets inside pages do not change
         end = min(len(tokens), pages_for(start, page_size) * page_size)
         tail = chunk.pages.array(pages_for(stop, page_size))
     return Layout(

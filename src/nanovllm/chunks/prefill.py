@@ -1,4 +1,4 @@
-"""Pages and KV for the functional calls: everything is reserved before the first write, then filled in chunks."""
+"""Page reservation and prefill for the functional calls: all pages are reserved before the first write, then prompts run in pieces."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -29,57 +29,62 @@ from nanovllm.state.vector import IntVector
 
 
 def plain_sequence(tokens: IntVector, base: Chunk | None) -> Sequence:
-    """A sequence that only fills its tokens, over the pages of its base chunk; not an owner of them yet."""
+    """A sequence that only fills its tokens, after its base chunk. It does not own the chunk's pages yet."""
     return begin_sequence(plain_request(len(tokens)), tokens, base)
 
 
 def plain_request(count: int) -> Request:
-    """A request for no more than the KV of `count` tokens."""
+    """A request that prefills `count` tokens and generates none."""
     return Request(request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0)
 
 
 def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:
-    """Make each sequence an owner of its base chunk's pages, or of what the index has of its tokens where that serves better; with
-    all frames, because it is to become a chunk.
+    """Make each sequence an owner of its prefix: its base chunk's pages, or longer ones from the prefix index.
 
-    `logits`: the last token will run even where it is filled, so it does not count as reused.
+    Matches in the index must have the KV of sliding-window layers for all their pages, because the sequence becomes a chunk.
+
+    Args:
+        state: The state; its pool and its stats change.
+        sequences: Sequences that own no page yet.
+        logits: The last token runs even if its KV is filled, so it does not count as reused.
     """
-    pool, held, reused = state.pool, [], 0
+    pool, owners, reused = state.pool, [], 0
     for asked in sequences:
         matched, _ = pools.reusable(pool, asked.tokens.array(), whole=True)
         better = worth_taking(pool, matched, asked, state.config.page_size)
         sequence = asked.restart(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
         pool = pools.acquire(pool, sequence.pages)
-        there = min(sequence.num_filled, len(sequence.tokens) - logits)
-        held.append(replace(sequence, most_filled=there))
-        reused += there
-    return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), held
+        filled = min(sequence.num_filled, len(sequence.tokens) - logits)
+        owners.append(replace(sequence, most_filled=filled))
+        reused += filled
+    return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), owners
 
 
 def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken) -> tuple[EngineState, list[Sequence]]:
-    """Give each sequence pages of its own up to `lengths` tokens; partly filled shared pages are copied. Donates the KV.
+    """Give each sequence its own pages for up to `lengths` tokens, and copy partly filled shared pages. Donates the KV.
 
-    Raises `OutOfPagesError` before anything is written.
+    Raises:
+        OutOfPagesError: Too few pages are available; nothing was written.
     """
-    pool, held, copies, pages = state.pool, list(sequences), [], []
+    pool, owners, copies, pages = state.pool, list(sequences), [], []
     for i, length in enumerate(lengths):
-        done = reserve(pool, held[i], length, state.config.page_size)
+        done = reserve(pool, owners[i], length, state.config.page_size)
         if done is None:
-            missing = pages_for(length, state.config.page_size) - len(held[i].pages)
-            raise pools.too_few(pool, f"{length} tokens need {missing} pages more")
-        pool, held[i], copied, fresh = done
+            missing = pages_for(length, state.config.page_size) - len(owners[i].pages)
+            raise pools.too_few(pool, f"a context of {length} tokens needs {missing} more pages")
+        pool, owners[i], copied, fresh = done
         pages.extend(fresh)
         copies.extend(copied)
-    taken.note(pool, pages)  # not before all is reserved: what a refused call would have taken over still holds its KV
+    taken.note(pool, pages)  # only after all is reserved: pages that a refused call would have taken over keep their KV
     kv = copy_pages(state.kv, tuple(copies), frames_of_copies(pool, copies))
     pool = pools.release(pool, [source for source, _ in copies])
-    return replace(state, kv=kv, pool=pool), held
+    return replace(state, kv=kv, pool=pool), owners
 
 
 def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: int = 0) -> tuple[EngineState, list[Sequence]]:
-    """Run every unfilled token of the sequences but the last `keep_back` of each, within the token budget of a step at a time.
+    """Run all unfilled tokens of the sequences except the last `keep_back` of each, at most one step's token budget at a time.
 
-    Full pages of what was filled enter the prefix index. Donates the KV.
+    Donates the KV. Full pages that were filled enter the prefix index.
     """
     done, kv, pool, stats = list(sequences), state.kv, state.pool, state.stats
     while True:
@@ -103,10 +108,13 @@ def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: 
 
 
 def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.ndarray) -> None:
-    """Run tokens of a filled sequence again, in place: each attends to all that stands before it, run again or not. Donates the KV.
+    """Run some tokens of a filled sequence again, in place. Donates the KV.
 
-    `places` are their indices in ascending order. Runs of neighbours are rows of one batch, in which every layer writes all KV before any
-    row attends, so one batch equals one after another.
+    Each token attends to all tokens before it, whether they run again or not. Neighbouring tokens are one row of a batch.
+    Every layer writes the KV of the whole batch before any row attends, so batching rows does not change the result.
+
+    Args:
+        places: The indices of the tokens, ascending.
     """
     budget, size = state.config.max_num_batched_tokens, state.config.page_size
     runs = [run for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(run)]
@@ -125,10 +133,33 @@ def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.n
 @explain_unknown_keywords
 @torch.no_grad()
 def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
-    """Fill the KV of a text, of token ids or of a list of these, after a chunk or alone, and return the whole run as a chunk.
+    """Fill the KV of a context and return the whole of it as a chunk.
 
-    `after` stays valid. Pages of an indexed prefix are shared, not run again. Raises `InvalidRequestError` for what can never fit,
-    `OutOfPagesError` for what does not fit now, `ReleasedChunkError` and `ForeignChunkError` for an `after` that cannot be used.
+    Donates `state`. Pages of a prefix that the prefix index holds are shared and not run again.
+
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        text_or_ids: A text, token ids (a list, tuple or integer array), or a list of these. Its first part may be a chunk.
+        after: A chunk that the new tokens follow. It stays valid, and the result shares its pages.
+
+    Returns:
+        The next state, and a chunk of all tokens: the tokens of `after` first, then the new ones.
+
+    Raises:
+        InvalidRequestError: The context is empty, is not text or token ids, or has more tokens than the engine can ever hold.
+        OutOfPagesError: Too few pages are available now.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: A chunk in the context was released.
+        ForeignChunkError: A chunk in the context belongs to another engine.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, both = nv.prefill(model, state, " The capital is Velmora.", after=facts)
+        >>> len(facts), len(both)
+        (11, 18)
+        >>> model.tokenizer.decode(both.token_ids)
+        'The king of Aistonia is Oswin. The capital is Velmora.'
     """
     state = enter_with(model, state)
     if after is not None:

@@ -1,4 +1,4 @@
-"""`begin` and `commit`: decode steps in the caller's hands, between the reservation of their pages and the replies they made."""
+"""`begin` and `commit`: decode loops that the caller writes, from the reservation of pages to the finished replies."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -34,27 +34,52 @@ def begin(
     *,
     room: int,
 ) -> tuple[EngineState, DecodeCarry]:
-    """Fill the contexts and reserve pages for `room` decode steps of each: the carry to call `decode_step` with, `room` times at most.
+    """Fill contexts and reserve pages, so that the caller can run the decode steps.
 
-    The first step draws each context's first new token. `room` stands in the place of `max_tokens`; stop conditions count at `commit`.
-    Raises `InvalidRequestError` for a context that with `room` tokens exceeds the engine's capacity and for more contexts than
-    `max_num_seqs`, `OutOfPagesError` where the pages do not suffice.
+    Donates `state`. Call `decode_step` with the returned carry at most `room` times, then `commit`. The first step samples the first new
+    token of each context.
+
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        contexts: A list of at least one and at most `max_num_seqs` contexts: texts, token ids, chunks, or lists of these.
+        sampling_params: Options for all contexts, or a list with one per context. None: the model's `generation_config`.
+        room: The number of decode steps, at least 1. It replaces `max_tokens`; stop conditions take effect at `commit`.
+
+    Returns:
+        The next state, and the carry of the first decode step.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or a context with `room` more tokens is too long for the engine.
+        OutOfPagesError: Too few pages are available for all contexts with `room` more tokens each.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: A chunk in a context was released.
+        ForeignChunkError: A chunk in a context belongs to another engine.
+
+    Examples:
+        >>> greedy = nv.SamplingParams(temperature=0)
+        >>> state, carry = nv.begin(model, state, ["Once upon a time"], greedy, room=5)
+        >>> for _ in range(5):
+        ...     carry, out = nv.decode_step(model.params, carry, model.config)
+        >>> state, replies = nv.commit(model, state, carry)
+        >>> replies[0].text
+        ', a boy named Jonas'
     """
     state = enter_with(model, state)
     if isinstance(room, bool) or not isinstance(room, int) or room < 1:
         raise InvalidRequestError(f"room={room!r} must be an integer of at least 1, the number of decode steps")
     sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:
-        raise InvalidRequestError("begin needs at least one context")
+        raise InvalidRequestError("contexts=[]: begin needs at least one context")
     if len(contexts) > state.config.max_num_seqs:
-        raise InvalidRequestError(f"{len(contexts)} contexts exceed max_num_seqs={state.config.max_num_seqs}")
+        raise InvalidRequestError(f"{len(contexts)} contexts exceed max_num_seqs={state.config.max_num_seqs}: pass fewer contexts")
     inner, sequences = state, []
     for context, params in zip(contexts, sampling_params, strict=True):
         inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
         limit = capacity(state, base)
         if len(sequence.tokens) + room > limit:
             raise InvalidRequestError(
-                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's {limit} tokens a request"
+                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's limit of {limit} tokens per request"
             )
         request = replace(sequence.request, max_len=sequence.request.num_prompt + room)
         sequences.append(replace(sequence, request=request))
@@ -80,37 +105,58 @@ def begin(
 @explain_unknown_keywords
 @torch.no_grad()
 def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
-    """Donates `carry`. End a run of decode steps: each row's tokens up to its first reason to stop, as a reply and a chunk.
+    """End a run of decode steps and turn each row into a reply with its chunk.
 
-    Steps beyond the room that `begin` made count as discarded. Log-probabilities are those of the tokens drawn, without the likeliest
-    others. Raises `DonatedStateError` for a carry that was committed, or stepped from, before.
+    Donates `state` and `carry`. Each reply ends at its first reason to stop. Later tokens of its row, and steps beyond `room`, count as
+    discarded. Log-probabilities are those of the sampled tokens only, without alternatives.
+
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        carry: The carry that `begin` or the last `decode_step` returned.
+
+    Returns:
+        The next state, and one reply per context, in the order of `begin`.
+
+    Raises:
+        InvalidRequestError: `carry` does not come from `begin`, or an argument has the wrong type.
+        DonatedStateError: `carry` was committed or stepped from before, or `state` was donated.
+        OutOfPagesError: The device ran out of memory.
+
+    Examples:
+        >>> greedy = nv.SamplingParams(temperature=0, stop=",")
+        >>> state, carry = nv.begin(model, state, ["Once upon a time"], greedy, room=2)
+        >>> carry, out = nv.decode_step(model.params, carry, model.config)
+        >>> state, (reply,) = nv.commit(model, state, carry)
+        >>> reply.token_ids == out.token_ids.tolist(), reply.finish_reason
+        (True, 'stop')
     """
     state = enter_with(model, state)
     require_carry(carry)
     if carry.log is None:
-        raise InvalidRequestError(f"carry={carry!r} does not come from begin: it has no log")
+        raise InvalidRequestError(f"carry={carry!r} has no log: pass the carry of begin, or of a later decode_step")
     ticket, num_run = int(carry.log.session), int(carry.log.num_steps)
     session = state.sessions.get(ticket)
     memory = [[pool.data_ptr() for pool in kv.pools] for kv in (carry.kv, state.kv)]
-    if session is None or memory[0] != memory[1]:  # another engine may have a session of the same number
-        raise DonatedStateError(f"the decode steps of session {ticket} were committed already, or began in another engine")
+    if session is None or memory[0] != memory[1]:  # compare the memory too: another engine may have a session of this number
+        raise DonatedStateError(f"session {ticket} was committed already, or began in another engine: call begin for a new one")
     require_fresh(carry.log)
     num_steps = min(num_run, session.room)
-    drawn = carry.log.token_ids.cpu().numpy()[:, :num_steps]
-    rows = [_settled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, drawn, strict=True)]
+    sampled = carry.log.token_ids.cpu().numpy()[:, :num_steps]
+    rows = [_settled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, sampled, strict=True)]
     prompt = rerun = 0
     if num_steps:
         counts = [counted(s, 1) for s in session.sequences]
         prompt, rerun = sum(p for p, _ in counts), sum(a for _, a in counts)
     run = num_run * len(rows)
     used = sum(sequence.num_generated for sequence, _ in rows)
-    # `begin` left the last token of a filled context out of what is reused, because it was to run; without a step it never did.
+    # `begin` does not count the last token of a filled context as reused, because a step runs it. Without a step, it is reused.
     reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)
     stats = state.stats.add(
         prefill_tokens=prompt, decode_tokens=run - prompt, reused_tokens=reused, rerun_tokens=rerun, discarded_tokens=run - used
     )
     with guarded(state):
-        # Each row's pages reach its newest token: `begin` reserved them.
+        # `begin` reserved pages up to each row's newest token, so nothing is allocated here.
         inner, filled = fill(model, replace(state, stats=stats), [sequence for sequence, _ in rows])
         generations = []
         for row, (sequence, (_, reason)) in enumerate(zip(filled, rows, strict=True)):
@@ -126,7 +172,7 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
 
 
 def _retire(carry: DecodeCarry) -> None:
-    """The pages belong to chunks now: whoever steps on from an old carry, in traced code, writes into the dummy page alone."""
+    """Point a committed carry at the dummy page, so that traced code that still steps from it cannot write into the chunks' pages."""
     assert carry.log is not None
     carry.log.ran.fill_(-1)
     for pages, tables in zip(carry.kv.pools, (carry.batch, carry.batch.windowed), strict=False):
@@ -138,6 +184,7 @@ def _retire(carry: DecodeCarry) -> None:
 
 
 def _logprobs(log: TokenLog, row: int, token_ids: list[int]) -> list[TokenLogprobs] | None:
+    """The log-probabilities of a row's tokens, or None if no row asked for them."""
     if log.logprobs is None:
         return None
     values = log.logprobs[row, : len(token_ids)].tolist()
@@ -145,7 +192,7 @@ def _logprobs(log: TokenLog, row: int, token_ids: list[int]) -> list[TokenLogpro
 
 
 def _settled(model: Model, sequence: Sequence, tokens: np.ndarray) -> tuple[Sequence, str]:
-    """The sequence with its tokens up to the first that ends it; of them all but the newest are filled."""
+    """The sequence with its sampled tokens up to the first that ends it, and the finish reason. All tokens except the newest are filled."""
     reason, filled = None, sequence.num_filled
     for token in tokens.tolist():
         stops = sequence.stops and scan(sequence.stops, token, sequence.request.sampling.stop)

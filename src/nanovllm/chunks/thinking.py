@@ -1,4 +1,4 @@
-"""Think blocks by token id: where they stand, and a chunk without them."""
+"""Think blocks by token id: where they are, and a chunk without them."""
 
 from collections.abc import Collection
 from typing import Any, Literal
@@ -18,20 +18,33 @@ Retain = Literal["all", "recompute", "shift", "gap"]
 
 
 def check_retain(model: Model, retain: Any) -> None:
-    """Raise `InvalidRequestError` for what is not `"all"` or a mode of `drop`, and for a model that has no think tokens to drop."""
+    """Check the option `retain`.
+
+    Raises:
+        InvalidRequestError: `retain` is neither "all" nor a mode of `drop`, or the model has no think tokens.
+    """
     if retain == "all":
         return
     if retain not in MODES:
         raise InvalidRequestError(f"retain={retain!r} is not one of all, {', '.join(MODES)}")
     if model.tokenizer is None or model.tokenizer.think_token_ids is None:
-        raise InvalidRequestError(f'retain={retain!r} drops think blocks, and {model.name} has no think tokens: only "all" works')
+        raise InvalidRequestError(f'retain={retain!r} drops think blocks, but {model.name} has no think tokens: use retain="all"')
 
 
 def think_spans(tokenizer: Tokenizer, token_ids: np.ndarray, start: int = 0, ends: Collection[int] = ()) -> list[tuple[int, int]]:
-    """The think blocks of what stands behind token `start`, as (begin, end), in order; one that is not closed ends with the tokens.
+    """The think blocks of the tokens from index `start` on.
 
-    A block goes with the white space behind it: templates leave both out of a conversation's history. The first may begin before
-    `start`, where the prompt left it open: in the turn that the reply is in, `ends` being the tokens that end one.
+    A block includes the white space after it, because chat templates leave both out of a conversation's history. A block that is not closed
+    ends with the tokens. The first block may begin before `start`, if the last message of the prompt left it open.
+
+    Args:
+        tokenizer: The tokenizer; without think tokens there are no blocks.
+        token_ids: int32 `[T]`, prompt and reply.
+        start: The index of the reply's first token.
+        ends: The tokens that end a message.
+
+    Returns:
+        The blocks as (begin, end), in order.
     """
     if tokenizer.think_token_ids is None:
         return []
@@ -39,7 +52,7 @@ def think_spans(tokenizer: Tokenizer, token_ids: np.ndarray, start: int = 0, end
     spans, begin = [], _left_open(tokenizer, token_ids[:start], ends)
     for at in (np.flatnonzero((token_ids[start:] == opening) | (token_ids[start:] == closing)) + start).tolist():
         if token_ids[at] == opening:
-            # Words of the prompt behind its opening and a block of the reply's own: that opening was a word too.
+            # The prompt has words after its opening tag, and the reply opens a block: then the prompt's tag was quoted text.
             begin = at if begin is None or (begin < start and _behind_space(tokenizer, token_ids, begin + 1) < start) else begin
         elif begin is not None:
             spans.append((begin, _behind_space(tokenizer, token_ids, at + 1)))
@@ -48,9 +61,9 @@ def think_spans(tokenizer: Tokenizer, token_ids: np.ndarray, start: int = 0, end
 
 
 def without_thinking(model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain, taken: Taken) -> tuple[EngineState, Chunk]:
-    """A chunk in the place of `chunk`, without the think blocks behind token `start`; nothing is committed. Pages taken go into `taken`.
+    """Replace a chunk by one without the think blocks after token `start`, without the commit.
 
-    A chunk cannot be empty: where nothing else would be left, its first block stays.
+    A chunk cannot be empty: if nothing else would be left, its first block stays. Pages that are taken are noted in `taken`.
     """
     if retain == "all" or model.tokenizer is None:
         return state, chunk
@@ -64,7 +77,7 @@ def without_thinking(model: Model, state: EngineState, chunk: Chunk, start: int,
     if not spans:
         return state, chunk
     old = chunk
-    if retain == "recompute":  # all behind the first block in one run
+    if retain == "recompute":  # all tokens after the first block run in one prefill
         begin = spans[0][0]
         base = cut(chunk, begin, state.config.page_size) if begin else None
         tokens = chunk.tokens.truncate(begin).extend(chunk.token_ids[begin:][kept[begin:]])
@@ -77,7 +90,7 @@ def without_thinking(model: Model, state: EngineState, chunk: Chunk, start: int,
 
 
 def _left_open(tokenizer: Tokenizer, prompt: np.ndarray, ends: Collection[int]) -> int | None:
-    """Where the last turn of a prompt opened a block that it did not close."""
+    """The index at which the last message of a prompt opened a think block that it did not close, or None."""
     assert tokenizer.think_token_ids is not None
     opening, closing = tokenizer.think_token_ids
     marks = np.flatnonzero(np.isin(prompt, [opening, closing, *ends]))
@@ -85,6 +98,7 @@ def _left_open(tokenizer: Tokenizer, prompt: np.ndarray, ends: Collection[int]) 
 
 
 def _behind_space(tokenizer: Tokenizer, token_ids: np.ndarray, at: int) -> int:
+    """The index of the first token from `at` on that is not white space."""
     while at < len(token_ids) and not tokenizer.decode([int(token_ids[at])], skip_special_tokens=False).strip():
         at += 1
     return at

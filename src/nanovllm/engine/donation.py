@@ -1,4 +1,4 @@
-"""Who may use a state: `enter` checks it, `guarded` notes what a failed call overwrote, `commit_state` donates the old one."""
+"""Donation: `enter` checks a state, `guarded` notes pages that a failed call overwrote, `commit_state` donates the old state."""
 
 import reprlib
 from collections.abc import Iterator
@@ -20,31 +20,43 @@ from nanovllm.state.window_frames import pages_with
 
 
 def require_chunk(chunk: Any, name: str = "chunk") -> None:
-    """Raise `InvalidRequestError` for what is no chunk."""
+    """Require a chunk.
+
+    Raises:
+        InvalidRequestError: `chunk` is something else.
+    """
     if not isinstance(chunk, Chunk):
         raise InvalidRequestError(f"{name}={reprlib.repr(chunk)} must be a chunk, not {type(chunk).__name__}")
 
 
 def require_live(state: EngineState, chunk: Chunk) -> None:
-    """Raise unless the chunk is this engine's and not released."""
+    """Require a chunk of this engine that was not released.
+
+    Raises:
+        InvalidRequestError: `chunk` is not a chunk.
+        ForeignChunkError: The chunk belongs to another engine.
+        ReleasedChunkError: The chunk was released.
+    """
     require_chunk(chunk)
     if chunk.engine != state.runtime.lease.engine:
-        raise ForeignChunkError(f"{chunk!r} belongs to another engine")
+        raise ForeignChunkError(f"{chunk!r} belongs to another engine: make a chunk with this engine, or use save_chunk and load_chunk")
     if chunk.liveness not in state.chunks:
-        raise ReleasedChunkError(f"{chunk!r} was released")
+        raise ReleasedChunkError(f"{chunk!r} was released: fork it before its release if it is needed longer")
 
 
 def enter(state: EngineState, model: Model | None = None) -> EngineState:
-    """The state as a call finds it: checked against the lease, and without the pages whose KV an earlier failed call overwrote.
+    """The state for a new call: checked against the lease, and without pages whose KV an earlier failed call overwrote.
 
-    Raises `DonatedStateError` for an old state, `InvalidRequestError` for another model than the one that `init_state` was given.
+    Raises:
+        DonatedStateError: The state was donated to a later call.
+        InvalidRequestError: `state` is not an `EngineState`, or `model` is not the model of `init_state`.
     """
     if not isinstance(state, EngineState):
         raise InvalidRequestError(f"state must be an EngineState, not {type(state).__name__}")
     lease = state.runtime.lease
     lease.check(state.epoch)
     if model is not None and model_key(model) != lease.model:
-        raise InvalidRequestError(f"model {model.name!r} is not the one this state was made for: its KV would be another's")
+        raise InvalidRequestError(f"model {model.name!r} is not the model of this state: pass the model that init_state was given")
     if not lease.dirty:
         return state
     lost, pool, waiting, kept = lease.lost, state.pool, state.waiting, []
@@ -54,37 +66,51 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
             waiting = waiting.push(sequence.restart(IntVector.of(), 0))
         elif sequence.request.request_id not in waiting.items:
             kept.append(sequence)
-    # The lease stays dirty until a call commits: one that fails again must find the same losses.
+    # The lease stays dirty until a call commits, because the next call must find the same losses if this one fails.
     return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
 
 
 def enter_with(model: Model, state: EngineState) -> EngineState:
-    """`enter`, for a call that needs the model. Raises `InvalidRequestError` for what is none, too."""
+    """`enter` for a call that needs the model.
+
+    Raises:
+        InvalidRequestError: `model` is not a `Model`, or not the model of `init_state`.
+    """
     require_model(model)
     return enter(state, model)
 
 
 def require_model(model: Any) -> None:
-    """Raise `InvalidRequestError` for what is no model."""
+    """Require a model.
+
+    Raises:
+        InvalidRequestError: `model` is something else.
+    """
     if not isinstance(model, Model):
         raise InvalidRequestError(f"model={reprlib.repr(model)} must be a Model, which load_model(...) returns, not {type(model).__name__}")
 
 
 def model_key(model: Model) -> ModelKey:
-    """What a state and its model must agree in."""
+    """The properties in which a state and its model must agree."""
     config = model.config
     return ModelKey(fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=config.rope, places=config.places)
 
 
 def commit_state(state: EngineState, **changes) -> EngineState:
-    """The state that a call returns; every older one is donated from here on."""
+    """The state that a call returns. From now on every older state is donated."""
     return replace(state, **changes, epoch=state.runtime.lease.advance())
 
 
 @contextmanager
 def guarded(state: EngineState) -> Iterator[Taken]:
-    """Device work of one call up to its commit, which notes what it takes in what this gives. Where it raises, Ctrl-C included, what it
-    took over from the index or from preempted sequences, and the decode carry, count as lost for the old state."""
+    """Guard the device work of one call up to its commit, and yield the record of the pages that it takes.
+
+    If the block raises, Ctrl-C included, the old state loses the decode carry. It also loses the pages that the call took over from the
+    index or from preempted sequences.
+
+    Raises:
+        OutOfPagesError: The device ran out of memory.
+    """
     taken, pool = Taken(), state.pool
     try:
         yield taken
@@ -92,5 +118,5 @@ def guarded(state: EngineState) -> Iterator[Taken]:
         overwritten = [] if pool.frames is None else pages_with(pool.frames, taken.frames)
         state.runtime.lease.lose([*(page for page in taken.pages if pool.pages.refcount(page)), *overwritten])
         if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfPagesError("the device's memory ran out in the middle of a step; the state is as it was before the call") from error
+            raise OutOfPagesError("the device ran out of memory during the call; the state is as it was before") from error
         raise

@@ -1,4 +1,4 @@
-"""`init_state`: an engine's first state, its KV pool and its runtime."""
+"""`init_state`: the first state of an engine, with its KV pool and its runtime."""
 
 import os
 import warnings
@@ -41,29 +41,30 @@ def init_state(
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EngineState:
-    """An empty engine for `model`: the KV memory, the prefix index and the kernels that its steps will run.
+    """Create an empty engine for a model: its KV memory, its prefix index and the kernels of its steps.
 
     Args:
         model: The model that `load_model` returned.
-        num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, at most 4 GiB on a
+        num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, but at most 4 GiB on a
             CPU, and on a GPU at most the rest of `memory_fraction` after the weights and the largest steps, which are measured. If every
             layer has a sliding window, this counts the pages inside the windows. A reply ends with `finish_reason` `"length"` if its
             request alone fills all pages.
-        num_frames: For models with some sliding-window layers: how many pages have KV in those layers. Requests give up pages outside
+        num_frames: For models with some sliding-window layers: the number of pages with KV in those layers. Requests give up pages outside
             the window; a chunk needs one for each of its pages. None: enough for `max_num_seqs` windows and a chunk of full length.
         page_size: Tokens per page.
-        max_model_len: The most tokens of a prompt and its reply together. None: the model's own limit.
-        max_num_seqs: The most requests that run at the same time.
-        max_num_batched_tokens: The most tokens of one step. Longer prompts are prefilled in pieces. None: 8,192, or 16,896 on a GPU of
-            64 GiB or more.
-        memory_fraction: The share of a GPU's memory that may be used.
-        seed: Used for requests without a seed of their own.
+        max_model_len: The maximum number of tokens of a prompt and its reply together. None: the model's own limit.
+        max_num_seqs: The maximum number of requests that run at the same time.
+        max_num_batched_tokens: The maximum number of tokens of one step. Longer prompts are prefilled in pieces. None: 8,192, or 16,896 on
+            a GPU of 64 GiB or more.
+        memory_fraction: The fraction of a GPU's memory that may be used.
+        seed: The seed of requests that have none of their own, in [0, 2**63).
         compile: True: fused kernels and CUDA graphs on a GPU, `torch.compile` for layers that the kernels do not serve. False: plain torch
             on any device. None: True on a GPU; on a CPU decode steps run in C if there is a compiler.
         cascade: Whether pages that requests share are read once for all of them. None: if that is faster. True: for every whole page, on
             a CPU too.
         check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. A layer beyond the error
             bound runs in plain torch, with a warning. None: on a GPU. True: on a CPU too, but not together with `compile=True` there.
+            This option is not `nv.check`.
         tuning: The tile configurations of the GPU's kernels. None: those of the file that `nanovllm tune` wrote for this GPU, model and
             version, if it exists. True: the same, and it must exist. False: the defaults. A path: those of that file.
         progress: Whether to draw progress bars. None: only on a terminal.
@@ -72,29 +73,33 @@ def init_state(
         The first state. Every call that changes the engine takes the newest state and returns the next one.
 
     Raises:
-        InvalidRequestError: A limit is below 1, or two options exclude each other.
+        InvalidRequestError: A limit is invalid, or two options exclude each other.
         OutOfPagesError: The KV memory does not fit into the device.
-        TuningFileError: A tuning file was asked for and cannot be used.
+        TuningFileError: A tuning file was requested and cannot be used.
 
-    Example:
-        >>> init_state(load_model("tiny", device="cpu"), num_pages=64)
+    Examples:
+        >>> nv.init_state(model, num_pages=64)
         EngineState(0 of 64 pages used, 0 chunks, 0 requests, epoch 0)
+        >>> nv.init_state(model, num_pages=64, max_model_len=512).config.max_model_len
+        512
     """
     require_model(model)
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):
         if value is not None and not isinstance(value, bool):
             raise InvalidRequestError(f"{name}={value!r} must be True, False or None")
     if check and compile and model.device.type != "cuda":
-        why = "compiled layers run there, not the fast ones that check compares"
-        raise InvalidRequestError(f"check=True with compile=True on a CPU: {why}; give one of the two")
+        why = "check compares the layers in C, but compile=True replaces them"
+        raise InvalidRequestError(f"check=True with compile=True on a CPU: {why}; set only one of the two")
     require_tuning(tuning)
     if model.foreign:
         if compile:
-            raise InvalidRequestError(f"compile=True: {model.config.architecture} runs through transformers, whose module is not compiled")
-        where = "on a CPU in C" if model.device.type == "cpu" else "in captured graphs of fused kernels"
+            raise InvalidRequestError(
+                f"compile=True: {model.config.architecture} runs through transformers, whose modules are not compiled"
+            )
+        where = "in C" if model.device.type == "cpu" else "as fused kernels in CUDA graphs"
         warnings.warn(
-            f"{model.config.architecture} is not built in: it runs through transformers' module with attention in plain torch, slowly; "
-            f"built-in ones run {where}",
+            f"{model.config.architecture} has no built-in implementation: it runs through transformers with plain torch attention, which "
+            f"is slow; built-in architectures run {where}",
             stacklevel=3,
         )
     config = model.config
@@ -102,7 +107,7 @@ def init_state(
     if not isinstance(memory_fraction, float | int) or not 0 < memory_fraction <= 1:
         raise InvalidRequestError(f"memory_fraction={memory_fraction!r} must be in (0, 1]")
     if num_frames is not None and not config.widest_window:
-        raise InvalidRequestError(f"num_frames={num_frames!r} is for layers with a window, of which {model.name} has none")
+        raise InvalidRequestError(f"num_frames={num_frames!r}: {model.name} has no sliding-window layers; leave it out")
     if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
         raise InvalidRequestError(f"num_frames={num_frames!r} must be an integer of at least 1")
     limits = EngineConfig(
@@ -115,12 +120,12 @@ def init_state(
         seed=seed,
     )
     if max_model_len > config.max_position_embeddings:
-        more = "; load_model(..., max_model_len=...) loads it for longer requests" if loaded_for_short(config) else ""
+        more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
     choice, cuts = checked_choice(
         model, limits, compile, check, cuts, tuning
-    )  # before the pool takes the memory that it needs for a moment
+    )  # before the KV pool is allocated, because the check needs memory for a moment
     budget = None
     if num_pages is None:
         needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
@@ -131,7 +136,9 @@ def init_state(
         kv = init_kv(config, num_pages=num_pages, num_frames=frames, page_size=page_size, dtype=model.dtype, device=model.device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         size = bytes_of(config, limits, model.dtype)
-        raise OutOfPagesError(f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, which {model.device} does not have free") from error
+        raise OutOfPagesError(
+            f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, more than {model.device} has free: set it lower"
+        ) from error
     executor, cuts = build_executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
     runtime = Runtime(Lease(model_key(model)), executor, cuts)
     windows = {"window": config.widest_window, "alone": config.all_windowed}

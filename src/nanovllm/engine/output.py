@@ -1,4 +1,4 @@
-"""What becomes of a drawn token: appended, looked at for a reason to stop, and in the end told to the caller."""
+"""Post-processing of sampled tokens: append them, look for a reason to stop, and build the result."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -10,7 +10,7 @@ from nanovllm.tokenizer.tokenizer import REPLACEMENT
 
 
 def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: float) -> Sequence:
-    """The sequence with all its tokens filled, and `token`, which row `row` drew, behind them."""
+    """The sequence with all its tokens filled, and with `token`, which row `row` sampled, appended."""
     logprobs, stops, filled = sequence.logprobs, sequence.stops, sequence.tokens.length
     if sequence.request.sampling.logprobs is not None:
         logprobs = (logprobs, _entry(drawn, row, token, sequence.request.sampling.logprobs))
@@ -25,7 +25,7 @@ def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: floa
 
 
 def finish_reason(sequence: Sequence, token: int) -> str | None:
-    """Why `token`, the newest, is the last: `stop`, `length`, or None while the reply goes on."""
+    """Why the newest token ends the reply: "stop" or "length", or None if the reply goes on."""
     request = sequence.request
     if token in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
         return "stop"
@@ -33,9 +33,9 @@ def finish_reason(sequence: Sequence, token: int) -> str | None:
 
 
 def scan(stops: StopScan, token: int, strings: Seq[str]) -> StopScan:
-    """Add a token's text and look for a stop string in all that the reply would show if it ended here.
+    """Add a token's text and search for a stop string in the text that the reply would have if it ended here.
 
-    What the detokenizer holds back counts too, but not its U+FFFD, which may yet become characters.
+    Text that the detokenizer holds back counts too, but not its U+FFFD, which later tokens may complete to a character.
     """
     detokenizer, piece = stops.detokenizer.push([token])
     text = stops.tail + piece
@@ -48,7 +48,7 @@ def scan(stops: StopScan, token: int, strings: Seq[str]) -> StopScan:
 
 
 def counted(sequence: Sequence, count: int) -> tuple[int, int]:
-    """Of the `count` tokens that run next: how many belong to the prompt, and how many had run before a preemption."""
+    """Of the next `count` tokens: how many belong to the prompt, and how many ran before a preemption."""
     start = sequence.num_filled - (sequence.todo == 0)
     if start >= sequence.most_filled and start >= sequence.request.num_prompt:
         return 0, 0
@@ -57,7 +57,7 @@ def counted(sequence: Sequence, count: int) -> tuple[int, int]:
 
 
 def reply_text(model: Model, sequence: Sequence) -> str:
-    """The reply as text: without special tokens, the token that stopped it, or a stop string."""
+    """The reply's text, without special tokens, without its stop token, and up to a stop string."""
     if model.tokenizer is None:
         return ""
     ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
@@ -69,7 +69,7 @@ def reply_text(model: Model, sequence: Sequence) -> str:
 
 
 def result(model: Model, sequence: Sequence, reason: str, now: float) -> RequestOutput:
-    """What the caller gets of a request that has ended."""
+    """The output of a finished request."""
     request, generated = sequence.request, sequence.num_generated
     first = sequence.first_token or now
     return RequestOutput(
@@ -89,6 +89,7 @@ def result(model: Model, sequence: Sequence, reason: str, now: float) -> Request
 
 
 def _entry(drawn: Drawn, row: int, token: int, num_top: int) -> TokenLogprobs:
+    """The log-probabilities of one sampled token and of the `num_top` most probable ones."""
     logprob = float("nan") if drawn.logprobs is None else float(drawn.logprobs[row])
     entry = TokenLogprobs(token_id=token, logprob=logprob)
     if num_top and drawn.top_ids is not None and drawn.top_logprobs is not None:
@@ -98,8 +99,9 @@ def _entry(drawn: Drawn, row: int, token: int, num_top: int) -> TokenLogprobs:
 
 
 def _unroll(entries: tuple | None) -> list[TokenLogprobs]:
-    found = []
+    """The entries of a linked list, oldest first."""
+    newest_first = []
     while entries is not None:
         entries, entry = entries
-        found.append(entry)
-    return found[::-1]
+        newest_first.append(entry)
+    return newest_first[::-1]

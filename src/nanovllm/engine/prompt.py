@@ -1,4 +1,4 @@
-"""What a request attends to: from a chunk, a text, token ids, or a list of these, to one run of tokens after at most one chunk."""
+"""Contexts: a chunk, a text, token ids, or a list of these, resolved to tokens after at most one base chunk."""
 
 import reprlib
 from array import array
@@ -19,17 +19,19 @@ Context: TypeAlias = "Chunk | str | list[Any] | tuple[Any, ...] | np.ndarray"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resolved:
-    """All tokens of a context, and the chunk whose KV its beginning is (None: nothing is filled)."""
+    """The tokens of a context, and the chunk whose KV its first tokens have (None: no token is filled)."""
 
     tokens: IntVector
     base: Chunk | None
 
 
 def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
-    """The tokens of a context. A start token is added only where nothing stands before.
+    """The tokens of a context. The start token is added only to a text at the very beginning.
 
-    Raises `InvalidRequestError` for an empty context, text that is not valid Unicode, ids outside the vocabulary, or a chunk after the
-    first place; `ReleasedChunkError` and `ForeignChunkError` for a chunk that cannot be used here.
+    Raises:
+        InvalidRequestError: The context is empty, a text is not valid Unicode, an id is outside the vocabulary, or a chunk is not first.
+        ReleasedChunkError: The chunk was released.
+        ForeignChunkError: The chunk belongs to another engine.
     """
     parts = parts_of(context)
     base: Chunk | None = None
@@ -37,7 +39,9 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
     for place, part in enumerate(parts):
         if isinstance(part, Chunk):
             if place:
-                raise InvalidRequestError(f"the context has a chunk at place {place}; only its first part may be one (compose joins them)")
+                raise InvalidRequestError(
+                    f"the context has a chunk at index {place}; only its first part may be one: join chunks with compose"
+                )
             require_live(state, part)
             base = part
         elif isinstance(part, str):
@@ -52,21 +56,31 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
 
 
 def parts_of(context: Context) -> list[Any]:
-    """The parts of a context, in order: a list of parts spliced out, anything else alone."""
+    """The parts of a context in order: the items of a list of parts, or the context itself."""
     return list(context) if isinstance(context, list | tuple) and not is_ids(context) else [context]
 
 
 def encode(model: Model, text: str, *, first: bool) -> np.ndarray:
-    """The tokens of a text, int32; the start token, where the model has one, only if `first`."""
+    """The tokens of a text, int32. The start token, if the model has one, is added only if `first`.
+
+    Raises:
+        InvalidRequestError: The model has no tokenizer.
+    """
     if model.tokenizer is None:
-        raise InvalidRequestError("this model has no tokenizer: give token ids, not text")
+        raise InvalidRequestError("this model has no tokenizer: pass token ids, not text")
     return token_array(model.tokenizer.encode(text, add_special_tokens=first), model.config.vocab_size)
 
 
 def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
-    """Token ids as int32; raises `InvalidRequestError` naming the first that is not an integer or outside the vocabulary.
+    """Token ids as an int32 array.
 
-    Messages begin with `where`.
+    Args:
+        ids: A list, a tuple or an array of integers.
+        vocab_size: Valid ids are below it.
+        where: The start of error messages.
+
+    Raises:
+        InvalidRequestError: An id is not an integer or outside the vocabulary; the message names the first such id.
     """
     lead = f"{where}: " if where else ""
     if not isinstance(ids, list | tuple | np.ndarray):
@@ -77,35 +91,37 @@ def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 wrong = f"{lead}token id {reprlib.repr(token)} is of type {type(token).__name__}, not an integer"
-                raise InvalidRequestError(wrong + ("; a part is a chunk, a text or a list of token ids alone" if where else ""))
+                raise InvalidRequestError(wrong + ("; a part must be a chunk, a text or a list of token ids" if where else ""))
     try:
-        found = np.asarray(ids, dtype=None if len(ids) else np.int32)
+        flat = np.asarray(ids, dtype=None if len(ids) else np.int32)
     except (ValueError, OverflowError) as error:
         raise InvalidRequestError(f"{lead}token ids must be a flat list of integers: {error}") from None
-    if found.ndim == 1 and found.dtype.kind not in "iu" and isinstance(ids, list | tuple):  # integers beyond 64 bits, or mixed with such
+    if flat.ndim == 1 and flat.dtype.kind not in "iu" and isinstance(ids, list | tuple):  # some integers need more than 64 bits
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(f"{lead}token id {reprlib.repr(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise InvalidRequestError(f"{lead}token ids must be a flat list of integers, not an array of {found.dtype} with {found.ndim} axes")
-    if len(found) and ((found.dtype.kind == "i" and found.min() < 0) or found.max() >= vocab_size):
-        wrong = found[(found < 0) | (found >= vocab_size)][0]
+    if flat.ndim != 1 or flat.dtype.kind not in "iu":
+        raise InvalidRequestError(f"{lead}token ids must be a flat list of integers, not an array of {flat.dtype} with {flat.ndim} axes")
+    if len(flat) and ((flat.dtype.kind == "i" and flat.min() < 0) or flat.max() >= vocab_size):
+        wrong = flat[(flat < 0) | (flat >= vocab_size)][0]
         raise InvalidRequestError(f"{lead}token id {int(wrong)} is outside the vocabulary 0 ... {vocab_size - 1}")
-    return found.astype(np.int32) if ids is given else found.view(np.int32)  # packed: 32 bits, of our own
+    return flat.astype(np.int32) if ids is given else flat.view(np.int32)  # a packed array is ours and has 32 bits
 
 
 def _packed(ids: Any) -> Any:
-    """A list of integers of 32 bits as an array, in a third of the time that numpy takes for it; anything else, and a list with a bool
-    (which would be 0 or 1, in a tensor too), as it is."""
+    """A list of 32-bit integers as an array, in a third of the time that numpy needs. Other values are returned unchanged.
+
+    A list that contains a bool, also as a tensor, is returned unchanged, because it would become 0 or 1.
+    """
     if not isinstance(ids, list | tuple):
         return ids
     try:
-        found = np.array(array("I", ids))
+        packed = np.array(array("I", ids))
     except (TypeError, OverflowError):
         return ids
-    small = (type(ids[at]) for at in (found < 2).nonzero()[0].tolist())
-    return found if all(kind is int or issubclass(kind, np.integer) for kind in small) else ids
+    small = (type(ids[at]) for at in (packed < 2).nonzero()[0].tolist())
+    return packed if all(kind is int or issubclass(kind, np.integer) for kind in small) else ids
 
 
 def is_ids(context: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a list is token ids, not a list of contexts or parts: it begins and ends with none of these."""
+    """Whether a list is token ids, not a list of contexts or parts; only its first and last items are tested."""
     return not any(isinstance(part, str | Chunk | list | tuple | np.ndarray) for part in (*context[:1], *context[-1:]))

@@ -24,9 +24,34 @@ from nanovllm.tokenizer.tokenizer import Detokenizer
 
 @explain_unknown_keywords
 def submit(model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None) -> tuple[EngineState, int]:
-    """Queue a request and return its id; it runs as `step` is called. None takes the model's own `generation_config`.
+    """Queue a request, to be run by calls of `step`.
 
-    Raises `InvalidRequestError` for a prompt that can never fit, and what `resolve` raises.
+    Donates `state`.
+
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+        context: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
+        sampling_params: The options. None: the model's `generation_config`.
+
+    Returns:
+        The next state, and the request's id.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or the context is too long for the engine.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: A chunk in the context was released.
+        ForeignChunkError: A chunk in the context belongs to another engine.
+
+    Examples:
+        >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
+        >>> state, request_id = nv.submit(model, state, "Hello", greedy)
+        >>> replies = {}
+        >>> while state.running or state.waiting:
+        ...     state, outputs = nv.step(model, state)
+        ...     replies.update({out.request_id: out.output.text for out in outputs if out.output})
+        >>> replies[request_id]
+        '! How can I help you?'
     """
     state = enter_with(model, state)
     state, sequence, _ = new_sequence(model, state, context, sampling_params)
@@ -36,23 +61,49 @@ def submit(model: Model, state: EngineState, context: Context, sampling_params: 
 
 
 def cancel(state: EngineState, request_id: int) -> EngineState:
-    """Drop a request wherever it stands; its pages return. Raises `InvalidRequestError` for one that is not waiting or running."""
+    """Drop a request that waits or runs, and free its pages.
+
+    Donates `state`.
+
+    Args:
+        state: The newest state of the engine.
+        request_id: The id that `submit` returned.
+
+    Returns:
+        The next state.
+
+    Raises:
+        InvalidRequestError: No request of this id waits or runs.
+        DonatedStateError: `state` was donated to a later call.
+
+    Examples:
+        >>> state, request_id = nv.submit(model, state, "Once upon a time")
+        >>> state = nv.cancel(state, request_id)
+        >>> len(state.waiting), len(state.running)
+        (0, 0)
+    """
     state = enter(state)
     waiting, running = state.waiting, state.running
-    found = waiting.items.get(request_id) or next((s for s in running if s.request.request_id == request_id), None)
-    if found is None:
-        raise InvalidRequestError(f"request {request_id!r} is neither waiting nor running: it never was submitted, or has ended")
+    sequence = waiting.items.get(request_id) or next((s for s in running if s.request.request_id == request_id), None)
+    if sequence is None:
+        raise InvalidRequestError(f"request {request_id!r} is neither waiting nor running: it has ended, or was never submitted")
     if request_id in waiting.items:
         waiting = waiting.pop(request_id)
     else:
-        running = tuple(s for s in running if s is not found)
-    return commit_state(state, pool=give_up_pages(state.pool, found), waiting=waiting, running=running)
+        running = tuple(s for s in running if s is not sequence)
+    return commit_state(state, pool=give_up_pages(state.pool, sequence), waiting=waiting, running=running)
 
 
 def new_sequence(
     model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None, *, keep: bool = False
 ) -> tuple[EngineState, Sequence, Chunk | None]:
-    """A sequence for a context, with the next request id, and its base chunk; it refers to that chunk's pages but is not an owner yet."""
+    """A sequence for a context, with the next request id, and its base chunk.
+
+    The sequence refers to the chunk's pages but does not own them yet.
+
+    Raises:
+        InvalidRequestError: The options or the context are invalid, or the prompt is too long for the engine.
+    """
     params = from_generation_config(model.generation_config) if sampling_params is None else sampling_params
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
@@ -61,8 +112,8 @@ def new_sequence(
     num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
     if num_prompt >= limit:
         raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated: what max_model_len and its "
-            "KV memory (num_pages, num_frames) allow"
+            f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated: shorten the prompt, or raise "
+            "max_model_len or the KV memory (num_pages, num_frames)"
         )
     ends = () if params.ignore_eos else model.config.eos_token_ids
     rid = state.next_id
@@ -77,7 +128,7 @@ def new_sequence(
         keep=keep,
     )
     if params.stop and model.tokenizer is None:
-        raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, and this model has none")
+        raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, but this model has none: use stop_token_ids")
     stops = StopScan(detokenizer=Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
     sequence = begin_sequence(request, resolved.tokens, resolved.base, stops)
     if (frames := state.pool.frames) is not None and not keep:
@@ -87,7 +138,7 @@ def new_sequence(
 
 
 def begin_sequence(request: Request, tokens: IntVector, base: Chunk | None, stops: StopScan | None = None) -> Sequence:
-    """A sequence over the pages of its base chunk, whose owner it is not yet."""
+    """A sequence over the pages of its base chunk. It does not own them yet."""
     if base is None:
         return Sequence(request=request, tokens=tokens, pages=IntVector.of(), stops=stops)
     return Sequence(
@@ -97,9 +148,10 @@ def begin_sequence(request: Request, tokens: IntVector, base: Chunk | None, stop
 
 
 def capacity(state: EngineState, base: Chunk | None = None, *, whole: bool = True) -> int:
-    """The most tokens that one request can have, prompt and reply; after a chunk with gaps fewer, because positions end too.
+    """The maximum number of tokens of one request, prompt and reply. It is lower after a chunk with gaps, which uses up positions.
 
-    `whole`: all its KV stays, as a chunk's does; a request without that gives up what is outside of the windows of layers that have one.
+    Args:
+        whole: Whether the sequence keeps all its KV, as a chunk does. Otherwise it gives up KV outside the sliding windows.
     """
     offset, config, frames = 0 if base is None else offset_after(base.gaps), state.config, state.pool.frames
     pages = config.num_pages
@@ -109,16 +161,20 @@ def capacity(state: EngineState, base: Chunk | None = None, *, whole: bool = Tru
 
 
 def request_seed(seed: int, request_id: int) -> int:
-    """A request's own seed where it gave none: reproducible from the engine's seed and the order of submission."""
+    """The seed of a request that gives none, derived from the engine's seed and the request's id."""
     return int(np.random.SeedSequence((seed, request_id)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def submit_many(
     model: Model, state: EngineState, contexts: Seq[Context], sampling_params: Seq[SamplingParams | None], *, keep: bool = False
 ) -> tuple[EngineState, list[int]]:
-    """Queue a request for each context and return their ids, in order; where one is refused, none is queued.
+    """Queue a request for each context and return their ids in order. If one is invalid, none is queued.
 
-    `keep`: the pages of a request that ends stay with it until `detach`. Raises what `submit` raises, naming the prompt's place.
+    Args:
+        keep: Whether a request that ends keeps its pages until `detach`.
+
+    Raises:
+        InvalidRequestError: As in `submit`; the message names the prompt's index.
     """
     state = enter_with(model, state)
     ids = []

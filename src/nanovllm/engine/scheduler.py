@@ -1,8 +1,8 @@
-"""Scheduling, pure: (pool, running, waiting, limits) -> plan.
+"""The scheduler, a pure function: (pool, running, waiting, limits) -> plan.
 
-Requests are served in order of arrival. Each step runs one token of every decoding sequence first and fills the rest of its token
-budget with prompts in chunks. Where the pool is full the youngest running sequence gives its pages up and waits in front of the queue; so
-the oldest one always goes on, and every workload whose requests fit one by one ends.
+Requests are served in order of arrival. Each step first runs one token of every decoding sequence, then fills the rest of its token budget
+with prompts, in pieces. If the pool is full, the youngest running sequence gives up its pages and returns to the front of the queue. So
+the oldest sequence always advances, and every workload ends whose requests fit one at a time.
 """
 
 from bisect import bisect
@@ -27,12 +27,22 @@ from nanovllm.state.window_frames import least_frames, num_retired
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """What one step runs, and the values that stand once it has. `decode` runs one token a sequence, `prefill` the given number.
+    """The work of one step, and the values after it.
 
-    `copies` are (source, destination) pages to be copied before anything is written, `frame_copies` their frames; `allocated` are
-    the pages handed out by this plan, and `frames` what they got.
-    `stuck` sequences can never get another page while the live chunks stay: they end with what they have. `grew` tells that a decoding
-    sequence has other pages than before.
+    Attributes:
+        pool: The pool after the step's allocations.
+        running: The running sequences.
+        waiting: The queue.
+        decode: Sequences that run one token each.
+        prefill: Sequences with the number of tokens that they run.
+        copies: (source, destination) pages to copy before anything is written.
+        frame_copies: The same for frames.
+        allocated: Pages that this plan allocates.
+        frames: Frames that this plan allocates.
+        stuck: Sequences that cannot get another page while the live chunks exist; they end with the tokens that they have.
+        grew: Whether a decoding sequence has new pages.
+        num_preempted: Sequences that this plan preempts.
+        num_reused: Tokens of admitted sequences whose KV is already filled.
     """
 
     pool: Pool
@@ -51,18 +61,18 @@ class Plan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether a token of each running sequence is all that runs, and none was given up or preempted, or found tokens of others."""
+        """Whether each running sequence runs one token and nothing else happens: no preemption, no stuck sequence, no reuse."""
         return len(self.decode) == len(self.running) and not (self.stuck or self.num_preempted or self.num_reused)
 
 
 def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig) -> Plan:
-    """Choose the tokens of one step and find pages for them. Nothing that is passed in changes."""
+    """Choose the tokens of one step and find pages for them. The arguments do not change."""
     draft = _Draft(pool, list(running), waiting, config)
     draft.retire()
     decoding = [s for s in draft.running if s.todo <= 1]
     budget = config.max_num_batched_tokens - len(decoding)
-    if budget < 0:  # each of them ran in the last step, within its budget
-        raise BrokenInvariantError(f"{len(decoding)} sequences decode and a step runs {config.max_num_batched_tokens} tokens")
+    if budget < 0:  # impossible: all of them ran within the budget of an earlier step
+        raise BrokenInvariantError(f"{len(decoding)} sequences decode, but a step runs at most {config.max_num_batched_tokens} tokens")
     chosen = draft.place_decode(decoding) if decoding else set[int]()
     prefill: dict[int, int] = {}
     for sequence in [s for s in draft.running if s.todo > 1]:
@@ -82,11 +92,12 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
 
 
 def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: EngineConfig) -> Steady | None:
-    """The sequences, with the number of steps in which `schedule` would choose one token of each and change nothing, where there are any.
+    """The sequences as a `Steady`, with the number of steps in which `schedule` would only choose one token of each.
 
-    There are none while a request could be admitted, where a page to be written is missing or shared, or where more than a token is to be
-    looked at: a prompt, tokens lost to preemption, stop texts, log-probabilities. A sequence with all pages that it can ever fill holds
-    none of the others up.
+    Returns:
+        None if there are no such steps: a request could be admitted, or a page to write is missing or shared. The same holds if a
+        sequence has a prompt, tokens lost to preemption, stop strings or log-probabilities. A sequence that has all its pages does
+        not limit the others.
     """
     size, steps = config.page_size, config.max_model_len
     if not running or len(running) > config.max_num_batched_tokens:
@@ -97,7 +108,7 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
             return None
         if s.stops is not None or request.sampling.logprobs is not None:
             return None
-        if room - filled < steps and room < request.max_len - 1:  # the last token is never filled
+        if room - filled < steps and room < request.max_len - 1:  # the last token's KV is never needed
             steps = room - filled
     if steps <= 0 or _Draft(pool, list(running), waiting, config).may_admit():
         return None
@@ -110,19 +121,19 @@ def _id(sequence: Sequence) -> int:
 
 
 class _Draft:
-    """The plan under construction: mutable, and never seen outside `schedule`."""
+    """A plan under construction: mutable, and used only inside `schedule` and `steady`."""
 
     def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig):
         self.pool, self.running, self.waiting, self.config = pool, running, waiting, config
         self.taken = Taken()
         self.copies: dict[int, list[tuple[int, int]]] = {}
-        self.sources: list[int] = []  # read by a copy: released last, so that none is handed out again before
+        self.sources: list[int] = []  # released last, so that no page is reallocated before it was copied
         self.stuck: list[Sequence] = []
         self.num_preempted = self.num_reused = 0
         self.grew = False
 
     def retire(self) -> None:
-        """What no token that still runs sees in layers with windows is needed no more, but by requests that keep all their pages."""
+        """Release the KV of sliding-window layers that no later token sees, unless the request keeps all its pages."""
         frames, size = self.pool.frames, self.config.page_size
         if frames is None:
             return
@@ -136,7 +147,7 @@ class _Draft:
             self.pool = pools.retire(self.pool, joined(parts))
 
     def place_decode(self, decoding: list[Sequence]) -> set[int]:
-        """Room for a token of each that decodes; returns the ids of those that are to."""
+        """Find room for one token of each decoding sequence; returns the ids of the sequences."""
         needy, size = self.in_need(decoding), self.config.page_size
         nothing_to_copy = all(s.pages.length * size <= s.num_filled for s in needy)
         short = nothing_to_copy and self.give({_id(s): pages_for(s.num_filled + s.todo, size) - s.pages.length for s in needy})
@@ -149,7 +160,7 @@ class _Draft:
         return {s.request.request_id for s in decoding}
 
     def in_need(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Those without a page for their next token, or with one that is partly filled and shared."""
+        """The sequences that need a page: they have none for their next token, or share a partly filled one."""
         size = self.config.page_size
         partly = [s for s in decoding if s.num_filled % size and s.todo]
         tails = np.array([s.pages[s.num_filled // size] for s in partly], np.int32)
@@ -157,10 +168,10 @@ class _Draft:
         return [s for s in decoding if s.pages.length * size <= s.num_filled or (shared and _id(s) in shared)]
 
     def look_ahead(self) -> None:
-        """More pages than needed now for all that decode, so that many steps pass before the tables change again.
+        """Give decoding sequences more pages than they need now, so that many steps pass before the page tables change again.
 
-        Idle pages of the index are taken too, which would go within these steps anyway where it fills the pool; not while a request that
-        gave its pages up waits, for it comes back to what it had filled.
+        Idle pages of the index are taken too, because these steps would evict them anyway. They are spared while a preempted request waits,
+        because it can reuse its own pages.
         """
         first = self.waiting.first()
         back = first is not None and first.most_filled > 0
@@ -174,7 +185,7 @@ class _Draft:
         self.give(wanted)
 
     def give(self, wanted: dict[int, int]) -> bool:
-        """So many pages to each of these requests, behind those that it has; False where the pool has too few, or none are wanted."""
+        """Append `wanted` pages to each of these requests. False if the pool has too few, or none are wanted."""
         taken = pools.allocate(self.pool, sum(wanted.values())) if wanted else None
         if taken is None:
             return False
@@ -182,31 +193,31 @@ class _Draft:
         pages, start = np.array(fresh, np.int32), 0
         for at, sequence in enumerate(self.running):
             if count := wanted.get(_id(sequence), 0):
-                held = sequence.pages.extend(pages[start : start + count])
-                self.running[at], start = sequence.with_pages(held, sequence.num_filled), start + count
+                longer = sequence.pages.extend(pages[start : start + count])
+                self.running[at], start = sequence.with_pages(longer, sequence.num_filled), start + count
         self.taken.note(self.pool, fresh)
         return True
 
     def place_prefill(self, sequence: Sequence, budget: int) -> int:
-        """The tokens of a prompt that run in this step: what budget and pool allow; the oldest sequence always gets at least one."""
+        """The number of prompt tokens that run in this step, within budget and pool; the oldest sequence gets at least one."""
         at = self.find(sequence)
         if at is None:
             return 0
         sequence = self.running[at]
         size, count = self.config.page_size, min(sequence.todo, budget)
         spare = self.pool.num_available - shares_tail(self.pool, sequence, size)
-        if self.pool.frames is not None:  # as many as a window holds come back behind the prompt; those that decode go on beside it
+        if self.pool.frames is not None:  # a prompt soon gives back frames outside its window; leave some to decoding sequences
             spare -= min(len(self.running) - 1, spare // 2)
         fits = (len(sequence.pages) + spare) * size - sequence.num_filled
         count = min(count, max(1, fits))
         return count if self.make_room(sequence, sequence.num_filled + count) else 0
 
     def make_room(self, sequence: Sequence, length: int) -> bool:
-        """Reserve pages, preempting from the youngest on. False when the sequence itself had to give way."""
+        """Reserve pages, preempting the youngest sequences first. False if `sequence` itself was preempted or is stuck."""
         while True:
             at = self.find(sequence)
             if at is None:
-                raise BrokenInvariantError(f"request {_id(sequence)} is scheduled and not running")
+                raise BrokenInvariantError(f"request {_id(sequence)} is scheduled but not running")
             if self.reserve(at, length):
                 return True
             if at < len(self.running) - 1:
@@ -219,6 +230,7 @@ class _Draft:
                 return False
 
     def reserve(self, at: int, length: int) -> bool:
+        """Reserve pages for the first `length` tokens of one running sequence. False if the pool has too few."""
         sequence = self.running[at]
         done = reserve(self.pool, sequence, length, self.config.page_size)
         if done is None:
@@ -231,6 +243,7 @@ class _Draft:
         return True
 
     def preempt(self, at: int) -> None:
+        """Take the pages of one running sequence and return it to the queue."""
         sequence = self.running.pop(at)
         self.copies.pop(_id(sequence), None)
         self.pool = give_up_pages(self.pool, sequence)
@@ -238,7 +251,7 @@ class _Draft:
         self.num_preempted += 1
 
     def strip_waiting(self) -> bool:
-        """Take the pages that waiting requests hold of their contexts; they are looked up, or run, again later."""
+        """Take the pages of the last waiting request that owns some; it looks them up, or runs the tokens, again later."""
         holders = [s for s in self.waiting if len(s.pages)]
         if not holders:
             return False
@@ -248,12 +261,13 @@ class _Draft:
         return True
 
     def may_admit(self) -> bool:
+        """Whether the oldest waiting request fits now. A step that preempted admits nothing."""
         first = self.waiting.first()
         if first is None or len(self.running) >= self.config.max_num_seqs or self.num_preempted or self.stuck:
             return False
         if not self.running:
             return True
-        # Shared pages that the index would give count as missing here: the estimate errs on the side of waiting.
+        # This first estimate counts reusable pages of the index as missing. The lookup below is more expensive.
         wanted = pages_for(first.tokens.length + 1, self.config.page_size)
         if wanted - len(first.pages) <= self.pool.num_available:
             return True
@@ -266,11 +280,14 @@ class _Draft:
         return missing <= free - idle
 
     def reusable(self, sequence: Sequence) -> tuple[np.ndarray, int]:
+        """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
         return pools.reusable(self.pool, sequence.tokens.array(), whole=sequence.request.keep)
 
     def frames_suffice(self, sequence: Sequence, matched: np.ndarray, retired: int) -> bool:
-        """Whether frames are there for what a request would need at once: all its pages where it keeps them, else a window and what it runs
-        in a step."""
+        """Whether enough frames are available for the first step of a request.
+
+        A request that keeps its KV needs a frame for each page; others need their windows and the tokens of one step.
+        """
         frames, size = self.pool.frames, self.config.page_size
         assert frames is not None
         wanted = pages_for(sequence.tokens.length + 1, size)
@@ -281,34 +298,37 @@ class _Draft:
         return wanted - have <= frames.num_available - int(spare)
 
     def admit(self) -> Sequence:
+        """Move the oldest waiting request to the running ones, over pages of the index if they save more than its own."""
         sequence = self.waiting.first()
         if sequence is None:
-            raise BrokenInvariantError("nothing waits and a request was to be admitted")
+            raise BrokenInvariantError("admit was called with an empty queue")
         self.waiting = self.waiting.pop(_id(sequence))
         matched, retired = self.reusable(sequence)
         if worth_taking(self.pool, matched, sequence, self.config.page_size):
             self.pool = pools.acquire(self.pool, matched, retired)
             self.pool = pools.release(self.pool, sequence.pages, sequence.retired)
             sequence = sequence.restart(IntVector.of(matched), len(matched) * self.config.page_size, retired)
-        there = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even where it is filled
-        self.num_reused += max(0, there - sequence.most_filled)
-        cached = sequence.num_cached if sequence.most_filled else there
-        sequence = replace(sequence, most_filled=max(sequence.most_filled, there), num_cached=cached)
+        reused = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even if it is filled
+        self.num_reused += max(0, reused - sequence.most_filled)
+        cached = sequence.num_cached if sequence.most_filled else reused
+        sequence = replace(sequence, most_filled=max(sequence.most_filled, reused), num_cached=cached)
         self.running.insert(bisect(self.running, _id(sequence), key=_id), sequence)
         return sequence
 
     def find(self, sequence: Sequence) -> int | None:
+        """The index of a sequence in `running`, or None."""
         rid = _id(sequence)
         at = bisect(self.running, rid, key=_id) - 1
         return at if at >= 0 and _id(self.running[at]) == rid else None
 
     def finish(self, chosen: set[int], prefill: dict[int, int]) -> Plan:
+        """The finished plan."""
         copies = tuple(pair for pairs in self.copies.values() for pair in pairs)
         frame_copies = frames_of_copies(self.pool, copies)
         pool, size = pools.release(self.pool, self.sources), self.config.page_size
         decode = tuple([s for s in self.running if s.request.request_id in chosen])
-        held = {_id(s): s for s in self.running} if prefill else {}
-        prompts = tuple((held[rid], count) for rid, count in prefill.items() if rid in held)
+        by_id = {_id(s): s for s in self.running} if prefill else {}
+        prompts = tuple((by_id[rid], count) for rid, count in prefill.items() if rid in by_id)
         require_writable(pool.pages, [s.pages[s.num_filled // size] for s in decode if s.todo])
         for sequence, count in prompts:
             require_writable(pool.pages, written_pages(sequence, count, size))
@@ -330,4 +350,5 @@ class _Draft:
 
 
 def _without_pages(sequence: Sequence) -> Sequence:
+    """The sequence without pages, as a preempted one."""
     return sequence.restart(IntVector.of(), 0)

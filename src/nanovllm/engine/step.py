@@ -1,6 +1,6 @@
-"""The life of a token: a request is submitted, scheduled, run, its token drawn and settled, until it ends.
+"""One engine step: schedule, run the model, sample, and post-process the tokens.
 
-Every function takes an `EngineState` and returns the next; the old one is donated. A call that raises leaves the old state usable.
+Every function takes an `EngineState` and returns the next one; the old one is donated. A call that raises leaves the old state usable.
 """
 
 import time
@@ -30,10 +30,33 @@ from nanovllm.state.steady import Steady
 
 @torch.no_grad()
 def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput]]:
-    """Run one step of every request that the token budget and the pool allow: one token each of those that decode, then prompts in chunks.
+    """Run one step of the requests that fit into the token budget and the page pool.
 
-    Returns what each drew; an empty list means only that no reply moved on, or that nothing is left to do. On a GPU the next step may
-    run already when this returns: all calls with an engine's states belong on one CUDA stream.
+    Donates `state`. First every decoding request runs one token; the rest of the budget goes to prompts, in pieces. On a GPU the next step
+    may already run when this call returns, so make all calls with an engine's states on one CUDA stream.
+
+    Args:
+        model: The model of `init_state`.
+        state: The newest state of the engine.
+
+    Returns:
+        The next state, and one output per request that sampled a token or ended. The list is empty if only prompts advanced, or if no
+        request is left.
+
+    Raises:
+        OutOfPagesError: Live chunks leave the only remaining request without pages, or the device ran out of memory.
+        DonatedStateError: `state` was donated to a later call.
+        InvalidRequestError: `model` is not the model of this state.
+
+    Examples:
+        >>> state, request_id = nv.submit(model, state, "Hello", nv.SamplingParams(temperature=0, max_tokens=12))
+        >>> state, outputs = nv.step(model, state)
+        >>> model.tokenizer.decode(outputs[0].token_ids), outputs[0].finish_reason
+        ('!', None)
+        >>> while state.running:
+        ...     state, outputs = nv.step(model, state)
+        >>> outputs[0].output.text, outputs[0].finish_reason
+        ('! How can I help you?', 'stop')
     """
     state = enter_with(model, state)
     with guarded(state) as taken:
@@ -42,7 +65,7 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
 
 
 def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineState, list[StepOutput]]:
-    """A step without the lease: what `step` and `generate_many` share. What it takes over is noted in `taken`."""
+    """A step without lease and commit, for `step` and `generate_many`. Pages that it takes are noted in `taken`."""
     if not state.running and not state.waiting:
         return state, []
     if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
@@ -52,28 +75,30 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
     for sequence in plan.stuck:
         if not sequence.num_generated:
             raise OutOfPagesError(
-                f"request {sequence.request.request_id} has {sequence.tokens.length} tokens and the live chunks leave it "
-                f"{plan.pool.num_available} of {state.config.num_pages} pages: release chunks, or cancel it"
+                f"request {sequence.request.request_id} has {sequence.tokens.length} tokens, but live chunks leave it only "
+                f"{plan.pool.num_available} of {state.config.num_pages} pages: release chunks, or cancel the request"
             )
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
-    # A carry follows its rows from step to step: after a step without them it is stale, even where the same rows come back later.
+    # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded = None, None, None
     if plan.prefill:
         prefilled, kv = executor_of(state).prefill(model, kv, plan.prefill, frames=plan.pool.frames)
     if plan.decode:
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
-        # Only now: the step does not wait for what is found out here.
+        # The device already runs the step, so this work on the host overlaps it.
         if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, state.config)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
     return _settle(model, state, plan, kv, prefilled, loaded, decoded)
 
 
 def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: Any, decoded: Drawn) -> tuple[EngineState, list[StepOutput]]:
-    """The end of a step of these sequences that needed no schedule, or got only pages by it: all that there is to settle are the replies
-    that end with it."""
+    """Post-process a decode step that needed no schedule, or only new pages.
+
+    The scheduled sequences are unchanged, so only replies that end with this step need work.
+    """
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
     outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
     after = running.after(decoded.token_ids.astype(np.int32))
@@ -91,7 +116,16 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
 
 
 def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, pool: Pool, *, grew: bool = False):
-    """One decode step, on the carry of the last one where no other rows have come; `grew` where some have other pages."""
+    """Run one decode step, with the carry of the last step if the rows allow it.
+
+    Args:
+        ids: The request ids of the rows.
+        rows: The sequences.
+        grew: Whether some rows have new pages.
+
+    Returns:
+        The ids with the new carry, and the sampled tokens.
+    """
     executor = executor_of(state)
     before, carry = ((), None) if state.loaded is None else state.loaded
     if carry is not None and before == ids:
@@ -105,16 +139,16 @@ def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Se
 
 
 def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
-    """Where these requests stood among those before, in the same order; None where one did not."""
+    """The index of each request among those of the last step, or None if one is new or their order changed."""
     at = {rid: place for place, rid in enumerate(before)}
     places = [at.get(rid, -1) for rid in ids]
     return places if all(a < b for a, b in pairwise([-1, *places])) else None
 
 
 def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
-    """Append what was drawn, end what is done, index what was filled, count what was run."""
+    """Append the sampled tokens, end finished requests, index filled pages, and count the tokens that ran."""
     now, pool, page_size = time.perf_counter(), plan.pool, state.config.page_size
-    moved: dict[int, tuple[Sequence, int | None]] = {}  # by request: what it has grown to, and the token that it drew
+    moved: dict[int, tuple[Sequence, int | None]] = {}  # by request id: the new sequence, and the token that it sampled
     prompt_run = reply_run = rerun = 0
     first_tokens = iter([] if prefilled is None else enumerate(prefilled.token_ids.tolist()))
     for sequence, count in plan.prefill:
@@ -168,7 +202,7 @@ def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled
 
 
 def _end(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool, Map[int, Sequence]]:
-    """Give the pages of an ended sequence up, or keep them for whoever asked for them."""
+    """Give up the pages of an ended sequence, or keep the sequence if its request asked for that."""
     if sequence.request.keep:
         return pool, kept.set(sequence.request.request_id, sequence)
     return give_up_pages(pool, sequence), kept

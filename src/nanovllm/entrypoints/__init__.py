@@ -1,1 +1,1 @@
-"""How people come in: the class `LLM`, conversations, the memory report and the command line."""
+"""The entry points: the class `LLM`, conversations, the memory report and the command line."""

@@ -1,4 +1,4 @@
-"""A conversation whose KV stays from turn to turn."""
+"""A conversation whose KV is kept from turn to turn."""
 
 import time
 from collections.abc import Callable
@@ -24,10 +24,14 @@ from nanovllm.tokenizer.stream import TextStream
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversation:
-    """The messages so far, and a chunk with the KV of what the last turn ran (None before the first).
+    """The messages so far, and a chunk with the KV of the last turn.
 
-    `retain` says how an answer is kept without the thinking before it (see `drop`): with `recompute`, the next turn runs it again.
-    With `all` the thinking stays in the chunk, though the messages' prompt has none, as long as there is room for it.
+    Attributes:
+        messages: The messages, each with a role and its content.
+        chunk: The KV of the last turn; None before the first.
+        thinking: Whether the chat template asks for think blocks.
+        retain: How think blocks are removed from the chunk, as a mode of `drop`. With "recompute" the next turn runs the answer again. With
+            "all" the think blocks stay in the chunk, although the next prompt lacks them, while there is room.
     """
 
     messages: tuple[dict[str, str], ...] = ()
@@ -38,7 +42,18 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn in figures: prompt tokens, those of them run and reused, tokens of the reply, seconds to the first and of all."""
+    """The figures of one turn.
+
+    Attributes:
+        prompt: Prompt tokens.
+        run: Prompt tokens that ran.
+        reused: Prompt tokens whose KV was reused.
+        reply: Tokens of the reply.
+        first: Seconds to the first token.
+        total: Seconds of the whole turn.
+        finish_reason: "stop", "length", "stopped" (by Ctrl-C) or "error".
+        error: The message of an engine error, or None.
+    """
 
     prompt: int
     run: int
@@ -46,7 +61,7 @@ class Turn:
     reply: int
     first: float
     total: float
-    finish_reason: str  # "stop", "length", "stopped" by Ctrl-C, or "error"
+    finish_reason: str
     error: str | None = None
 
     def __str__(self) -> str:
@@ -60,21 +75,23 @@ class Turn:
 def turn(
     model: Model, state: EngineState, asked: Conversation, params: SamplingParams, show: Callable[[str], None]
 ) -> tuple[EngineState, Conversation, Turn]:
-    """The reply to a conversation, which `show` gets piece by piece. Ctrl-C ends it, and so does an error of the engine, which the turn
-    then names; what there is of the reply stays in the conversation.
+    """Generate the reply to a conversation and pass it to `show` piece by piece.
 
-    Raises `InvalidRequestError` for a conversation that cannot be served, before the state changes.
+    Ctrl-C ends the reply. So does an error of the engine, which the turn's figures then name. The partial reply stays in the conversation.
+
+    Raises:
+        InvalidRequestError: The conversation cannot be served; the state is unchanged.
     """
     tokens = np.asarray(render(model.tokenizer, asked.messages, enable_thinking=asked.thinking), np.int32)
     if len(tokens) >= capacity(state):
-        raise InvalidRequestError(f"the conversation has {len(tokens)} tokens and the engine holds {capacity(state)}: /reset starts anew")
-    new_sequence(model, enter(state), tokens, params)  # for its errors alone: nothing is committed
+        raise InvalidRequestError(f"the conversation has {len(tokens)} tokens, but the engine holds {capacity(state)}: use /reset")
+    new_sequence(model, enter(state), tokens, params)  # only raises errors; nothing is committed
     stream, before, start = TextStream.of(model.tokenizer, params.stop), state.stats, time.perf_counter()
     token_ids: list[int] = []
     output: RequestOutput | None = None
     error: str | None = None
     with noted_interrupts(every=True) as came:
-        # No exception leaves between here and `detach`, or the only live state would be lost with it.
+        # No exception may escape before `detach`, because the only live state would be lost.
         state, context = _continued(state, asked.chunk, tokens, _hidden(model, asked))
         prompt = sum(map(len, context)) if isinstance(context, tuple) else len(context)
         state, (request,) = submit_many(model, state, [context], [params], keep=True)
@@ -119,7 +136,7 @@ def turn(
 def _answer(model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain) -> tuple[EngineState, Chunk]:
     """The conversation's chunk without the think blocks of its last reply, which begins at token `start`.
 
-    As it is where pages are short: the next turn then runs the answer again.
+    If pages are short, the chunk is returned unchanged, and the next turn runs the answer again.
     """
     try:
         with guarded(state) as taken:
@@ -130,21 +147,22 @@ def _answer(model: Model, state: EngineState, chunk: Chunk, start: int, retain: 
 
 
 def _hidden(model: Model, asked: Conversation) -> np.ndarray | None:
-    """Which tokens of the conversation's chunk are thinking to be kept, where the messages' prompt has none."""
+    """A mask of the chunk's tokens that are retained think blocks and that the next prompt lacks, or None."""
     if asked.chunk is None or asked.retain != "all" or model.tokenizer is None:
         return None
-    hidden = np.zeros(len(asked.chunk), bool)
+    mask = np.zeros(len(asked.chunk), bool)
     for begin, end in think_spans(model.tokenizer, asked.chunk.token_ids):
-        hidden[begin:end] = True
-    return hidden
+        mask[begin:end] = True
+    return mask
 
 
 def _continued(
     state: EngineState, chunk: Chunk | None, tokens: np.ndarray, hidden: np.ndarray | None = None
 ) -> tuple[EngineState, tuple[Chunk, np.ndarray] | np.ndarray]:
-    """The prompt as a context over what the chunk has of it; the chunk goes, a shorter one takes its place where it has other tokens.
+    """The prompt as a context over the part of the chunk that it shares. The old chunk is released or replaced.
 
-    `hidden` tokens of the chunk may stand in the context although the prompt lacks them.
+    Args:
+        hidden: A mask of the chunk's tokens that may stay in the context although the prompt lacks them.
     """
     if chunk is None:
         return state, tokens
@@ -161,10 +179,10 @@ def _continued(
 
 
 def _head(token_ids: np.ndarray, tokens: np.ndarray, hidden: np.ndarray | None) -> tuple[int, int]:
-    """How much of a chunk can stand before the rest of a prompt, and how many of the prompt's tokens that spares."""
+    """How many tokens of a chunk fit before the rest of a prompt, and how many of the prompt's tokens they replace."""
     seen = np.arange(len(token_ids)) if hidden is None else np.flatnonzero(~hidden)
     both = min(len(seen), len(tokens))
     differ = np.flatnonzero(token_ids[seen[:both]] != tokens[:both])
     shared = int(differ[0]) if len(differ) else both
-    # No hidden tokens at the end: what follows them may be the prompt's own form of the same.
+    # Keep no hidden tokens at the end, because the prompt may continue with another form of the same text.
     return (int(seen[shared - 1]) + 1 if shared else 0), shared

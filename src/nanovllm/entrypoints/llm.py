@@ -1,4 +1,4 @@
-"""`LLM`: the shell for those who just want text. It holds the one mutable variable of the package, `LLM.state`."""
+"""`LLM`: an object for programs that only need text. It holds the only mutable variable of the package, `LLM.state`."""
 
 import os
 from collections.abc import Iterator
@@ -29,9 +29,21 @@ from nanovllm.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """A part of a streamed reply. `text` may be empty while a character, or what could be a stop string, is not whole yet.
+    """A part of a streamed reply.
 
-    The last piece has a `finish_reason` and, as `output`, what `generate` would have returned.
+    `text` may be empty while a character, or the start of a possible stop string, is incomplete.
+
+    Attributes:
+        text: The new text. The texts of all pieces together are the reply.
+        token_ids: The new tokens.
+        finish_reason: "stop" or "length" in the last piece, otherwise None.
+        output: In the last piece the result that `generate` would return, otherwise None.
+
+    Examples:
+        >>> llm = nv.LLM(model, num_pages=64)
+        >>> *_, last = llm.stream("Hello", nv.SamplingParams(temperature=0, max_tokens=12))
+        >>> last.finish_reason, last.output.text
+        ('stop', '! How can I help you?')
     """
 
     text: str
@@ -41,11 +53,20 @@ class Piece:
 
 
 class LLM:
-    """One model and one engine, used from one thread.
+    """One model and one engine, to be used from one thread.
 
-    `state` is the engine's state, which each call donates and replaces; `llm.state, chunk = nv.prefill(llm.model, llm.state, ...)` works
-    as well. `inbox` has the requests that a call of this shell waits for, with their outputs once they have ended: whichever call runs
-    the step in which a request ends, the one that asked finds it there. It is a persistent map, replaced together with `state`.
+    Functional calls work too: `llm.state, chunk = nv.prefill(llm.model, llm.state, ...)`.
+
+    Attributes:
+        model: The model.
+        state: The engine's state. Every call donates it and replaces it.
+        inbox: Requests for which a call of this object waits, with their outputs once they have ended. A step of one call may end a request
+            of another, which then finds its output here. It is a persistent map and is replaced together with `state`.
+
+    Examples:
+        >>> llm = nv.LLM("tiny", device="cpu", num_pages=64)
+        >>> llm.generate("Hello", nv.SamplingParams(temperature=0, max_tokens=12))[0].text
+        '! How can I help you?'
     """
 
     __slots__ = ("inbox", "model", "state")
@@ -73,21 +94,41 @@ class LLM:
         download: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        """Load a model and make an engine for it.
-
-        All options but `model` are those of `load_model` and `init_state`.
+        """Load a model and create its engine.
 
         Args:
-            model: A `Model`, or a folder, repository or `"tiny"` as `load_model` takes them. A `Model` keeps its device and dtype.
+            model: A folder, a repository or `"tiny"`, as `load_model` takes them, or a `Model`, which keeps its device and dtype.
+            device: A torch device, such as `"cpu"` or `"cuda:0"`. None: the current CUDA GPU if torch sees one, else the CPU.
+            dtype: Float32, bfloat16, float16 or float64, as a torch dtype or by name. None: the checkpoint's dtype on a GPU, float32
+                on a CPU.
+            num_pages: KV memory in pages of `page_size` tokens. None: as much as `init_state` chooses.
+            num_frames: For models with some sliding-window layers: the number of pages with KV in those layers.
+            page_size: Tokens per page.
+            memory_fraction: The fraction of a GPU's memory that may be used.
+            max_model_len: The maximum number of tokens of a prompt and its reply together. None: the model's own limit.
+            max_num_seqs: The maximum number of requests that run at the same time.
+            max_num_batched_tokens: The maximum number of tokens of one step. None: 8,192, or 16,896 on a GPU of 64 GiB or more.
+            seed: The seed of requests that have none of their own.
+            compile: Whether decode steps use fused kernels and CUDA graphs, or `torch.compile`. None: on a GPU; on a CPU they run in C.
+            cascade: Whether pages that requests share are read once for all of them. None: if that is faster.
+            check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. None: on a GPU.
+            tuning: The tile configurations of the GPU's kernels. None: those of `nanovllm tune` for this GPU and model, if its file exists.
+            revision: A branch, a tag or a commit of a repository. None: `main`.
+            download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.
+            trust_remote_code: Whether Python code in the checkpoint may be executed.
 
         Raises:
             CheckpointError: The model cannot be loaded.
-            InvalidRequestError: An option makes no sense here.
+            InvalidRequestError: An option is invalid.
             OutOfPagesError: The KV memory does not fit into the device.
-            TuningFileError: A tuning file was asked for and cannot be used.
+            TuningFileError: A tuning file was requested and cannot be used.
+
+        Examples:
+            >>> nv.LLM(model, num_pages=64, max_model_len=512).state.config.max_model_len
+            512
         """
         if isinstance(model, Model) and (device, dtype, revision, download, trust_remote_code) != (None, None, None, False, False):
-            raise InvalidRequestError("a loaded model has its device, dtype, revision and code; give those to load_model")
+            raise InvalidRequestError("model is already loaded: pass device, dtype, revision, download and trust_remote_code to load_model")
         where: dict[str, Any] = {"revision": revision, "download": download, "trust_remote_code": trust_remote_code}
         if not isinstance(model, Model):
             model = load_model(model, device, dtype, max_model_len=max_model_len, **where)
@@ -114,23 +155,42 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer."""
+        """The model's tokenizer, or None."""
         return self.model.tokenizer
 
     @explain_unknown_keywords
     def generate(
         self, prompts: Any, sampling_params: SamplingParams | list[SamplingParams | None] | tuple[SamplingParams | None, ...] | None = None
     ) -> list[RequestOutput]:
-        """Replies to one prompt (a text, token ids or a chunk) or to a list of prompts, batched, in the order of the prompts.
+        """Generate replies to one prompt or to a list of prompts, as a batch.
 
-        `sampling_params` is one for all or a list of one each; None takes the model's `generation_config`. A bar shows on a terminal.
-        Raises `InvalidRequestError` for what can never be served, before anything is queued. Whatever else interrupts the call, Ctrl-C
-        included, takes its requests out of the engine.
+        A progress bar is drawn on a terminal. If the call is interrupted, by Ctrl-C too, its requests are cancelled.
+
+        Args:
+            prompts: A text, token ids or a chunk; or a list of prompts. In a list, a prompt may also be a list of parts.
+            sampling_params: Options for all prompts, or a list with one per prompt. None: the model's `generation_config`.
+
+        Returns:
+            One output per prompt, in the same order.
+
+        Raises:
+            InvalidRequestError: A prompt or an option is invalid; nothing is queued.
+            OutOfPagesError: Live chunks leave a request without pages, or the device ran out of memory.
+            DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
+            ReleasedChunkError: A chunk in a prompt was released.
+            ForeignChunkError: A chunk in a prompt belongs to another engine.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> greedy = nv.SamplingParams(temperature=0, max_tokens=8, stop=".")
+            >>> outputs = llm.generate(["The cat", "Once upon a time"], greedy)
+            >>> [out.text for out in outputs]
+            [' is the national animal of Poner', ', a boy named Jonas lived in a']
         """
         contexts = as_batch(prompts)
         params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params] * len(contexts)
         if len(params) != len(contexts):
-            raise InvalidRequestError(f"{len(contexts)} prompts and {len(params)} sampling_params: give one for all or one for each")
+            raise InvalidRequestError(f"{len(contexts)} prompts and {len(params)} sampling_params: pass one for all, or one per prompt")
         ids: list[int] = []
         try:
             with uninterrupted():
@@ -148,30 +208,89 @@ class LLM:
 
     @explain_unknown_keywords
     def stream(self, prompt: Context, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
-        """The reply to one prompt, token by token; the texts of the pieces together are the text that `generate` returns.
+        """Generate the reply to one prompt piece by piece.
 
-        Several streams and `generate` may be interleaved. The request is queued when the first piece is asked for. Closing the iterator,
-        or leaving its loop by an exception, cancels the request. Raises `InvalidRequestError` at once for what can never be served.
+        Streams and calls of `generate` may be interleaved. The request is queued when the first piece is read. It is cancelled when the
+        iterator is closed, or when its loop is left by an exception.
+
+        Args:
+            prompt: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
+            sampling_params: The options. None: the model's `generation_config`.
+
+        Returns:
+            An iterator of pieces. Their texts together are the text that `generate` returns.
+
+        Raises:
+            InvalidRequestError: The prompt or an option is invalid; raised at once.
+            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory; raised while reading.
+            DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
+            ReleasedChunkError: A chunk in the prompt was released.
+            ForeignChunkError: A chunk in the prompt belongs to another engine.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> [piece.text for piece in llm.stream("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=5))]
+            [',', ' a', ' boy', ' named', ' Jonas']
         """
-        new_sequence(self.model, enter(self.state), prompt, sampling_params)  # for its errors alone: nothing is committed
+        new_sequence(self.model, enter(self.state), prompt, sampling_params)  # only raises errors; nothing is committed
         params = from_generation_config(self.model.generation_config) if sampling_params is None else sampling_params
         return self._pieces(prompt, params)
 
     @explain_unknown_keywords
     def chat(self, messages: Any, sampling_params: SamplingParams | None = None, *, enable_thinking: bool = True) -> RequestOutput:
-        """The reply to a conversation, a list of `{"role": "system" | "user" | "assistant", "content": text}`.
+        """Generate the reply to a conversation.
 
-        The prompt is made by the model's own chat template. `enable_thinking=False` asks it for a reply without a think block. Earlier
-        turns are found in the prefix index and not run again. Raises as `generate` and `messages.render` do.
+        The model's chat template makes the prompt. Earlier messages are found in the prefix index and do not run again.
+
+        Args:
+            messages: A list of `{"role": "system" | "user" | "assistant", "content": text}`.
+            sampling_params: The options. None: the model's `generation_config`.
+            enable_thinking: False asks the chat template for a reply without a think block.
+
+        Returns:
+            The output.
+
+        Raises:
+            InvalidRequestError: A message is invalid, the model has no usable chat template, or the prompt is too long.
+            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory.
+            DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> messages = [{"role": "user", "content": "Hello"}]
+            >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
+            >>> llm.chat(messages, greedy, enable_thinking=False).text
+            'Hello! How can I help you?'
         """
         return self.generate([self.chat_tokens(messages, enable_thinking=enable_thinking)], sampling_params)[0]
 
     @explain_unknown_keywords
     def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:
-        """The token ids of a conversation's prompt, for `stream` and the functional interface; see `messages.render`."""
+        """The token ids of a conversation's prompt, for `stream` and the functional calls.
+
+        Args:
+            messages: As in `chat`.
+            enable_thinking: As in `chat`.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            InvalidRequestError: A message is invalid, or the model has no usable chat template.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> tokens = llm.chat_tokens([{"role": "user", "content": "Hello"}])
+            >>> print(model.tokenizer.decode(tokens, skip_special_tokens=False))
+            <|im_start|>user
+            Hello<|im_end|>
+            <|im_start|>assistant
+            <BLANKLINE>
+        """
         return render(self.model.tokenizer, messages, enable_thinking=enable_thinking)
 
     def _pieces(self, prompt: Context, params: SamplingParams) -> Iterator[Piece]:
+        """The pieces of a reply, read from the state, so that steps of other calls count too."""
         ids: list[int] = []
         text, seen = TextStream.of(self.tokenizer, params.stop), 0
         try:
@@ -194,12 +313,13 @@ class LLM:
             self._forget(ids)
 
     def _submit(self, contexts: list[Context], params: list[SamplingParams | None]) -> list[int]:
+        """Queue requests and enter them in the inbox."""
         self.state, ids = submit_many(self.model, self.state, contexts, params)
         self.inbox = self.inbox.update(dict.fromkeys(ids))
         return ids
 
     def _step(self) -> set[int]:
-        """One step of all that is queued: the ids of the requests that it ended."""
+        """Run one step for all requests; returns the ids of the requests that it ended."""
         with uninterrupted():
             self.state, outputs = step(self.model, self.state)
             ended = {out.request_id: out.output for out in outputs if out.output is not None}
@@ -207,7 +327,7 @@ class LLM:
         return set(ended)
 
     def _forget(self, ids: list[int]) -> None:
-        """Take requests out of the inbox, and out of the engine where they have not ended."""
+        """Remove requests from the inbox, and cancel those that have not ended."""
         with uninterrupted():
             queued = {s.request.request_id for s in self.state.running} | set(self.state.waiting.items)
             inbox = self.inbox.mutate()
@@ -218,20 +338,25 @@ class LLM:
             self.inbox = inbox.finish()
 
     def _drawn(self, request_id: int, seen: int = 0) -> list[int]:
-        """The tokens that a request under way has drawn so far behind the first `seen`, whoever called the steps."""
+        """The tokens of a running request after the first `seen` of its reply, whichever call ran the steps.
+
+        Raises:
+            InvalidRequestError: The state does not have the request.
+        """
         waiting = self.state.waiting.items.get(request_id)
         sequence = waiting or next((s for s in self.state.running if s.request.request_id == request_id), None)
         if sequence is None:
-            raise InvalidRequestError(f"request {request_id} was cancelled, or its last step taken, outside of this LLM's calls")
+            raise InvalidRequestError(f"request {request_id} was cancelled, or ran its last step, outside of this LLM's calls")
         return sequence.tokens.array(sequence.request.num_prompt + seen).tolist()
 
     def _require_known(self, waited: set[int]) -> None:
+        """Raise if requests are waited for but the engine has none."""
         if waited and not self.state.running and not self.state.waiting:
             self._drawn(min(waited))
 
 
 def as_batch(prompts: Any) -> list[Context]:
-    """The prompts as a list: a text, a chunk and a run of token ids are one prompt, every other list is a list of prompts."""
+    """The prompts as a list. A text, a chunk or a list of token ids is one prompt; every other list is a list of prompts."""
     if isinstance(prompts, list | tuple):
         return [prompts] if len(prompts) and is_ids(prompts) else list(prompts)
     return [prompts]

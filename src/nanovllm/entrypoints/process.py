@@ -1,4 +1,4 @@
-"""Ctrl-C between the calls that donate a state, never between such a call and the assignment of what it returned."""
+"""Ctrl-C is delivered between calls that donate a state, never between such a call and the assignment of its result."""
 
 import gc
 import signal
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class _Noting:
-    """A handler of SIGINT that notes it; unless `every`, a second one raises `KeyboardInterrupt`."""
+    """A SIGINT handler that records the signal. A second signal raises `KeyboardInterrupt`, unless `every` is set."""
 
     def __init__(self, every: bool):
         self.every, self.came = every, list[int]()
@@ -22,10 +22,10 @@ class _Noting:
 
 @contextmanager
 def noted_interrupts(*, every: bool = False) -> Iterator[list[int]]:
-    """Note the first Ctrl-C of the block in the list that it yields, and go on; a second one raises `KeyboardInterrupt`, unless `every`.
+    """Record Ctrl-C in the yielded list instead of raising. A second Ctrl-C raises `KeyboardInterrupt`, unless `every` is set.
 
-    Within such a block another one yields the same list. Outside the main thread, and where the program has a handler of its own, nothing
-    changes and the list stays empty.
+    A nested block yields the same list. Outside the main thread, or if the program has its own handler, nothing changes and the list stays
+    empty.
     """
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Noting):
@@ -44,7 +44,7 @@ def noted_interrupts(*, every: bool = False) -> Iterator[list[int]]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, where it raises `KeyboardInterrupt`; a second one does not wait."""
+    """Delay Ctrl-C to the end of the block, where it raises `KeyboardInterrupt`. A second one raises at once."""
     came: list[int] = []
     try:
         with noted_interrupts() as came:
@@ -55,10 +55,10 @@ def uninterrupted() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Collect now, and never look again at what is alive: torch, compiled code, the engine.
+    """Run a garbage collection now, and exclude all living objects (torch, compiled code, the engine) from later ones.
 
-    A full collection walks all of it, 0.1 to 0.25 s in the middle of some step, and an engine's persistent maps set one off every few
-    thousand pages. What is in a cycle now is not freed before the process ends, so a program calls this once, after it is set up.
+    A full collection over these objects takes 0.1 to 0.25 s in the middle of a step. The engine's persistent maps cause one every few
+    thousand pages. Reference cycles that exist now are not freed before the process ends, so call this once, after the setup.
     """
     gc.collect()
     gc.freeze()

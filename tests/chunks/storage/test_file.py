@@ -239,32 +239,32 @@ def meta(**changes: str) -> Any:
 
 
 FORGERIES = {
-    "another version": (meta(version="2"), "version '2'"),
+    "another version": (meta(version="2"), "version is '2'"),
     "another format": (meta(format="pt"), "not a chunk file"),
     "another model": (meta(fingerprint="f" * 64), "another model"),
-    "another rope": (lambda h: meta(rope=h["__metadata__"]["rope"].replace("10000.0", "500.0"))(h), "keys were turned"),
+    "another rope": (lambda h: meta(rope=h["__metadata__"]["rope"].replace("10000.0", "500.0"))(h), "keys were rotated"),
     "no rope": (meta(rope="[1]"), "metadata"),
-    "key form": (meta(key_form="plain"), "header is not"),
+    "key form": (meta(key_form="plain"), "header differs"),
     "num_exact above": (meta(num_exact="6"), "num_exact=6"),
     "num_exact below": (meta(num_exact="-1"), "num_exact=-1"),
     "num_exact no number": (meta(num_exact="x"), "metadata"),
     "a label that lies": (meta(num_exact="3"), "num_exact=3"),
     "another label that lies": (meta(provenance='["composed"]'), "num_exact=5"),
     "page size": (meta(page_size="0"), "page_size=0"),
-    "page size written oddly": (meta(page_size="04"), "header is not"),
-    "more metadata": (meta(more=""), "header is not"),
+    "page size written oddly": (meta(page_size="04"), "header differs"),
+    "more metadata": (meta(more=""), "header differs"),
     "metadata without an entry": (lambda h: h["__metadata__"].pop("num_exact"), "num_exact"),
     "no metadata at all": (lambda h: h["__metadata__"].clear(), "not a chunk file"),
     "digest of the KV": (meta(kv_sha256="0" * 64), "KV was changed"),
-    "another tensor": (lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}), "header is not"),
+    "another tensor": (lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}), "header differs"),
     "no kv": (lambda h: h.pop("kv"), "kv has dtype None"),
     "kv of integers": (lambda h: h["kv"].update(dtype="I32"), "dtype 'I32'"),
     "kv without axes": (lambda h: h["kv"].update(shape=[]), "shape \\[\\]"),
     "negative shape": (lambda h: h["kv"].update(shape=[-2, -5, 2, 1, 4]), "shape"),
     "huge shape": (lambda h: h["kv"].update(shape=[2**30, 2**30, 2, 2**30, 2**30]), "truncated"),
     "heads for layers": (lambda h: h["kv"].update(shape=[1, 5, 2, 2, 4]), "kv has shape"),
-    "offsets": (lambda h: h["kv"].update(data_offsets=[0, 360]), "header is not"),
-    "fewer tokens": (lambda h: h["tokens"].update(shape=[4]), "header is not"),
+    "offsets": (lambda h: h["kv"].update(data_offsets=[0, 360]), "header differs"),
+    "fewer tokens": (lambda h: h["tokens"].update(shape=[4]), "header differs"),
 }
 
 
@@ -321,8 +321,8 @@ def test_what_is_no_chunk_file_is_refused(small: Model, tmp_path: Path, data: by
 def test_what_is_no_file_is_refused(small: Model, tmp_path: Path) -> None:
     state = nv.init_state(small, num_pages=8, page_size=4)
     os.mkfifo(tmp_path / "fifo")
-    refused(small, state, tmp_path / "fifo", "not a file")
-    refused(small, state, tmp_path, "not a file")
+    refused(small, state, tmp_path / "fifo", "not a regular file")
+    refused(small, state, tmp_path, "not a regular file")
     refused(small, state, tmp_path / "none", "No such file")
     refused(small, state, tmp_path / "none" / "none", "No such file")
 

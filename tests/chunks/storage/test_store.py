@@ -229,7 +229,7 @@ def test_files_of_others_are_left_alone(model: Model, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     store = ChunkStore(tmp_path, 1 << 20)
     store.save(state, b)
-    with pytest.raises(nv.ChunkFileError, match="did not make"):
+    with pytest.raises(nv.ChunkFileError, match="another program made this file"):
         store.save(state, a, "mine")
     assert store.load(model, state, "mine") == (state, None)
     assert store.longest(model, [1, 2]) is None
@@ -277,7 +277,7 @@ def test_bad_arguments_are_named(model: Model, tmp_path: Path, untyped: None) ->
         with pytest.raises(nv.InvalidRequestError, match="key="):
             ChunkStore(tmp_path, 1).discard(wrong)
     (tmp_path / "file").write_text("")
-    with pytest.raises(nv.ChunkFileError, match="/file: a file, where a chunk store needs a folder"):
+    with pytest.raises(nv.ChunkFileError, match="/file is a file, but a chunk store needs a folder"):
         ChunkStore(tmp_path / "file", 1)
     with pytest.raises(nv.ChunkFileError, match="/file/below: could not be written: Not a directory"):
         ChunkStore(tmp_path / "file" / "below", 1)

@@ -114,7 +114,7 @@ def test_sampling_flags_reach_the_request(folder):
         (["generate", "--max-tokens", "0", "x"], "max_tokens=0"),
         (["generate", "--device", "abacus", "x"], "device='abacus'"),
         (["generate", "--num-pages", "0", "x"], "num_pages=0"),
-        (["generate", "--num-frames", "4", "x"], "num_frames=4 is for layers with a window"),
+        (["generate", "--num-frames", "4", "x"], "num_frames=4: \\w+ has no sliding-window layers"),
         (["generate", "--num-pages", "1", "a long prompt"], "13 tokens; this engine holds at most"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "\udcff"], r"byte 0xff at position 0 is not valid UTF-8 \(lone surrogate U\+DCFF at position 0\)"),
@@ -364,7 +364,7 @@ def test_without_a_compiler_one_line_tells_so(greedy, tmp_path):
 def test_help_tells_the_defaults(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     for command, *told in (
-        ("generate", "(default: what requests of full length need, at most 4 GiB on a CPU", "skip empty lines"),
+        ("generate", "(default: enough for requests of full length, but at most 4 GiB on a CPU", "skip empty lines"),
         ("chat", "{all,recompute,shift,gap}", "(default: recompute)"),
         ("memory", "(default: 256; 96 for the demonstration)"),
         ("bench", "tiny, a folder, a repository", "(default: qwen3-0.6b on a GPU, tiny on a CPU)"),

@@ -277,7 +277,7 @@ def test_a_report_stays_as_it_is():
     assert nv.memory(state).num_idle == 2
     assert repr(report) == "MemoryReport(3 of 64 pages used, 0 of 3 saved)"
     assert repr(report.owners) == "(PageOwner(chunk 0 (9 tokens), 3 pages),)"
-    assert repr(report.runs) == "(PageRun(pages 0-2 behind 0, 1 owners),)"
+    assert repr(report.runs) == "(PageRun(pages 0-2 after 0, 1 owners),)"
     with pytest.raises(nv.DonatedStateError):
         nv.memory(old)
 
@@ -310,7 +310,7 @@ def test_a_large_pool_is_drawn_in_little_time_and_space():
     assert time.perf_counter() - start < 20
     assert len(text.splitlines()) < 32 + LINES + 10
     assert len(picture) < 1_000_000
-    assert "a character stands for" in text
+    assert "each character is" in text
     drawn(report)
 
 

@@ -416,7 +416,7 @@ def test_nobody_looks_on_a_cpu_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
 def test_to_check_what_is_compiled_on_a_cpu_is_refused() -> None:
     """Compiled layers run there in the place of the fast ones, so a comparison would say nothing of what runs."""
     for engine in (nv.init_state, nv.LLM):
-        with pytest.raises(nv.InvalidRequestError, match=r"check=True with compile=True on a CPU: .*; give one of the two"):
+        with pytest.raises(nv.InvalidRequestError, match=r"check=True with compile=True on a CPU: .*; set only one of the two"):
             engine(small(), num_pages=8, check=True, compile=True)
 
 

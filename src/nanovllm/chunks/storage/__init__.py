@@ -1,1 +1,1 @@
-"""Chunks in files and in folders of files."""
+"""Chunks in files, and in folders of files with a size limit."""

@@ -1,4 +1,4 @@
-"""The KV of a chunk file in blocks: read and written by several threads, each block under a digest."""
+"""The KV of a chunk file in blocks, each with a digest; several threads read and write them."""
 
 import hashlib
 import os
@@ -14,17 +14,21 @@ from nanovllm.chunks.storage.format import Head, encode
 from nanovllm.errors import ChunkFileError
 from nanovllm.types import Tensor
 
-BLOCK = 2 << 20  # bytes under one digest, at most; part of the format
+BLOCK = 2 << 20  # the largest number of bytes per digest; part of the format
 WINDOW = 16  # blocks that are staged together
-STAGES = 3  # windows in host memory: one that is copied to or from the device, two that threads work on
-THREADS = min(STAGES * WINDOW, os.cpu_count() or 1)  # hashing, reading and writing hold no interpreter lock
+STAGES = 3  # windows in host memory: one is copied to or from the device, threads work on two
+THREADS = min(STAGES * WINDOW, os.cpu_count() or 1)  # hashing, reading and writing release the interpreter lock
 
 
 def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Generator[tuple[int, Tensor], None, None]:
-    """The KV in windows of (first row, bytes `[rows, row_bytes]` in host memory, pinned for CUDA), valid until the next is asked for.
+    """Read the KV in windows of (first row, bytes `[rows, row_bytes]`) in host memory, pinned for CUDA.
 
-    Copies out of a window may still be on their way on the current stream. Close the generator where it is not read to its end. Raises
-    `ChunkFileError`, for a changed byte only after the last window: until then nothing that came may be relied on.
+    A window is valid until the next one is requested; copies from it may still run on the current stream. Close the generator if it is not
+    read to its end.
+
+    Raises:
+        ChunkFileError: The file cannot be read, or a byte was changed. A change is found only after the last window, so do not rely on
+            earlier windows before the end.
     """
     start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
     windows = _windows(head)
@@ -46,15 +50,25 @@ def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Generator[
                 raise ChunkFileError(f"{path}: could not be read: {error}") from error
             if i + STAGES - 1 < len(windows):
                 if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()  # what was copied out of the oldest stage has left it
+                    torch.cuda.current_stream(device).synchronize()  # wait for copies out of the oldest buffer
                 pending.append(begin(i + STAGES - 1))
             yield low, stages[i % STAGES][: high - low]
     if digest.hexdigest() != head.kv_sha256:
-        raise ChunkFileError(f"{path}: its KV was changed: SHA-256 is {digest.hexdigest()}, the file says {head.kv_sha256}")
+        raise ChunkFileError(f"{path}: its KV was changed: SHA-256 is {digest.hexdigest()}, but the file says {head.kv_sha256}")
 
 
 def write_file(fd: int, head: Head, gather: Callable[[int, Tensor], None], device: torch.device) -> Head:
-    """Write a whole file, and to the disk; returns the head with the digest. `gather(first row, out)` copies rows into host memory."""
+    """Write a whole file and flush it to the disk.
+
+    Args:
+        fd: An empty file.
+        head: Its head, without the digest of the KV.
+        gather: `gather(first, out)` copies rows from `first` on into host memory.
+        device: The device of the KV.
+
+    Returns:
+        The head with the digest.
+    """
     start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
     pending: deque[list[Future[bytes]]] = deque()
 
@@ -98,13 +112,14 @@ def _blocks(head: Head, first: int, last: int) -> list[tuple[int, int]]:
 
 
 def _stages(head: Head, device: torch.device) -> list[Tensor]:
-    """Host buffers of one window each, `[rows, row_bytes]`; not more of them than there are windows."""
+    """Host buffers of one window each, `[rows, row_bytes]`, and not more buffers than windows."""
     windows = _windows(head)
     shape = (windows[0][1], head.row_bytes)
     return [torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(STAGES, len(windows)))]
 
 
 def _read_block(fd: int, view: memoryview, offset: int) -> bytes:
+    """Read one block and return its digest."""
     flat, done = view.cast("B"), 0
     while done < len(flat):
         count = os.preadv(fd, [flat[done:]], offset + done)
@@ -115,13 +130,14 @@ def _read_block(fd: int, view: memoryview, offset: int) -> bytes:
 
 
 def _write_block(fd: int, view: memoryview, offset: int) -> bytes:
+    """Write one block and return its digest."""
     flat = view.cast("B")
     write_at(fd, flat, offset)
     return hashlib.sha256(flat).digest()
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write bytes at an offset of an open file, all of them."""
+    """Write all bytes at an offset of an open file."""
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)

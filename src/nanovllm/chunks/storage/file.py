@@ -1,7 +1,7 @@
-"""Chunks in files: `save_chunk` and `load_chunk`. `format.py` says what a file holds; this file moves it to and from the pages.
+"""Chunks in files: `save_chunk` and `load_chunk`.
 
-Neither holds more of a chunk than three windows of 32 MiB in host memory, pinned for CUDA, whatever its size, and two more on the device
-(where that is a CPU, in host memory too).
+`format.py` defines the content of a file; this module moves KV between files and pages. Memory is bounded for chunks of any size: three
+windows of 32 MiB in host memory, pinned for CUDA, and two more on the device.
 """
 
 import os
@@ -40,11 +40,30 @@ from nanovllm.types import Float, Int32, Tensor
 
 @torch.no_grad()
 def save_chunk(state: EngineState, chunk: Chunk, path: str | os.PathLike[str]) -> None:
-    """Write a chunk to a safetensors file, in place of an older one or not at all; the state stays what it was, and usable.
+    """Write a chunk to a safetensors file.
 
-    The file holds tokens, positions and KV `[L, T, 2, K, D]`, and in its metadata what they are and digests of every byte
-    (see `format.py`). It is complete on the disk when this returns. Raises `ReleasedChunkError` and `ForeignChunkError` for a chunk that
-    cannot be used, `ChunkFileError` where the file cannot be written; then nothing is left of it.
+    Does not donate `state`. A file at `path` is replaced only after the new one is complete on the disk. The file holds tokens, positions
+    and KV `[L, T, 2, K, D]`, the model's fingerprint, and digests of all bytes; `chunks/storage/format.py` defines it.
+
+    Args:
+        state: The newest state of the engine. It stays usable.
+        chunk: The chunk to write.
+        path: The file to write, by convention with the suffix `.safetensors`.
+
+    Raises:
+        InvalidRequestError: `path` is not a file name, or `chunk` is not a chunk.
+        ChunkFileError: The file cannot be written; no part of it is left.
+        OutOfPagesError: The device has no memory for the staging buffers.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: `chunk` was released.
+        ForeignChunkError: `chunk` belongs to another engine.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> nv.save_chunk(state, facts, "facts.safetensors")
+        >>> from safetensors.numpy import load_file
+        >>> load_file("facts.safetensors")["kv"].shape
+        (8, 11, 2, 2, 64)
     """
     state, target = enter(state), as_path(path)
     require_live(state, chunk)
@@ -55,12 +74,32 @@ def save_chunk(state: EngineState, chunk: Chunk, path: str | os.PathLike[str]) -
 
 @torch.no_grad()
 def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -> tuple[EngineState, Chunk]:
-    """The chunk that a file holds, in pages of this engine, whatever the size of a page was where it was saved.
+    """Load the chunk of a file into pages of this engine.
 
-    Exact leading pages that the prefix index has are shared, and those that are new enter it. Nothing is run: `state.stats` counts all
-    tokens as reused. Raises `ChunkFileError` naming the file and the reason: missing, no chunk file, truncated, changed, of another
-    model, dtype or format version; `InvalidRequestError` for more tokens than the engine can hold, `OutOfPagesError` for more than it
-    can hold now.
+    Donates `state`. No token is run: `state.stats` counts all of them as reused. Exact leading pages that the prefix index holds are
+    shared, and new ones enter it. The page size may differ from that of the engine that saved the file.
+
+    Args:
+        model: The model of `init_state`, with the fingerprint and dtype of the file.
+        state: The newest state of the engine.
+        path: A file of `save_chunk`.
+
+    Returns:
+        The next state, and the chunk.
+
+    Raises:
+        ChunkFileError: The file is missing, truncated, changed or not a chunk file, or has another model, dtype or format version.
+        InvalidRequestError: The chunk is too long for the engine, or `path` is not a file name.
+        OutOfPagesError: Too few pages are available now.
+        DonatedStateError: `state` was donated to a later call.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> nv.save_chunk(state, facts, "facts.safetensors")
+        >>> other = nv.init_state(model, num_pages=64, page_size=8)
+        >>> other, loaded = nv.load_chunk(model, other, "facts.safetensors")
+        >>> len(loaded), other.stats.prefill_tokens, other.stats.reused_tokens
+        (11, 0, 11)
     """
     state, source = enter_with(model, state), as_path(path)
     try:
@@ -86,7 +125,7 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
     missing = pages_for(count, size) - len(shared)
     if missing > pool.num_available:
         raise pools.too_few(pool, f"{path}: the chunk needs {missing} pages")
-    if missing > pool.num_free:  # pages would be taken from the index: for a file that is known to be good only
+    if missing > pool.num_free:  # verify the file before pages of the index are evicted for it
         verify(fd, head, path, model.device)
     with guarded(state) as taken:
         pool, fresh = pools.allocate(pool, missing) or (pool, ())
@@ -115,12 +154,15 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
 
 
 def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
-    """A whole chunk file into an empty file, and to the disk; returns its head."""
-    held, frames = chunk.pages.array(), state.pool.frames
+    """Write a whole chunk file into an empty file, flush it to the disk, and return its head."""
+    page_ids, frames = chunk.pages.array(), state.pool.frames
     like = state.kv.pools[0]
-    whole = like.shape[-1] * like.itemsize % 8 == 0  # the same bytes in larger numbers, several times as fast
+    whole = like.shape[-1] * like.itemsize % 8 == 0  # copying the same bytes as int64 is several times as fast
     sources = [
-        (pool.view(torch.int64) if whole else pool, torch.from_numpy(frames.of(held) if framed and frames else held.copy()).to(pool.device))
+        (
+            pool.view(torch.int64) if whole else pool,
+            torch.from_numpy(frames.of(page_ids) if framed and frames else page_ids.copy()).to(pool.device),
+        )
         for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True)
     ]
     by_layer = [(sources[pool][0][index], sources[pool][1]) for pool, index in state.runtime.lease.model.places]
@@ -134,7 +176,7 @@ def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
 
 
 def head_of(state: EngineState, chunk: Chunk) -> Head:
-    """What a file of this chunk says of it, the digest of the KV not yet."""
+    """The head of a chunk's file, with the digest of the KV still unknown."""
     pool = state.kv.pools[0]
     _, _, _, heads, page_size, head_dim = pool.shape
     return Head(
@@ -151,47 +193,55 @@ def head_of(state: EngineState, chunk: Chunk) -> Head:
 
 
 def verify(fd: int, head: Head, path: Path, device: torch.device) -> None:
-    """Read the whole KV of an open file and keep nothing. Raises `ChunkFileError` where it was changed."""
+    """Read the whole KV of an open file and check its digest.
+
+    Raises:
+        ChunkFileError: The KV was changed.
+    """
     with closing(blocks.read_kv(fd, head, path, device)) as windows:
         for _ in windows:
             pass
 
 
 def require_model(head: Head, model: Model, path: Path) -> None:
-    """Raise `ChunkFileError` unless the KV of a file is this model's."""
+    """Require a file whose KV fits the model.
+
+    Raises:
+        ChunkFileError: The fingerprint, dtype, rotary embedding, shape or vocabulary differs.
+    """
     config = model.config
     if head.fingerprint != model.fingerprint:
-        raise ChunkFileError(f"{path}: the KV of another model: its fingerprint is {head.fingerprint!r}, not {model.fingerprint!r}")
+        raise ChunkFileError(f"{path}: KV of another model: its fingerprint is {head.fingerprint!r}, not {model.fingerprint!r}")
     if head.dtype != model.dtype:
-        raise ChunkFileError(f"{path}: its dtype is {head.dtype}, the model {model.name} is loaded in {model.dtype}")
+        raise ChunkFileError(f"{path}: its dtype is {head.dtype}, but the model {model.name} is loaded in {model.dtype}")
     if head.rope != (rope := _rope(config.rope)):
-        raise ChunkFileError(f"{path}: its keys were turned by {dict(head.rope)}, the model's are by {rope}")
+        raise ChunkFileError(f"{path}: its keys were rotated by {dict(head.rope)}, but the model rotates by {rope}")
     shape = (config.num_layers, len(head.tokens), 2, config.num_kv_heads, config.head_dim)
     if head.shape != shape:
-        raise ChunkFileError(f"{path}: its kv has shape {list(head.shape)}, the model's has {list(shape)}")
+        raise ChunkFileError(f"{path}: its kv has shape {list(head.shape)}, but the model needs {list(shape)}")
     outside = head.tokens[(head.tokens < 0) | (head.tokens >= config.vocab_size)]
     if len(outside):
         raise ChunkFileError(f"{path}: token id {int(outside[0])} is outside the vocabulary 0 ... {config.vocab_size - 1}")
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
-    """How keys were turned, as JSON gives it back."""
+    """The rotary embedding of the keys, in the form that JSON returns."""
     return {**asdict(rope), "factors": list(rope.factors)}
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what the system refuses into `ChunkFileError`, and a device without memory for 64 MiB more into `OutOfPagesError`."""
+    """Turn errors of the file system into `ChunkFileError`, and a device without memory for staging into `OutOfPagesError`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfPagesError(f"{path}: the device's memory ran out; no chunk was written") from error
+        raise OutOfPagesError(f"{path}: the device ran out of memory; no chunk was written") from error
     except OSError as error:
         raise ChunkFileError(f"{path}: could not be written: {error.strerror or error}") from error
 
 
 def _spans(first: int, count: int, num_tokens: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rows `first ... first + count - 1` layer by layer: (layer, first token, last + 1, how many rows came before)."""
+    """Split rows `first ... first + count - 1` by layer: (layer, first token, last token + 1, number of earlier rows)."""
     row = first
     while row < first + count:
         layer, token = divmod(row, num_tokens)
@@ -201,16 +251,23 @@ def _spans(first: int, count: int, num_tokens: int) -> Iterator[tuple[int, int, 
 
 
 def _gather(by_layer: Seq[tuple[Tensor, Tensor]], num_tokens: int, first: int, out: Tensor) -> None:
-    """Rows `[n, 2, K, ...]` of a chunk, whose pages lie in a tensor `[N, 2, K, S, ...]` of each layer, into host memory: whole pages are
-    gathered on the device, brought into the order of tokens, and copied, a layer at a time.
+    """Copy rows `[n, 2, K, D]` of a chunk into host memory, one layer at a time.
+
+    Whole pages are gathered on the device and brought into the order of tokens first.
+
+    Args:
+        by_layer: For each layer its memory `[N, 2, K, S, D]` and the chunk's pages in it.
+        num_tokens: Tokens of the chunk.
+        first: The first row.
+        out: The host buffer.
     """
     device = by_layer[0][0].device
     for layer, token, stop, at in _spans(first, len(out), num_tokens):
         memory, pages = by_layer[layer]
         size = memory.shape[3]
         before = token // size
-        held = memory.index_select(0, pages[before : -(-stop // size)])  # n 2 K S ...
-        rows = held.permute(0, 3, 1, 2, 4).flatten(0, 1)[token - before * size : stop - before * size]
+        whole = memory.index_select(0, pages[before : -(-stop // size)])  # n 2 K S D
+        rows = whole.permute(0, 3, 1, 2, 4).flatten(0, 1)[token - before * size : stop - before * size]
         out[at : at + len(rows)].copy_(rows, non_blocking=True)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -219,7 +276,7 @@ def _gather(by_layer: Seq[tuple[Tensor, Tensor]], num_tokens: int, first: int, o
 def _scatter(
     kv: KVState, places: Seq[tuple[int, int]], rows: Float[Tensor, "n 2 K D"], first: int, slots: Seq[Int32[Tensor, "T"]], start: int
 ) -> None:
-    """Rows into their slots, which each pool has its own of; those of tokens before `start` are left out."""
+    """Write rows into their slots, which differ by pool. Rows of tokens before `start` are left out."""
     for layer, token, stop, at in _spans(first, len(rows), len(slots[0])):
         low, (pool, index) = max(token, start), places[layer]
         if low < stop:

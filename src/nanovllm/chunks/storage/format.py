@@ -1,10 +1,11 @@
-"""The bytes of a chunk file: a head that says what it holds, KV in blocks, and digests that cover every byte.
+"""The bytes of a chunk file: a head that describes the content, KV in blocks, and digests of all bytes.
 
-A file is plain safetensors (github.com/huggingface/safetensors#format), little-endian, with the tensors `tokens` I32 `[T]`, `positions`
-I32 `[T]` and, last, `kv` `[L, T, 2, K, D]`: tokens in order, whatever pages they lay in; axis 2 is keys, values. A row is one token in one
-layer. KV is cut into blocks of whole rows, at most 2 MiB. `kv_sha256` in the metadata is the SHA-256 of the blocks' SHA-256s, one after
-another; `sha256` is that of everything before the KV, its own digits counted as zeros. They find accidents: who can write a file can make
-both anew.
+A file is plain safetensors (github.com/huggingface/safetensors#format), little-endian. Its tensors are `tokens` I32 `[T]`, `positions`
+I32 `[T]` and, last, `kv` `[L, T, 2, K, D]`. The tokens are in order, whatever pages held them; axis 2 is keys, values. A row is one token
+in one layer. KV is divided into blocks of whole rows, at most 2 MiB each.
+
+The metadata has two digests. `kv_sha256` is the SHA-256 of the concatenated SHA-256s of the blocks. `sha256` is that of everything before
+the KV, with its own digits replaced by zeros. They detect accidents, not forgery: anybody who can write a file can compute both.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ FORMAT, VERSION, KEY_FORM = "nanovllm-chunk", "1", "rotated"
 CODES = MappingProxyType({dtype: code for code, dtype in FLOATS.items()})
 
 
-MAX_HEADER = 1 << 20  # bytes of the JSON header: more is no chunk of ours, and is not read
+MAX_HEADER = 1 << 20  # the largest JSON header that is read, in bytes; `encode` writes smaller ones
 
 
 UNKNOWN = "0" * 64
@@ -39,9 +40,19 @@ UNKNOWN = "0" * 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Head:
-    """All that a chunk file says but the KV. `shape` is `[L, T, 2, K, D]`; `rope` are the fields of the `RopeConfig` that turned the keys.
+    """The description of a chunk file: everything except the KV.
 
-    `page_size` is that of the engine that saved it: for the record, no reader needs it.
+    Attributes:
+        fingerprint: The model's fingerprint.
+        dtype: The KV's dtype.
+        shape: The KV's shape `[L, T, 2, K, D]`.
+        page_size: Tokens per page of the engine that saved the file; readers do not need it.
+        rope: The fields of the `RopeConfig` by which the keys were rotated.
+        provenance: Whether the KV is exact.
+        num_exact: Leading tokens whose KV is exact.
+        tokens: int32 `[T]`.
+        positions: int32 `[T]`.
+        kv_sha256: The digest of the KV, or zeros while it is unknown.
     """
 
     fingerprint: str
@@ -62,24 +73,24 @@ class Head:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole KV."""
+        """Rows of the whole KV: layers times tokens."""
         return self.shape[0] * self.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file."""
+        """The size of the file in bytes."""
         return len(encode(self)) + self.num_rows * self.row_bytes
 
     @property
     def gaps(self) -> Gaps:
-        """Where positions were left out, rebuilt from the positions."""
+        """Where positions are left out, computed from the positions."""
         offsets = self.positions - np.arange(len(self.positions), dtype=np.int32)
         starts = np.flatnonzero(np.diff(offsets, prepend=np.int32(0)))
         return tuple((int(start), int(offsets[start])) for start in starts)
 
 
 def encode(head: Head) -> bytes:
-    """Everything before the KV."""
+    """All bytes before the KV."""
     count, place, header = len(head.tokens), 0, {}
     metadata = {
         "format": FORMAT,
@@ -101,14 +112,18 @@ def encode(head: Head) -> bytes:
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [place, place + size]}
         place += size
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     arrays = (np.ascontiguousarray(array, "<i4").tobytes() for array in (head.tokens, head.positions))
     plain = len(text).to_bytes(8, "little") + text + b"".join(arrays)
     return plain.replace(_entry(UNKNOWN), _entry(hashlib.sha256(plain).hexdigest()), 1)
 
 
 def decode(fd: int, path: Path) -> Head:
-    """The head of an open file, every byte of it checked. Raises `ChunkFileError`."""
+    """Read and check the head of an open file.
+
+    Raises:
+        ChunkFileError: The file cannot be read, or is not a valid chunk file.
+    """
     try:
         return _decode(fd)
     except (OSError, EOFError) as error:
@@ -118,20 +133,20 @@ def decode(fd: int, path: Path) -> Head:
 
 
 class _RefusedError(Exception):
-    """Why a file is refused, before its name is put in front."""
+    """Why a file is refused; `decode` adds the file's name."""
 
 
 def _decode(fd: int) -> Head:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise _RefusedError("not a file")
+        raise _RefusedError("not a regular file")
     if status.st_size < 8:
         raise _RefusedError(f"not a safetensors file: it has {status.st_size} bytes")
     length = int.from_bytes(_read(fd, 8, 0), "little")
     if length > MAX_HEADER:
-        raise _RefusedError(f"not a chunk file: its header claims {length} bytes, {MAX_HEADER} are allowed")
+        raise _RefusedError(f"not a chunk file: its header claims {length} bytes, but at most {MAX_HEADER} are allowed")
     if 8 + length > status.st_size:
-        raise _RefusedError(f"truncated: its header claims {length} bytes, the file has {status.st_size}")
+        raise _RefusedError(f"truncated: its header claims {length} bytes, but the file has {status.st_size}")
     try:
         header = json.loads(_read(fd, length, 8))
     except (ValueError, RecursionError) as error:
@@ -140,18 +155,20 @@ def _decode(fd: int) -> Head:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise _RefusedError(f"not a chunk file: its metadata does not say format={FORMAT!r}")
     if metadata.get("version") != VERSION:
-        raise _RefusedError(f"format version {metadata.get('version')!r}; this package reads {VERSION!r}")
+        raise _RefusedError(f"its format version is {metadata.get('version')!r}; this package reads version {VERSION!r}")
     dtype, shape = _kv_layout(header.get("kv"))
     before = 8 + length + 8 * shape[1]
     whole = before + math.prod(shape) * dtype.itemsize
     if whole != status.st_size:
-        raise _RefusedError(f"{'truncated' if status.st_size < whole else 'too long'}: {status.st_size} bytes, its header claims {whole}")
+        raise _RefusedError(
+            f"{'truncated' if status.st_size < whole else 'too long'}: it has {status.st_size} bytes, but its header claims {whole}"
+        )
     raw = _read(fd, before, 0)
     given = metadata.get("sha256")
     zeroed = raw.replace(_entry(given), _entry(UNKNOWN)) if isinstance(given, str) and len(given) == len(UNKNOWN) else b""
-    found = hashlib.sha256(zeroed).hexdigest()
-    if found != given:
-        raise _RefusedError(f"its head was changed: SHA-256 is {found}, the file says {given!r}")
+    digest = hashlib.sha256(zeroed).hexdigest()
+    if digest != given:
+        raise _RefusedError(f"its head was changed: SHA-256 is {digest}, but the file says {given!r}")
     arrays = np.frombuffer(raw, "<i4", offset=8 + length).astype(np.int32)
     try:
         head = Head(
@@ -168,15 +185,15 @@ def _decode(fd: int) -> Head:
         )
         _require_written_so(head, raw)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _RefusedError(f"its metadata is not a chunk's: {error!r}") from error
+        raise _RefusedError(f"its metadata is not that of a chunk: {error!r}") from error
     _check(head)
     return head
 
 
 def _require_written_so(head: Head, raw: bytes) -> None:
-    """Offsets, dtypes, key form and names are what they must be."""
+    """Require the same bytes that `encode` makes, which checks offsets, dtypes, key form and names."""
     if encode(head) != raw:
-        raise _RefusedError("its header is not what this version of the format writes")
+        raise _RefusedError("its header differs from the header that this version of the format writes")
 
 
 def _kv_layout(entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -195,7 +212,7 @@ def _check(head: Head) -> None:
     if positions[0] < 0 or (np.diff(positions.astype(np.int64)) <= 0).any():
         raise _RefusedError("its positions do not ascend from 0 or later")
     if exact and positions[exact - 1] != exact - 1:
-        raise _RefusedError(f"num_exact={exact} does not fit its positions, which leave some out before it")
+        raise _RefusedError(f"num_exact={exact} does not fit its positions, which have a gap before that token")
     if head.page_size < 1:
         raise _RefusedError(f"page_size={head.page_size} must be at least 1")
 

@@ -1,7 +1,7 @@
-"""`ChunkStore`: a folder of chunk files with a size limit, least recently used first out, safe for several processes.
+"""`ChunkStore`: a folder of chunk files with a size limit, which evicts the least recently used. Several processes may share it.
 
-What the store made is listed in its index, which changes only under a lock; a file's time of change says when it was last used. Files are
-written beside their place and renamed, so a reader needs no lock: it has the old file, the new one, or none.
+The store's index lists its files and changes only under a lock. A file's modification time says when it was last used. New files are
+written under a temporary name and renamed, so readers need no lock: they see the old file, the new file, or none.
 """
 
 import hashlib
@@ -34,36 +34,86 @@ from nanovllm.state.engine_state import EngineState
 
 LOCK = ".nanovllm-store.lock"
 KEY_FORM = "a key of 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
-ABANDONED = 60.0  # seconds after which an unlocked temporary file is a dead process's: no live one takes so long to lock what it made
+ABANDONED = 60.0  # seconds after which an unlocked temporary file is deleted: live processes lock theirs at once
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkStore:
-    """Chunks in the files `KEY.safetensors` of `folder`, together at most `max_bytes`; a file that is being written comes on top.
+    """Chunks in the files `KEY.safetensors` of a folder, with a limit on their total size.
 
-    The folder is made where it is missing. Files in it that the store did not make are left alone. A method raises `ChunkFileError` for a
-    damaged file, index or folder, naming it.
+    Files of other programs in the folder are left alone. A file that is being written is not counted in the limit.
+
+    Attributes:
+        folder: The folder, as an absolute path.
+        max_bytes: The limit of all chunk files, in bytes.
+
+    Examples:
+        >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> key = store.save(state, facts)
+        >>> other = nv.init_state(model, num_pages=64)
+        >>> other, loaded = store.load(model, other, key)
+        >>> loaded.token_ids.tolist() == facts.token_ids.tolist()
+        True
     """
 
     folder: Path
     max_bytes: int
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | float):
+        """Open a store, and make its folder if it is missing.
+
+        Args:
+            folder: The folder.
+            max_bytes: The limit of all chunk files, in bytes; a whole number, also as a float such as `1e9`.
+
+        Raises:
+            InvalidRequestError: `max_bytes` is not a whole number of at least 1, or `folder` is not a path.
+            ChunkFileError: `folder` is a file, or cannot be made.
+
+        Examples:
+            >>> nv.ChunkStore("chunks", max_bytes=1e9).keys()
+            ()
+        """
         limit = _bytes(max_bytes, 1)
         path = as_path(folder)
         if path.exists() and not path.is_dir():
-            raise ChunkFileError(f"{path}: a file, where a chunk store needs a folder")
+            raise ChunkFileError(f"{path} is a file, but a chunk store needs a folder")
         with chunk_file.writing(path):
             path.mkdir(parents=True, exist_ok=True)
         object.__setattr__(self, "folder", path.resolve())
         object.__setattr__(self, "max_bytes", limit)
 
     def save(self, state: EngineState, chunk: Chunk, key: str | None = None) -> str:
-        """Keep a chunk, and return its key; what was used least recently makes room. `state` stays usable.
+        """Write a chunk to the store; the least recently used chunks make room.
 
-        None: a hash of model, tokens, positions and provenance, and of the KV where that is approximate; an exact chunk that is there
-        already, whole, is not written again. A given key takes the place of an older chunk of that name. Raises as `save_chunk` does, and
-        `InvalidRequestError` for a chunk above the limit or a key other than letters, digits, `.`, `_` and `-`.
+        Does not donate `state`.
+
+        Args:
+            state: The newest state of the engine. It stays usable.
+            chunk: The chunk to write.
+            key: The chunk's name: letters, digits, ".", "_" and "-". It replaces an older chunk of that name. None: a hash of model,
+                tokens, positions and provenance, and also of the KV if it is approximate. An exact chunk that is already stored is not
+                written again.
+
+        Returns:
+            The key.
+
+        Raises:
+            InvalidRequestError: The key is invalid, or the chunk is larger than the store's limit.
+            ChunkFileError: The file cannot be written, the index is damaged, or a file of another program has the chunk's name.
+            OutOfPagesError: The device has no memory for the staging buffers.
+            DonatedStateError: `state` was donated to a later call.
+            ReleasedChunkError: `chunk` was released.
+            ForeignChunkError: `chunk` belongs to another engine.
+
+        Examples:
+            >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
+            >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+            >>> store.save(state, facts, "king")
+            'king'
+            >>> store.save(state, facts) == store.save(state, facts)
+            True
         """
         state = enter(state)
         require_live(state, chunk)
@@ -82,26 +132,51 @@ class ChunkStore:
             with self._locked():
                 index = self._sweep(read_index(self.folder))
                 if name not in index and self._path(name).exists():
-                    raise ChunkFileError(f"{self._path(name)}: a file that this store did not make stands in the chunk's place")
+                    raise ChunkFileError(f"{self._path(name)}: another program made this file: use another key")
                 kept, _ = self._shrink({k: entry for k, entry in index.items() if k != name}, self.max_bytes - head.num_bytes)
-                # Listed first: a process that dies here leaves a name without a file, never a file that nobody owns.
+                # The index is written first: a process that dies here leaves a key without a file, never a file without a key.
                 write_index(self.folder, {**kept, name: entry_of(head)})
                 put(made, self._path(name))
         return name
 
     def load(self, model: Model, state: EngineState, key_or_tokens: str | Seq[int] | np.ndarray) -> tuple[EngineState, Chunk | None]:
-        """The chunk of a key, or the longest exact one that token ids begin with, in pages of this engine; None where there is none.
+        """Load the chunk of a key, or the longest exact chunk that is a prefix of token ids.
 
-        A miss, also of a file that another process evicted just now, returns the state as it is. A damaged file raises `ChunkFileError` by
-        its key, and by tokens is passed over, as is a chunk that the engine has no room for where a shorter one fits. Raises
-        `InvalidRequestError` for a text that cannot be a key (`longest` takes texts), and as `load_chunk` does otherwise.
+        Donates `state` if a chunk is found; otherwise `state` is returned unchanged. When loading by tokens, damaged files are skipped.
+        So are chunks that are too long for the engine, if a shorter one fits.
+
+        Args:
+            model: The model of `init_state`.
+            state: The newest state of the engine.
+            key_or_tokens: A key, or token ids. For a text, ask `longest` for the key.
+
+        Returns:
+            The next state, and the chunk, or None if there is none. A file that another process has just evicted counts as none.
+
+        Raises:
+            InvalidRequestError: The key or the token ids are invalid, or the chunk is too long for the engine.
+            ChunkFileError: The index is damaged, or the file of the key is damaged or of another model.
+            OutOfPagesError: Too few pages are available now.
+            DonatedStateError: `state` was donated to a later call.
+
+        Examples:
+            >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
+            >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+            >>> key = store.save(state, facts)
+            >>> state, missing = store.load(model, state, "another-key")
+            >>> missing is None
+            True
+            >>> tokens = model.tokenizer.encode("The king of Aistonia is Oswin. The king of Aistonia is")
+            >>> state, prefix = store.load(model, state, tokens)
+            >>> len(prefix), len(tokens)
+            (11, 18)
         """
-        enter_with(model, state)  # a state that cannot be used is told on a miss too
+        enter_with(model, state)  # raise for an unusable state even if no chunk is found
         if isinstance(key_or_tokens, str):
             if not KEYS.fullmatch(key_or_tokens):
                 raise InvalidRequestError(
                     f"key_or_tokens={reprlib.repr(key_or_tokens)} must be {KEY_FORM}, or token ids; "
-                    "longest(model, text) is the key of the longest chunk that a text begins with"
+                    "for a text, pass the key that longest(model, text) returns"
                 )
             return self._load(model, state, key_or_tokens) if key_or_tokens in read_index(self.folder) else (state, None)
         if not isinstance(key_or_tokens, list | tuple | np.ndarray):
@@ -119,14 +194,32 @@ class ChunkStore:
             if chunk is not None:
                 return after, chunk
         if too_long is not None:
-            raise too_long  # what the shortest lacks
+            raise too_long  # from the shortest candidate
         return state, None
 
     def longest(self, model: Model, tokens: str | Seq[int] | np.ndarray, *, verify: bool = True) -> str | None:
-        """The key of the longest stored chunk that is exact, of this model, and a prefix of token ids, or of a text's as a prompt; None
-        where there is none.
+        """Find the longest stored chunk that is exact, of this model, and a prefix of the tokens.
 
-        Damaged files are passed over: `verify` reads the whole file that is named, False its head alone.
+        Damaged files are skipped.
+
+        Args:
+            model: The model.
+            tokens: Token ids, or a text, which is encoded as a prompt.
+            verify: Whether to read the whole file and check its digests. False: check only its head.
+
+        Returns:
+            The key, or None if there is no such chunk.
+
+        Raises:
+            InvalidRequestError: `tokens` is neither a text nor valid token ids.
+            ChunkFileError: The index is damaged.
+
+        Examples:
+            >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
+            >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+            >>> key = store.save(state, facts, "king")
+            >>> store.longest(model, "The king of Aistonia is Oswin. Who is the king?")
+            'king'
         """
         require_model(model)
         if not isinstance(tokens, str | list | tuple | np.ndarray):
@@ -134,10 +227,10 @@ class ChunkStore:
         ids = encode(model, tokens, first=True) if isinstance(tokens, str) else token_array(tokens, model.config.vocab_size)
         for key in self._candidates(model, ids):
             with suppress(ChunkFileError):
-                found = self._open(key)
-                if found is None:
+                opened = self._open(key)
+                if opened is None:
                     continue
-                fd, path = found
+                fd, path = opened
                 try:
                     head = chunk_format.decode(fd, path)
                     chunk_file.require_model(head, model, path)
@@ -151,18 +244,55 @@ class ChunkStore:
         return None
 
     def keys(self) -> tuple[str, ...]:
-        """The keys of all chunks, the most recently used first."""
+        """The keys of all chunks, the most recently used first.
+
+        Raises:
+            ChunkFileError: The index is damaged.
+
+        Examples:
+            >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
+            >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+            >>> key = store.save(state, facts, "king")
+            >>> store.keys()
+            ('king',)
+        """
         used = self._used(read_index(self.folder))
         return tuple(sorted(used, key=used.__getitem__, reverse=True))
 
     @property
     def size(self) -> int:
-        """Bytes of all chunk files."""
+        """The size of all chunk files, in bytes.
+
+        Raises:
+            ChunkFileError: The index is damaged.
+
+        Examples:
+            >>> nv.ChunkStore("chunks", max_bytes=1 << 30).size
+            0
+        """
         index = read_index(self.folder)
         return sum(index[key].num_bytes for key in self._used(index))
 
     def evict(self, max_bytes: int | float | None = None) -> tuple[str, ...]:
-        """Delete what was used least recently until at most `max_bytes` are left (None: the store's limit); returns the keys."""
+        """Delete the least recently used chunks until the rest is within a limit.
+
+        Args:
+            max_bytes: The limit in bytes. None: the store's own limit; 0: delete all.
+
+        Returns:
+            The keys of the deleted chunks.
+
+        Raises:
+            InvalidRequestError: `max_bytes` is not a whole number of at least 0.
+            ChunkFileError: The index is damaged, or the folder cannot be written.
+
+        Examples:
+            >>> store = nv.ChunkStore("chunks", max_bytes=1 << 30)
+            >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+            >>> key = store.save(state, facts, "king")
+            >>> store.evict(0)
+            ('king',)
+        """
         limit = self.max_bytes if max_bytes is None else _bytes(max_bytes, 0)
         with chunk_file.writing(self.folder), self._locked():
             index = read_index(self.folder)
@@ -172,7 +302,22 @@ class ChunkStore:
         return gone
 
     def discard(self, key: str) -> bool:
-        """Delete one chunk; False where there was none of this key."""
+        """Delete one chunk.
+
+        Args:
+            key: The chunk's key.
+
+        Returns:
+            Whether the store had a chunk of this key.
+
+        Raises:
+            InvalidRequestError: `key` is not a string.
+            ChunkFileError: The index is damaged, or the folder cannot be written.
+
+        Examples:
+            >>> nv.ChunkStore("chunks", max_bytes=1 << 30).discard("king")
+            False
+        """
         if not isinstance(key, str):
             raise InvalidRequestError(f"key={key!r} must be a string")
         with chunk_file.writing(self.folder), self._locked():
@@ -187,6 +332,7 @@ class ChunkStore:
         return self.folder / f"{key}.safetensors"
 
     def _open(self, key: str) -> tuple[int, Path] | None:
+        """A file descriptor and the path of a key's file, or None if the file is missing."""
         path = self._path(key)
         try:
             return open_file(path), path
@@ -196,10 +342,11 @@ class ChunkStore:
             raise ChunkFileError(f"{path}: could not be opened: {error.strerror or error}") from error
 
     def _load(self, model: Model, state: EngineState, key: str, tokens: np.ndarray | None = None) -> tuple[EngineState, Chunk | None]:
-        found = self._open(key)
-        if found is None:
+        """Load the chunk of a key, if its file exists and its tokens are a prefix of `tokens`."""
+        opened = self._open(key)
+        if opened is None:
             return state, None
-        fd, path = found
+        fd, path = opened
         try:
             if tokens is not None:
                 stored = chunk_format.decode(fd, path).tokens
@@ -212,7 +359,7 @@ class ChunkStore:
         return state, chunk
 
     def _candidates(self, model: Model, tokens: np.ndarray) -> list[str]:
-        """Keys whose entry says that they are exact prefixes of the tokens, the longest first."""
+        """Keys of chunks that are exact prefixes of the tokens according to the index, the longest first."""
         data, dtype = tokens.astype("<i4").tobytes(), chunk_format.CODES[model.dtype]
         index, digests = read_index(self.folder), dict[int, str]()
         fitting = [
@@ -226,10 +373,11 @@ class ChunkStore:
         return [key for count, key in sorted(fitting, reverse=True) if index[key].digest == digests[count]]
 
     def _whole(self, key: str, head: Head) -> bool:
-        found = self._open(key) if key in read_index(self.folder) else None
-        if found is None:
+        """Whether the store has an undamaged file of this key with the content that `head` describes."""
+        opened = self._open(key) if key in read_index(self.folder) else None
+        if opened is None:
             return False
-        fd, path = found
+        fd, path = opened
         try:
             stored = chunk_format.decode(fd, path)
             chunk_file.verify(fd, stored, path, torch.device("cpu"))
@@ -240,11 +388,12 @@ class ChunkStore:
         return _key(stored) == _key(head)
 
     def _touch(self, key: str) -> None:
-        with suppress(OSError):  # evicted in between, or not ours to touch: then its age stays what it was
+        with suppress(OSError):  # evicted meanwhile, or owned by another user: its time stays unchanged
             os.utime(self._path(key))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        """Hold the store's lock, which excludes other processes and threads."""
         fd = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             flock(fd, LOCK_EX)  # each call opens the file anew, so threads exclude each other too
@@ -253,7 +402,7 @@ class ChunkStore:
             os.close(fd)
 
     def _used(self, index: Mapping[str, Entry]) -> dict[str, int]:
-        """When each chunk was last used, in nanoseconds; only those whose file is there."""
+        """When each chunk was last used, in nanoseconds; chunks without a file are left out."""
         used = {}
         for key in index:
             with suppress(FileNotFoundError):
@@ -261,7 +410,7 @@ class ChunkStore:
         return used
 
     def _sweep(self, index: Mapping[str, Entry]) -> dict[str, Entry]:
-        """The index without names whose file is gone; temporary files of dead processes are deleted."""
+        """The index without chunks whose file is missing. Temporary files of dead processes are deleted."""
         for path in self.folder.glob(TEMPORARY):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED:
@@ -274,7 +423,7 @@ class ChunkStore:
         return {key: index[key] for key in self._used(index)}
 
     def _shrink(self, index: Mapping[str, Entry], limit: int) -> tuple[dict[str, Entry], tuple[str, ...]]:
-        """Delete files until those of the index take at most `limit` bytes."""
+        """Delete files until the rest of the index takes at most `limit` bytes. Returns the rest, and the deleted keys."""
         used, size, gone = self._used(index), sum(entry.num_bytes for entry in index.values()), []
         for key in sorted(used, key=used.__getitem__):
             if size <= limit:
@@ -286,7 +435,7 @@ class ChunkStore:
 
 
 def _bytes(max_bytes: Any, least: int) -> int:
-    """A limit as an integer; `1e9` is one too."""
+    """A limit as an integer; floats such as `1e9` are accepted."""
     limit = int(max_bytes) if isinstance(max_bytes, float) and max_bytes.is_integer() else max_bytes
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < least:
         raise InvalidRequestError(f"max_bytes={reprlib.repr(max_bytes)} must be a whole number of bytes, at least {least}")
@@ -294,9 +443,9 @@ def _bytes(max_bytes: Any, least: int) -> int:
 
 
 def _key(head: Head) -> str:
-    """A name for what a file holds. Exact KV is a function of model and tokens; of approximate KV the bytes count too."""
-    told = [head.fingerprint, chunk_format.CODES[head.dtype], list(head.shape), head.provenance.operations, head.num_exact]
-    digest = hashlib.sha256(json.dumps([*told, "" if head.provenance.exact else head.kv_sha256]).encode())
+    """The key of a file's content. Exact KV is a function of model and tokens, so only approximate KV is hashed too."""
+    identity = [head.fingerprint, chunk_format.CODES[head.dtype], list(head.shape), head.provenance.operations, head.num_exact]
+    digest = hashlib.sha256(json.dumps([*identity, "" if head.provenance.exact else head.kv_sha256]).encode())
     digest.update(head.tokens.astype("<i4").tobytes())
     digest.update(head.positions.astype("<i4").tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The index file of a `ChunkStore`: what each of the store's files holds, as JSON that is written whole."""
+"""The index file of a `ChunkStore`: a description of each of its files, as JSON that is replaced as a whole."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ KEYS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What the index says of a file: `digest` is the SHA-256 of its tokens (int32, little-endian)."""
+    """The description of one file. `digest` is the SHA-256 of its tokens as little-endian int32."""
 
     num_bytes: int
     fingerprint: str
@@ -40,7 +40,11 @@ def entry_of(head: Head) -> Entry:
 
 
 def read_index(folder: Path) -> Mapping[str, Entry]:
-    """The entries by key; empty where the folder has no index yet. Raises `ChunkFileError` for a file that is not an index."""
+    """The entries by key; empty if the folder has no index.
+
+    Raises:
+        ChunkFileError: The file is not an index.
+    """
     path = folder / INDEX
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -51,9 +55,13 @@ def read_index(folder: Path) -> Mapping[str, Entry]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ChunkFileError(f"{path}: not the index of a chunk store: {error}; without it the store starts empty") from error
+        raise ChunkFileError(f"{path}: not the index of a chunk store: {error}; delete the file to start with an empty store") from error
 
 
 def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
-    """Replace the folder's index. Raises `OSError`; then the old one is still there."""
+    """Replace the folder's index.
+
+    Raises:
+        OSError: The index cannot be written; the old one stays.
+    """
     write_whole(folder / INDEX, json.dumps({key: asdict(entry) for key, entry in index.items()}).encode())

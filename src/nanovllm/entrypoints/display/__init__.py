@@ -1,1 +1,1 @@
-"""What text and pictures look alike by: terminals, tables, SVG."""
+"""Common output: terminal styles, tables and SVG."""

@@ -1,4 +1,4 @@
-"""Pictures in SVG from strings: a document, rectangles, text. What is drawn elsewhere in the package looks alike by these."""
+"""SVG pictures from strings: a document, rectangles and text, in one common style."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -12,7 +12,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
 def document(width: Length, height: Length, title: str, parts: Iterable[str]) -> str:
-    """A whole picture of this size on white, with its title for those who do not see it."""
+    """A whole picture of this size on white, with a title for screen readers."""
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}" '
@@ -24,7 +24,7 @@ def document(width: Length, height: Length, title: str, parts: Iterable[str]) ->
 def rect(
     x: Length, y: Length, width: Length, height: Length, fill: str, told: str = "", *, round: Length = 0, line: str | None = None
 ) -> str:
-    """A rectangle; `told` is shown where the pointer rests on it."""
+    """A rectangle. `told` is its tooltip."""
     shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"'
     shape += (f' rx="{round}"' if round else "") + (f' stroke="{line}" stroke-width="0.75"' if line else "")
     return f"{shape}><title>{safe(told)}</title></rect>" if told else f"{shape}/>"
@@ -41,12 +41,12 @@ def text(
     anchor: str = "start",
     full: str | None = None,
 ) -> str:
-    """A line of text; `full` is shown where the pointer rests on it, if it says more."""
+    """A line of text. `full` is its tooltip, if it differs from the text."""
     style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
     hover = f"<title>{safe(full)}</title>" if full is not None and full != words else ""
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{hover}{safe(words)}</text>'
 
 
 def safe(text: str) -> str:
-    """Text as XML allows it: names may hold what markup is made of, and characters that no document may have."""
+    """Text escaped for XML, with invalid characters replaced."""
     return escape("".join(char if char not in "\ufffe\uffff" else "\ufffd" for char in clean(text)))

@@ -1,15 +1,15 @@
-"""Tables of aligned columns, sizes and shortened lists, as every command prints them."""
+"""Tables of aligned columns, sizes and shortened lists for all commands."""
 
 from collections.abc import Collection, Iterable, Sequence
 
 Cells = tuple[str, ...]
-WORDS = ("", "workload", "kernel", "op")  # columns of words
+WORDS = ("", "workload", "kernel", "op")  # titles of columns that are words
 
 
 def shortened(lines: Iterable[str], most: int = 8) -> list[str]:
-    """The first of many lines, and how many more there are."""
-    found = list(lines)
-    return [*found[:most], *[f"and {len(found) - most} more"] * (len(found) > most)]
+    """The first `most` lines, and the number of the others."""
+    every = list(lines)
+    return [*every[:most], *[f"and {len(every) - most} more"] * (len(every) > most)]
 
 
 def aligned(head: Cells, rows: Sequence[Cells], left: Collection[int] | None = None) -> list[str]:
@@ -30,6 +30,6 @@ def aligned(head: Cells, rows: Sequence[Cells], left: Collection[int] | None = N
 
 
 def size(count: int) -> str:
-    """Bytes in the unit that suits them."""
+    """A number of bytes with a suitable unit."""
     power = min(max(0, count.bit_length() - 1) // 10, 4)
     return f"{count} B" if not power else f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

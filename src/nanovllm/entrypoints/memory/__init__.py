@@ -1,1 +1,1 @@
-"""`memory`: who holds the pages of an engine, as figures, text and a picture."""
+"""`memory`: the owners of an engine's pages, as figures, text and a picture."""

@@ -1,4 +1,4 @@
-"""The figures of a memory report: who holds the pages, what the owners share, and what sharing saves."""
+"""The figures of a memory report: who owns the pages, which pages are shared, and how many pages sharing saves."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +12,25 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class PageOwner:
-    """A live chunk or a request, and the pages it holds, in order; the last may be partly filled, or not filled yet.
+    """A live chunk or a request, with the pages that it owns.
 
-    `kind` is "chunk" or where the request stands: "running", "waiting", "kept" (ended, to become a chunk), "session" (between `begin` and
-    `commit`). `id` is the chunk's `liveness`, or the request's id. `num_filled` of `num_tokens` tokens have their KV. `num_own` pages have
-    no other owner.
+    Attributes:
+        kind: "chunk", or the phase of the request: "running", "waiting", "kept" (ended, to become a chunk) or "session" (between
+            `begin` and `commit`).
+        id: The chunk's `liveness`, or the request's id.
+        name: The name that `memory` was given for it, or None.
+        num_tokens: Tokens of the chunk or the request.
+        num_filled: Tokens whose KV is filled.
+        pages: The pages in order. The last may be partly filled, or not filled yet.
+        num_own: Pages without another owner.
+        provenance: Whether the KV is exact.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, twin = nv.fork(state, facts)
+        >>> owner = nv.memory(state).owners[0]
+        >>> owner.kind, owner.num_tokens, owner.num_own, owner.num_shared
+        ('chunk', 11, 0, 1)
     """
 
     kind: Kind
@@ -41,16 +55,26 @@ class PageOwner:
         state = [] if self.kind == "chunk" else [self.kind]
         filled = [f"{self.num_filled:,} filled"] if self.num_filled < self.num_tokens else []
         label = [] if self.provenance.exact else [str(self.provenance)]
-        told = ", ".join([*state, f"{self.num_tokens:,} tokens", *filled, *label])
-        return f"{what} ({told})" if self.name is None else f"{self.name} ({what}, {told})"
+        details = ", ".join([*state, f"{self.num_tokens:,} tokens", *filled, *label])
+        return f"{what} ({details})" if self.name is None else f"{self.name} ({what}, {details})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class PageRun:
-    """Pages that the same owners hold one after another: a node in the tree of what begins alike.
+    """Consecutive pages with the same owners: a node of the radix tree of all owners' pages.
 
-    `parent` is the place in `MemoryReport.runs` of the run that stands right before (None: nothing does), and `start` the number of all
-    pages before. `owners` hold the run there, and for `ends` its last page is their last. Without owners, only the index leads there.
+    Attributes:
+        pages: The pages in order.
+        parent: The index in `MemoryReport.runs` of the node before this one, or None for a root.
+        start: The number of pages before this node.
+        owners: The owners of these pages at this place. Empty if only the prefix index holds them.
+        ends: The owners whose last page is the last page of this node.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, more = nv.prefill(model, state, " The capital of Aistonia is Velmora.", after=facts)
+        >>> [(len(run.pages), run.parent, len(run.owners)) for run in nv.memory(state).runs]
+        [(1, None, 1), (2, None, 1)]
     """
 
     pages: Path
@@ -60,55 +84,70 @@ class PageRun:
     ends: tuple[PageOwner, ...]
 
     def __repr__(self) -> str:
-        return f"PageRun(pages {ranges(self.pages, 3)} behind {self.start}, {len(self.owners)} owners)"
+        return f"PageRun(pages {ranges(self.pages, 3)} after {self.start}, {len(self.owners)} owners)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameReport:
-    """The frames of an engine whose model has layers with windows: the KV memory of these layers (the dummy frame aside).
+    """The frames of an engine whose model has sliding-window layers, without the dummy frame.
 
-    `num_needed` are those that an owner needs, each for a page of its own; `num_spare` hold what a later request may find, and go to
-    whoever needs one.
+    A frame is the KV memory of a page in these layers.
+
+    Attributes:
+        num_frames: All frames.
+        num_needed: Frames that an owner needs for one of its pages.
+        num_spare: Frames that nobody needs but that later requests may reuse; they are evicted for new ones.
+        frame_bytes: Bytes of a frame, over all sliding-window layers.
+        num_held: Pages with an owner.
     """
 
     num_frames: int
     num_needed: int
     num_spare: int
-    frame_bytes: int  # of one frame, over the layers with a window
-    num_held: int  # pages with an owner
+    frame_bytes: int
+    num_held: int
 
     @property
     def num_free(self) -> int:
-        """Frames that no page has."""
+        """Frames without a page."""
         return self.num_frames - self.num_needed - self.num_spare
 
     @property
     def num_saved(self) -> int:
-        """Pages with an owner whose frame nobody needs: what their owners would hold if layers with windows kept all KV."""
+        """Pages with an owner but without a needed frame: the frames that sliding windows save."""
         return self.num_held - self.num_needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class PageFigures:
-    """The pages of an engine's pool (the dummy page aside) by who holds them: the figures that `MemoryReport` draws.
+    """The pages of an engine's pool by owner, without the dummy page: the figures that `MemoryReport` draws.
 
-    An owner is a live chunk or a request. The prefix index is none: a page that it holds alone is `idle`, and goes to whoever needs one.
-    `runs` is the tree of the owners' pages, and of those the index leads to, each run behind its parent; a page stands twice in it only
-    where a gap brought it behind other pages. `page_owners[page]` are the owners of a page.
+    An owner is a live chunk or a request. The prefix index is not an owner: a page that only the index holds is idle and can be evicted.
+
+    Attributes:
+        page_size: Tokens per page.
+        page_bytes: Bytes of a page over all layers, its frame included.
+        owners: The owners, chunks first.
+        runs: The radix tree of the owners' pages and of the idle pages, each node after its parent. A page occurs twice only if a gap put
+            it after other pages.
+        page_owners: For each page its owners.
+        idle: The idle pages.
+        num_indexed: Pages that the prefix index can find, with and without owners.
+        frames: The frames, if the model has sliding-window layers.
     """
 
-    page_size: int  # tokens
-    page_bytes: int  # of one page, over all layers, its frame included
+    page_size: int
+    page_bytes: int
     owners: tuple[PageOwner, ...]
     runs: tuple[PageRun, ...]
     page_owners: tuple[tuple[PageOwner, ...], ...]
     idle: frozenset[int]
-    num_indexed: int  # pages that the prefix index can find, with and without owners
-    frames: FrameReport | None = None  # where layers have windows
+    num_indexed: int
+    frames: FrameReport | None = None
 
     @property
     def num_pages(self) -> int:
-        """The pool: `num_used + num_free`."""
+        """Pages of the pool: `num_used + num_free`."""
         return len(self.page_owners)
 
     @property
@@ -118,12 +157,12 @@ class PageFigures:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, the index included."""
+        """Pages without an owner that the index does not hold."""
         return self.num_pages - self.num_used
 
     @property
     def num_idle(self) -> int:
-        """Pages that only the index holds: reusable until they are evicted."""
+        """Pages that only the index holds. They are reusable until they are evicted."""
         return len(self.idle)
 
     @property
@@ -133,47 +172,47 @@ class PageFigures:
 
     @property
     def num_chunk(self) -> int:
-        """Pages that a chunk holds; requests may hold them too."""
+        """Pages owned by a chunk; requests may own them too."""
         return len({page for owner in self.owners if owner.kind == "chunk" for page in owner.pages})
 
     @property
     def num_request(self) -> int:
-        """Pages that a request holds; chunks may hold them too."""
+        """Pages owned by a request; chunks may own them too."""
         return len({page for owner in self.owners if owner.kind != "chunk" for page in owner.pages})
 
     @property
     def num_both(self) -> int:
-        """Pages that chunks and requests hold: `num_chunk + num_request - num_held`."""
+        """Pages owned by chunks and by requests: `num_chunk + num_request - num_held`."""
         return self.num_chunk + self.num_request - self.num_held
 
     @property
     def num_shared(self) -> int:
-        """Pages with two owners or more."""
+        """Pages with at least two owners."""
         return sum(len(owners) > 1 for owners in self.page_owners)
 
     @property
     def num_references(self) -> int:
-        """Pages of all owners, counted for each: what they would hold if nothing were shared."""
+        """The sum of all owners' pages: the pages that would be needed without sharing."""
         return sum(len(owner.pages) for owner in self.owners)
 
     @property
     def num_saved(self) -> int:
-        """`num_references - num_held`: pages that sharing does without."""
+        """Pages that sharing saves: `num_references - num_held`."""
         return self.num_references - self.num_held
 
     @property
     def saved_share(self) -> float:
-        """`num_saved / num_references`; 0 where there is no owner."""
+        """The fraction of pages that sharing saves: `num_saved / num_references`, or 0 without owners."""
         return self.num_saved / max(1, self.num_references)
 
 
 def ranges(pages: Iterable[int], most: int) -> str:
-    """Page numbers, neighbours joined; `...` in the place of what is beyond `most` of them."""
-    found: list[list[int]] = []
+    """Page numbers as text, neighbours joined to ranges; at most `most` ranges, then `...`."""
+    spans: list[list[int]] = []
     for page in pages:
-        if found and page == found[-1][1] + 1:
-            found[-1][1] = page
+        if spans and page == spans[-1][1] + 1:
+            spans[-1][1] = page
         else:
-            found.append([page, page])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in found[:most]]
-    return ", ".join(shown + ["..."] * (len(found) > most))
+            spans.append([page, page])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:most]]
+    return ", ".join(shown + ["..."] * (len(spans) > most))

@@ -1,4 +1,4 @@
-"""`memory`: who holds the pages of an engine, what they share, and what sharing saves."""
+"""`memory`: who owns the pages of an engine, which pages are shared, and how many pages sharing saves."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -23,14 +23,60 @@ from nanovllm.types import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class MemoryReport(PageFigures):
-    """The pages of an engine's pool by who holds them: `PageFigures` that can be drawn. `print` it, or write `svg()` to a file."""
+    """The pages of an engine's pool by owner. `print` it, or write `svg()` to a file.
+
+    Attributes:
+        page_size: Tokens per page.
+        page_bytes: Bytes of a page over all layers, its frame included.
+        owners: The owners, chunks first.
+        runs: The radix tree of the owners' pages and of the idle pages, each node after its parent.
+        page_owners: For each page its owners.
+        idle: The pages that only the prefix index holds.
+        num_indexed: Pages that the prefix index can find, with and without owners.
+        frames: The frames, if the model has sliding-window layers.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, twin = nv.fork(state, facts)
+        >>> report = nv.memory(state)
+        >>> report
+        MemoryReport(1 of 64 pages used, 1 of 2 saved)
+        >>> report.num_shared, report.num_free
+        (1, 63)
+    """
 
     def text(self, *, color: bool = False) -> str:
-        """The figures, the map of the pages and the tree, in lines; `color` styles the map for a terminal."""
+        """The figures, a map of the pages and the tree, as lines of text.
+
+        Args:
+            color: Whether to colour the map for a terminal.
+
+        Returns:
+            The text.
+
+        Examples:
+            >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+            >>> print(nv.memory(state, names={"facts": facts}).text())
+            1 of 64 pages used (1 held by chunks, 0 by requests, 0 only in the index), 63 free
+            0 shared; 0 of 1 page saved (0.00%): 128.0 KiB held instead of 128.0 KiB, 128.0 KiB per page
+            <BLANKLINE>
+             0  c...............................................................
+            . free   - only in the index   c a chunk's   r a request's   2-9 owners   # more owners
+            <BLANKLINE>
+            [0] 1 page: facts (chunk 0, 11 tokens)
+        """
         return draw_text(self, color=color)
 
     def svg(self) -> str:
-        """The same as a picture: an SVG document that names a page and its owners where the pointer rests."""
+        """The same as a picture, with tooltips that name a page and its owners.
+
+        Returns:
+            An SVG document.
+
+        Examples:
+            >>> nv.memory(state).svg()[:4]
+            '<svg'
+        """
         return draw_svg(self)
 
     def __repr__(self) -> str:
@@ -45,30 +91,49 @@ class MemoryReport(PageFigures):
 
 @explain_unknown_keywords
 def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None) -> MemoryReport:
-    """Who holds the pages of a state now, and what sharing saves. The state stays usable, and the report as it is.
+    """Report who owns the pages of a state, and how many pages sharing saves.
 
-    `names` are what to call chunks, and requests by their ids. Linear in the pool and in what the owners hold; reads no device memory.
-    Raises `DonatedStateError` for an old state, `InvalidRequestError` for a name or a request id that is none, `ReleasedChunkError` and
-    `ForeignChunkError` for a chunk that is not this state's.
+    Does not donate `state`. The report does not change with later calls. It takes time linear in the pool and in the owners' pages, and
+    reads no device memory.
+
+    Args:
+        state: The newest state of the engine. It stays usable.
+        names: Names for chunks, and for requests by their ids.
+
+    Returns:
+        The report.
+
+    Raises:
+        InvalidRequestError: A name is not a text, or its value is neither a chunk nor the id of a current request.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: A named chunk was released.
+        ForeignChunkError: A named chunk belongs to another engine.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state, question = nv.prefill(model, state, " Who is the king?", after=facts)
+        >>> report = nv.memory(state, names={"facts": facts, "question": question})
+        >>> report.num_used, [owner.name for owner in report.owners]
+        (2, ['facts', 'question'])
     """
     state = enter(state)
     pool, index = state.config.num_pages, state.prefix
     drafts = [*_chunks(state), *_requests(state)]
-    called = _called(state, names, {id for _, kind, id in drafts if kind != "chunk"})
+    called = _called(state, names, {number for _, kind, number in drafts if kind != "chunk"})
     arrays = [source.pages.array() for source, _, _ in drafts]
     counts = np.bincount(np.concatenate([np.empty(0, np.int32), *arrays]), minlength=pool)
     owners = tuple(
         PageOwner(
             kind=kind,
-            id=id,
-            name=called.get((kind == "chunk", id)),
+            id=number,
+            name=called.get((kind == "chunk", number)),
             num_tokens=len(source.tokens),
             num_filled=source.num_filled if isinstance(source, Sequence) else len(source.tokens),
             pages=tuple(pages.tolist()),
             num_own=int((counts[pages] == 1).sum()),
             provenance=source.provenance,
         )
-        for (source, kind, id), pages in zip(drafts, arrays, strict=True)
+        for (source, kind, number), pages in zip(drafts, arrays, strict=True)
     )
     page_owners: list[list[PageOwner]] = [[] for _ in range(pool)]
     for owner in owners:
@@ -90,48 +155,52 @@ Draft = tuple[Chunk | Sequence, Kind, int]
 
 
 def _chunks(state: EngineState) -> Iterable[Draft]:
-    return ((state.chunks[id], "chunk", id) for id in sorted(state.chunks))
+    """The live chunks."""
+    return ((state.chunks[number], "chunk", number) for number in sorted(state.chunks))
 
 
 def _requests(state: EngineState) -> Iterable[Draft]:
+    """The requests in all phases."""
     groups: list[tuple[Kind, Iterable[Sequence]]] = [
         ("running", state.running),
         ("waiting", state.waiting),
         ("kept", state.kept.values()),
         ("session", (sequence for session in state.sessions.values() for sequence in session.sequences)),
     ]
-    found: list[Draft] = [(sequence, kind, sequence.request.request_id) for kind, group in groups for sequence in group]
-    return sorted(found, key=lambda draft: draft[2])
+    requests: list[Draft] = [(sequence, kind, sequence.request.request_id) for kind, group in groups for sequence in group]
+    return sorted(requests, key=lambda draft: draft[2])
 
 
 def _called(state: EngineState, names: Mapping[str, Chunk | int] | None, requests: set[int]) -> dict[tuple[bool, int], str]:
-    """Names by (is a chunk, id)."""
+    """Names by (whether it is a chunk, id)."""
     if not isinstance(names, Mapping | None):
-        raise InvalidRequestError(f"names must map names to chunks and request ids, not be {type(names).__name__}")
+        raise InvalidRequestError(f"names must be a mapping from names to chunks or request ids, not {type(names).__name__}")
     called = {}
     for name, what in (names or {}).items():
         if not isinstance(name, str) or not name.strip():
-            raise InvalidRequestError(f"names: {name!r} is no name")
+            raise InvalidRequestError(f"names: the name {name!r} must be a text that is not blank")
         if isinstance(what, Chunk):
             require_live(state, what)
             called[True, what.liveness] = name
         elif isinstance(what, int) and not isinstance(what, bool) and what in requests:
             called[False, what] = name
         else:
-            raise InvalidRequestError(f"names[{name!r}]={what!r} is neither a chunk nor the id of a request that is under way")
+            raise InvalidRequestError(f"names[{name!r}]={what!r} must be a chunk, or the id of a current request")
     return called
 
 
 def _page_bytes(kv: KVState) -> int:
+    """Bytes of one page over all pools."""
     return sum(map(_bytes_in, kv.pools))
 
 
 def _bytes_in(pool: Tensor) -> int:
-    """Bytes of a page, or a frame, of one pool."""
+    """Bytes of one page, or one frame, in a pool."""
     return pool.numel() // pool.shape[1] * pool.element_size()
 
 
 def _frames(state: EngineState, num_held: int) -> FrameReport | None:
+    """The report of the frames, or None without sliding-window layers."""
     frames = state.pool.frames
     if frames is None:
         return None
@@ -146,7 +215,7 @@ def _frames(state: EngineState, num_held: int) -> FrameReport | None:
 
 
 def _idle_paths(index: PrefixIndex) -> list[Path]:
-    """From its root, the ways through the index to the idle pages behind which no other idle page stands."""
+    """Paths through the index, from its root to each idle page that has no idle page after it."""
     idle, paths = index.idle_pages(), []
     above = {index.before(page) for page in idle}
     for page in idle:
@@ -159,10 +228,10 @@ def _idle_paths(index: PrefixIndex) -> list[Path]:
 
 
 def _tree(paths: Seq[tuple[Path, PageOwner | None]]) -> tuple[PageRun, ...]:
-    """The radix tree of paths of pages: in order of pages, each run before what stands behind it."""
+    """The radix tree of page paths, sorted by pages, each node before its children."""
     order = sorted(paths, key=lambda entry: entry[0])
     runs: list[PageRun] = []
-    left: list[tuple[int, int, int, int | None]] = [(0, len(order), 0, None)]  # paths low ... high - 1 are alike in `start` pages
+    left: list[tuple[int, int, int, int | None]] = [(0, len(order), 0, None)]  # paths low ... high - 1 share their first `start` pages
     while left:
         low, high, start, parent = left.pop()
         if low == high:
@@ -173,13 +242,13 @@ def _tree(paths: Seq[tuple[Path, PageOwner | None]]) -> tuple[PageRun, ...]:
             left.extend((a, b, start, parent) for a, b in reversed(list(pairwise(cuts))))
             continue
         stop, most = start + 1, min(len(first), len(last))
-        while stop < most and first[stop] == last[stop]:  # what the first and the last share in order, all between them share
+        while stop < most and first[stop] == last[stop]:  # in sorted order, all paths share the prefix of the first and the last
             stop += 1
-        behind = low
-        while behind < high and len(order[behind][0]) == stop:
-            behind += 1
+        after = low
+        while after < high and len(order[after][0]) == stop:
+            after += 1
         owners = tuple(owner for _, owner in order[low:high] if owner is not None)
-        ends = tuple(owner for _, owner in order[low:behind] if owner is not None)
+        ends = tuple(owner for _, owner in order[low:after] if owner is not None)
         runs.append(PageRun(pages=first[start:stop], parent=parent, start=start, owners=owners, ends=ends))
-        left.append((behind, high, stop, len(runs) - 1))
+        left.append((after, high, stop, len(runs) - 1))
     return tuple(runs)
