@@ -38,7 +38,7 @@ class AheadExecutor:
         return self.inner.prefill(model, kv, rows, **options)
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """Drop the step ahead, and make a carry for a new batch in which the rows that can run ahead longest come first."""
+        """Drop the step ahead, and make a carry for a new batch in which the longest rows come first."""
         self.ahead.drop()
         places = longest_first(rows)
         return self._restarted(self.inner.load(model, kv, placed(rows, places), frames=frames), rows, places)
