@@ -11,8 +11,8 @@ from nanovllm.testing.strategies import limits, token_ids
 class AheadMachine(EngineMachine):
     """`EngineMachine` over an executor that runs decode steps ahead, as the executor for GPUs does.
 
-    Pools have 16 to 48 tokens in pages of 1 to 4. An extra rule submits requests for the beginning of a chunk, whose last page the chunk
-    still shares. A step ahead must not write to that page. Checks the invariants of `EngineMachine`.
+    Pools have 16 to 48 tokens in pages of 1 to 4. An extra rule submits requests for the beginning of a chunk. The chunk shares the last
+    page of such a request, so a step ahead must not write to it. Checks the invariants of `EngineMachine`.
 
     Attributes:
         world: The engine and model under test, with their oracle: a `World`. The default is `SymbolicWorld()`.
