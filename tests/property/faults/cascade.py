@@ -1,4 +1,4 @@
-"""Planted faults where pages that rows share are read once, and in what makes pages shared: plans, sessions, the index, moves."""
+"""Planted faults in cascade attention and in the code that makes pages shared: plans, sessions, the prefix index and moved KV."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def _weighs_in_another_base(attend_part):
     return faulty
 
 
-# The index, and moves
+# The prefix index, and moved KV
 
 
 def _starts_one_too_far(new_pages):

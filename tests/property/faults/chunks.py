@@ -1,4 +1,4 @@
-"""Planted faults in the algebra of chunks: gaps, moves, sharing, labels, eviction, files."""
+"""Planted faults in functions on chunks: gaps, steps ahead, moved KV, sharing, labels, eviction and files."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -42,7 +42,7 @@ def _forgets_older_gaps(gapped):
     return lambda chunk, start, stop, page_size: gapped(replace(chunk, gaps=()), start, stop, page_size)
 
 
-# Steps ahead of time
+# Steps that run ahead
 
 
 def _runs_ahead_of_copies(steps_ahead):
@@ -213,7 +213,7 @@ def _fault(name, faulty, *targets, machine: type[RuleBasedStateMachine] = ChunkM
 
 
 def _turning(name, faulty, *targets):
-    """A fault that only turned keys show."""
+    """Return a fault that only a model with rotated keys can find."""
     return _fault(name, faulty, *targets, machine=ModelChunkMachine)
 
 

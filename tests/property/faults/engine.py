@@ -1,6 +1,6 @@
-"""Planted faults: bugs that engines of this kind really had, each with the machine that must find it.
+"""Planted faults: real bugs of engines of this kind, each with the machine that must find it.
 
-Faults in the algebra of chunks are in `chunks.py`, faults where pages are read once for several rows in `cascade.py`.
+`chunks.py` has faults in functions on chunks, `cascade.py` in cascade attention, and `windows.py` in sliding windows.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from nanovllm.testing.shadows.memory import indexed_runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A bug: `faulty` makes the broken function out of the right one, and it takes the place of each of `targets` (owner, name)."""
+    """A bug: `faulty` makes a broken function from the correct one. It replaces each of `targets`, pairs of owner and name."""
 
     name: str
     machine: type[RuleBasedStateMachine]
@@ -44,7 +44,7 @@ class Fault:
 
 @contextmanager
 def planted(*faults: Fault) -> Iterator[None]:
-    """The package with the faults in it, until the block ends."""
+    """Put the faults into the package until the block ends."""
     with ExitStack() as stack:
         for fault in faults:
             for owner, name in fault.targets:
@@ -53,9 +53,9 @@ def planted(*faults: Fault) -> Iterator[None]:
 
 
 def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int = 50, draw: int | None = None) -> Exception | None:
-    """Run a machine, always over the same examples and without shrinking: the failure it ends with, or None.
+    """Run a machine on the same examples every time, without shrinking, and return the failure or None.
 
-    Which examples these are follows from the machine's source, or from `draw`.
+    The examples depend on the source of the machine's class, or on `draw` if given. So a change of its docstring changes the examples.
     """
     if draw is not None:
         machine = seed(draw)(type(machine.__name__, (machine,), {}))
@@ -72,7 +72,7 @@ def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int 
     )
     try:
         run_state_machine_as_test(machine, settings=chosen)
-    except Exception as failure:  # whatever the fault leads to: a mismatch, a broken invariant, an index out of range
+    except Exception as failure:  # any consequence of the fault: a mismatch, a broken invariant, an index out of range
         return failure
     return None
 
@@ -176,7 +176,7 @@ def _leaks_on_preemption(preempt):
 
 
 def writes_without_copy(reserve):
-    """A `reserve` that leaves a partly filled shared page in its place."""
+    """Return a `reserve` that does not copy a partly filled shared page."""
 
     def faulty(state, sequence, length, page_size):
         missing = max(0, pages_for(length, page_size) - len(sequence.pages))

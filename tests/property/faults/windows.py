@@ -1,4 +1,4 @@
-"""Planted faults in the KV of layers with windows: frames, needs, what is retired, what is found again."""
+"""Planted faults in the KV of sliding-window layers: frames, the owners that need them, retired pages and reused prefixes."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def _keeps_what_has_no_frames(made_way):
     return lambda held, frames, tokens, pages: held
 
 
-# What is retired, and found again
+# Retired pages and reused prefixes
 
 
 def _a_token_too_early(num_retired):
