@@ -281,7 +281,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="eviction of the youngest", machine=PrefixMachine, targets=((prefix, "evict"),), faulty=_evicts_the_youngest),
     Fault(name="a partly filled page indexed", machine=PrefixMachine, targets=((prefix, "insert"),), faulty=_indexes_partly_filled),
     Fault(
-        name="a page evicted before the pages after it", machine=PrefixMachine, targets=((prefix, "set_idle"),), faulty=_indexes_out_of_order
+        name="a page evicted before the pages after it",
+        machine=PrefixMachine,
+        targets=((prefix, "set_idle"),),
+        faulty=_indexes_out_of_order,
     ),
     Fault(
         name="a lost page forgotten without the pages after it",
