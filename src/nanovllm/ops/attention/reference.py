@@ -106,7 +106,7 @@ def decode_rows(
 ) -> Float[Tensor, "B H D"]:
     """Compute `paged_decode` without reading device memory on the host.
 
-    It gathers all pages of the page tables, or as many as a window can touch, and masks them, for a bounded number of rows at a time.
+    It gathers all pages of the page tables, or as many as a window can touch, and masks them. It does so for some rows at a time.
     """
     num_rows, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = pages.shape

@@ -1,7 +1,7 @@
 """The Triton kernels of `rope_attend` and `rope_write`. Import this module only if Triton is installed.
 
-Data that do not depend on this step's q, k and v are loaded before the wait for the kernel that computes q, k and v (programmatic dependent
-launch). These data are old keys and values of the first tile, page ids, lengths, angles and norm weights. All of them were written before
+A program waits for the kernel that computes this step's q, k and v (programmatic dependent launch). Before the wait it loads all data that
+do not depend on them: old keys and values of the first tile, page ids, lengths, angles and norm weights. All of these were written before
 the chain of dependent kernels began.
 """
 

@@ -20,8 +20,8 @@ def move_kv(
 ) -> None:
     """Donates `pages`, which changes in place: copy keys and values from slot `src[t]` to slot `dst[t]` and move keys by `shift[t]`.
 
-    The op copies all layers. A rotary key of position p becomes a key of position p + d when it is rotated by d more positions
-    (Su et al., 2021). The rotation is computed in float32 and rounded once. A shift of 0 copies the bits.
+    The op copies all layers. Rotating a key of position p by d more positions gives the key of position p + d (Su et al., 2021). The
+    rotation is computed in float32 and rounded once. A shift of 0 copies the bits.
 
     Schema: `nanovllm::move_kv(Tensor(a!) pages, Tensor src, Tensor dst, Tensor shift, Tensor inv_freq) -> ()`.
     The reference is a loop over layers in plain torch. On a GPU one kernel moves every byte once.

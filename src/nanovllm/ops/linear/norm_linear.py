@@ -115,9 +115,9 @@ def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gate
 def goes_wide(rows: int, width: int, gated: bool, memory: int) -> bool:
     """Return whether a product without norm and residual uses the kernel for many rows.
 
-    All products on tensor cores use it. In a layer of few rows such a product has wide weights, and a kernel that keeps all of them in
-    registers leaves no room for the next kernel. Gated products use it too, because only layers of many tokens have gated products without
-    a norm.
+    All products on tensor cores use it. In a layer of few rows such a product has wide weights. A kernel that keeps all of them in
+    registers would leave no room for the next kernel. Gated products use it too, because only layers of many tokens have gated products
+    without a norm.
     """
     return gated or rows > FEW or not fits(rows, width, gated, memory)
 

@@ -27,7 +27,7 @@ from nanovllm.testing.strategies import limits, token_ids
 class EngineMachine(SessionDriver):
     """Test an engine: chunks, requests, replies and decode sessions in any order, with failures and misuse.
 
-    Pools have up to 18 tokens in pages of 1 to 3, and token ids are 0 and 1, so sharing, eviction and preemption are common. Now and then
+    Pools have up to 18 tokens in pages of 1 to 3, and token ids are 0 and 1. So sharing, eviction and preemption are common. Now and then
     a device call fails, before or after it did its work. Donated states, released chunks, chunks of another engine and impossible requests
     must be refused without changing the pool.
 

@@ -1,8 +1,8 @@
 """A symbolic model: the KV of a token is a number computed from all tokens before it, so wrong KV is found at once and exactly.
 
-The engine, its pages and its page copies are real. Only the model and its attention are replaced. A token's number depends on its id, on
-the numbers of all earlier tokens, read through the page table, and on its position if that differs from its index. The logits depend on
-the newest number. Keys that move are not rotated: the model's rotation speeds are 0.
+The engine, its pages and its page copies are real. Only the model and its attention are replaced. A token's number depends on its id and on
+the numbers of all earlier tokens, read through the page table. It also depends on the position, if that differs from the index. The logits
+depend on the newest number. Keys that move are not rotated: the model's rotation speeds are 0.
 
 Sliding-window layers have a pool of their own, addressed by frames (the KV memory of sliding-window pages). They read the numbers in
 their window. A token's number depends on the numbers that both kinds of layers read. So a frame that was freed too early, or that another
