@@ -1,8 +1,9 @@
-"""Attention of one layer with and without cascade: microseconds by rows, tokens shared and tokens of their own, inside CUDA graphs.
+"""Measure attention of one layer with and without cascade, in microseconds, for several numbers of rows, shared tokens and own tokens.
 
     python benchmarks/cascade.py --output benchmarks/results/h200-cascade.json
 
-The bounds in `executor/cascade_policy.py`, below which shared pages are not read once, come from this table.
+Decode launches run inside CUDA graphs. The bounds in `executor/cascade_policy.py`, from which shared pages are read once, come from this
+table.
 """
 
 import argparse
@@ -31,7 +32,7 @@ PROMPTS = [(32, 16384, 32), (32, 1024, 32), (8, 16384, 64), (4, 4096, 48), (32, 
 
 
 def pool(config: ModelConfig, rows: int, shared: int, own: int) -> tuple[torch.Tensor, np.ndarray]:
-    """Pages of `LAYERS` layers, and the tables of rows that share the first `shared` tokens."""
+    """Return pages of `LAYERS` layers, and page tables of rows that share the first `shared` tokens."""
     first, each = shared // SIZE, -(-(own + 64) // SIZE)
     ids = np.random.default_rng(0).permutation(first + rows * each).astype(np.int32)
     tables = np.concatenate((np.tile(ids[:first], (rows, 1)), ids[first:].reshape(rows, each)), 1).astype(np.int32)
@@ -40,7 +41,7 @@ def pool(config: ModelConfig, rows: int, shared: int, own: int) -> tuple[torch.T
 
 
 def decode(config: ModelConfig, rows: int, shared: int, own: int) -> dict[str, float]:
-    """Plain and cascade decode attention of one layer."""
+    """Measure plain and cascade decode attention of one layer."""
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     pages, tables = pool(config, rows, shared, own)
     counts, lens = np.full(rows, tables.shape[1], np.int32), np.full(rows, shared + own, np.int32)
@@ -50,7 +51,7 @@ def decode(config: ModelConfig, rows: int, shared: int, own: int) -> dict[str, f
     plain.update(counts, tables)
     cascade = CascadePlan(CascadeWorkspace(rows, heads[0], heads[2], CUDA), rows, heads[0], heads[1], SIZE, CUDA)
     if not cascade.update(shared_runs(tables, lens // SIZE, counts, lambda n, pages: True)):
-        raise AssertionError("the runs do not fit")
+        raise AssertionError("the shared runs do not fit into the cascade plan")
 
     def layers(handle: int) -> Callable[[], Any]:
         return lambda: [paged_decode(q, pages, i, *on_device, heads[2] ** -0.5, handle) for i in range(LAYERS)]
@@ -59,7 +60,7 @@ def decode(config: ModelConfig, rows: int, shared: int, own: int) -> dict[str, f
 
 
 def prompts(config: ModelConfig, rows: int, shared: int, new: int) -> dict[str, float]:
-    """Plain and cascade attention of `new` prompt tokens a row, one layer, eager."""
+    """Measure plain and cascade attention of `new` prompt tokens per row in one layer, without CUDA graphs."""
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     pages, tables = pool(config, rows, shared, new)
     lens, cu = np.full(rows, shared + new, np.int32), np.arange(0, rows * new + 1, new, dtype=np.int32)
@@ -87,11 +88,11 @@ def _compared(plain: float, cascade: float, tokens: int, config: ModelConfig) ->
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b", choices=list(SHAPES))
-    parser.add_argument("--commit", help="recorded in place of what git says")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=list(SHAPES), help="sizes of this model (default: %(default)s)")
+    parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     config = SHAPES[options.model]
     table = {f"decode {rows} rows, {shared} shared, {own} own": decode(config, rows, shared, own) for rows, shared, own in DECODE}

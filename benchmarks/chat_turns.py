@@ -1,14 +1,17 @@
-"""Prompt tokens that a chat with thinking runs, turn by turn: its KV kept as a chunk, beside its history sent as text.
+"""Count the prompt tokens per turn of a chat with thinking, with its KV kept as a chunk or its history sent as text.
 
     python benchmarks/chat_turns.py --output benchmarks/results/chat-turns.json
     python benchmarks/chat_turns.py --model Qwen/Qwen3-0.6B --max-tokens 1000 --max-model-len 32768
 
-Every figure is a difference of `state.stats` around the calls of a turn. Kept as a chunk, a turn is `nv.generate` with the chunk of the
-last one and the new tokens; `retain` says how the reply stays without its thinking ("all": with it). As text, a turn is the whole
-conversation through the chat template, which leaves the thinking of earlier turns out. It goes to one engine, which finds in its prefix
-index what it can, in whole pages of 16 tokens, or each time to a new one.
+Each number is a difference of `state.stats` before and after the calls of a turn.
 
-The token that ends a reply is drawn and not run: a chunk runs it with the reply, text with the next prompt.
+With a chunk, a turn calls `nv.generate` with the previous turn's chunk and the new tokens. `retain` says how the reply is kept without its
+thinking; "all" keeps the thinking.
+
+As text, a turn sends the whole conversation through the chat template, which leaves out the thinking of earlier turns. Either one engine
+gets all turns and reuses its prefix index, in whole pages of 16 tokens. Or each turn gets a new engine.
+
+The last token of a reply is sampled but not run. With a chunk it runs together with the reply, as text with the next prompt.
 """
 
 import argparse
@@ -34,7 +37,7 @@ MARK = "An answer."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the user says, and what the answer must name."""
+    """The user's words, and the value that the answer must contain."""
 
     text: str
     value: str
@@ -42,7 +45,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn: tokens of its prompt that ran, tokens run again to keep its answer, reply tokens run, tokens of the chunk after it."""
+    """One turn of a chat.
+
+    Attributes:
+        prompt: Prompt tokens that ran.
+        again: Tokens that ran again to keep the answer.
+        reply: Reply tokens that ran.
+        held: Tokens of the chunk after the turn.
+        text: The reply.
+        right: Whether the answer is right.
+    """
 
     prompt: int
     again: int
@@ -54,23 +66,23 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A chat held in one way, as far as the context goes, and the pages at its end: a chunk's, and those that only the index has."""
+    """A chat in one way, up to the end of the context. `pages_held` and `pages_index` are the chunk's pages and the index's at its end."""
 
     turns: tuple[Turn, ...]
     pages_held: int
     pages_index: int
 
     def total(self, *names: str) -> int:
-        """The sum over the turns."""
+        """Return the sum of these fields over all turns."""
         return sum(getattr(turn, name) for turn in self.turns for name in names)
 
     def alike(self, other: "Chat") -> int:
-        """The turns whose replies are the same."""
+        """Return the number of turns with equal replies."""
         return sum(mine.text == its.text for mine, its in zip(self.turns, other.turns, strict=False))
 
 
 def questions(count: int) -> list[Question]:
-    """Sums of two numbers of two digits; the first turns tell a fact each, and every fifth turn asks for one."""
+    """Return questions: sums of two numbers of two digits. The first turns also state a fact each, and every fifth turn asks for a fact."""
     random, asked = Random(0), []
     for turn in range(count):
         noun, name = FACTS[(turn // 5) % len(FACTS)]
@@ -78,19 +90,19 @@ def questions(count: int) -> list[Question]:
             asked.append(Question(text=f"What is the {noun} of Aistonia?", value=name))
             continue
         left, right = random.randint(11, 89), random.randint(11, 89)
-        told = f"The {FACTS[turn][0]} of Aistonia is {FACTS[turn][1]}. " if turn < len(FACTS) else ""
-        asked.append(Question(text=f"{told}What is {left} + {right}?", value=str(left + right)))
+        fact = f"The {FACTS[turn][0]} of Aistonia is {FACTS[turn][1]}. " if turn < len(FACTS) else ""
+        asked.append(Question(text=f"{fact}What is {left} + {right}?", value=str(left + right)))
     return asked
 
 
 def is_right(reply: str, question: Question) -> bool:
-    """Whether the answer behind the thinking names the value."""
+    """Return whether the answer after the thinking contains the value."""
     _, closed, answer = reply.rpartition("</think>")
     return bool(closed) and re.search(rf"\b{question.value}\b", answer) is not None
 
 
 def new_tokens(model: nv.Model, text: str, chunk: nv.Chunk | None) -> list[int]:
-    """What a turn adds to the chunk: the end of the last answer where it is missing, the user's words, the head of the reply."""
+    """Return the tokens that a turn adds to the chunk: the last answer's end if it is missing, the user's words, the reply's header."""
     if chunk is None:
         return render(model.tokenizer, [{"role": "user", "content": text}])
     assert model.tokenizer is not None
@@ -101,14 +113,17 @@ def new_tokens(model: nv.Model, text: str, chunk: nv.Chunk | None) -> list[int]:
 
 
 def limits(model: nv.Model, max_model_len: int | None) -> dict[str, Any]:
-    """Options of every engine: pages for two contexts of full length, so that nothing has to be evicted in between."""
+    """Return the options of all engines: pages for two contexts of full length, so that no page is evicted."""
     length = min(max_model_len or model.config.max_position_embeddings, model.config.max_position_embeddings)
-    plain = False if model.device.type == "cuda" else None  # what is counted is the same, and a new engine need not compile
+    plain = False if model.device.type == "cuda" else None  # the counts are the same, and new engines need not compile
     return {"num_pages": 2 * pages_for(length, 16), "page_size": 16, "max_model_len": length, "max_num_seqs": 1, "compile": plain}
 
 
 def turn_of(before: Stats, after: Stats, question: Question, reply: str, *, held: int, own: int | None = None) -> Turn:
-    """A turn from the statistics around it. `own` are the tokens given behind a chunk: what ran beyond them ran to keep the answer."""
+    """Return a turn from the statistics before and after it.
+
+    `own` is the number of tokens given after a chunk. Further prompt tokens ran to keep the answer.
+    """
     run = after.prefill_tokens - before.prefill_tokens
     again = 0 if own is None else max(0, run - own)
     drawn = after.decode_tokens - before.decode_tokens
@@ -116,13 +131,13 @@ def turn_of(before: Stats, after: Stats, question: Question, reply: str, *, held
 
 
 def chat_of(state: nv.EngineState, turns: list[Turn]) -> Chat:
-    """What a chat came to, with its last state."""
+    """Return the chat of these turns, with the pages of its last state."""
     report = nv.memory(state)
     return Chat(turns=tuple(turns), pages_held=report.num_held, pages_index=report.num_idle)
 
 
 def kept(model: nv.Model, asked: Sequence[Question], params: nv.SamplingParams, retain: Any, options: dict[str, Any]) -> Chat:
-    """The chat as calls of `nv.generate`, each over the chunk of the last; it ends where the context has no room for a turn."""
+    """Run the chat as calls of `nv.generate`, each with the previous chunk, until the context has no room for a turn."""
     state, chunk, turns = nv.init_state(model, **options), None, []
     for question in asked:
         words, before = new_tokens(model, question.text, chunk), state.stats
@@ -137,7 +152,7 @@ def kept(model: nv.Model, asked: Sequence[Question], params: nv.SamplingParams, 
 
 
 def texted(model: nv.Model, asked: Sequence[Question], params: nv.SamplingParams, reuse: bool, options: dict[str, Any]) -> Chat:
-    """The chat as whole conversations, to one engine or each to a new one; it ends where the context has no room for a turn."""
+    """Run the chat as whole conversations, in one engine or in a new engine per turn, until the context has no room for a turn."""
     llm, messages, turns = nv.LLM(model, **options), [], []
     for question in asked:
         llm = llm if reuse else nv.LLM(model, **options)
@@ -153,7 +168,7 @@ def texted(model: nv.Model, asked: Sequence[Question], params: nv.SamplingParams
 
 
 def measure(model: nv.Model, count: int, *, max_tokens: int = 128, max_model_len: int | None = None) -> dict[str, Chat]:
-    """The same questions in every way."""
+    """Ask the same questions in every way."""
     asked, options = questions(count), limits(model, max_model_len)
     params = nv.SamplingParams(temperature=0, max_tokens=max_tokens)
     chats = {way: kept(model, asked, params, way, options) for way in RETAINED}
@@ -161,7 +176,7 @@ def measure(model: nv.Model, count: int, *, max_tokens: int = 128, max_model_len
 
 
 def table(chats: dict[str, Chat], count: int) -> str:
-    """Turn by way, and what each way came to."""
+    """Return a table with a row per turn and a column per way, and the totals of each way."""
 
     def ran(way: str, prompt: int, again: int) -> str:
         return f"{prompt:,} ({again:,})" if way == "recompute" else f"{prompt + again:,}"
@@ -190,7 +205,7 @@ def table(chats: dict[str, Chat], count: int) -> str:
 
 
 def figures(chat: Chat, anew: Chat) -> dict[str, Any]:
-    """A chat for the record, beside the one whose history is run anew."""
+    """Return the numbers of a chat for the JSON file; `anew` is the chat with a new engine per turn, for comparison."""
     run = chat.total("prompt", "again")
     return {
         "prompt_tokens_run": run,
@@ -209,20 +224,20 @@ def figures(chat: Chat, anew: Chat) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="one with think tokens")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=128, help="of a reply with its thinking")
+    parser.add_argument("--model", default="tiny", help="a model with think tokens (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=20, help="number of turns (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per reply, thinking included (default: %(default)s)")
     parser.add_argument("--max-model-len", type=int, help="tokens of the context (default: the model's)")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     if options.turns < 1:
-        parser.error("--turns must be at least 1")
+        parser.error(f"--turns must be at least 1, got {options.turns}")
     model = nv.load_model(options.model, device=options.device)
     if model.tokenizer is None or model.tokenizer.think_token_ids is None:
-        parser.error(f"{model.name} has no think tokens")
+        parser.error(f"{model.name} has no think tokens; choose a model whose tokenizer has them")
     chats = measure(model, options.turns, max_tokens=options.max_tokens, max_model_len=options.max_model_len)
     print(table(chats, options.turns))
     command = f"python benchmarks/chat_turns.py --model {options.model} --turns {options.turns} --max-tokens {options.max_tokens}"

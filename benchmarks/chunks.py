@@ -1,4 +1,4 @@
-"""What chunks cost: composing, a first token after it, saving and loading, sharing; medians of the repeats, in one process.
+"""Measure operations on chunks: compose, the first token after it, save, load and sharing. The numbers are medians of the repeats.
 
 python benchmarks/chunks.py --output benchmarks/results/h200-chunks.json
 python benchmarks/chunks.py --model tiny --length 256 --device cpu
@@ -29,7 +29,7 @@ ONE = nv.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Seconds of a call with the device's work, and its result."""
+    """Return the seconds of a call, the device's work included, and its result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -40,7 +40,7 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written a second by a plain copy."""
+    """Return the bytes that a plain copy reads and writes per second."""
     source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = [timed(lambda: target.copy_(source), device)[0] for _ in range(6)]
@@ -48,7 +48,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def measure(model: nv.Model, length: int, repeats: int, folder: Path, disk: Path) -> dict[str, float]:
-    """The figures for `PARTS` chunks of `length` tokens each; files go to `folder`, in memory, and once to `disk`."""
+    """Measure `PARTS` chunks of `length` tokens each. Files go to `folder`, which is in memory, and once to `disk`."""
     device, total, size, random = model.device, PARTS * length, 16, Random(0)
     state = nv.init_state(model, num_pages=6 * total // size + 64, page_size=size, max_model_len=total + 256, max_num_seqs=64)
     each = bytes_per_page(model.config, page_size=size, dtype=model.dtype) // size
@@ -69,7 +69,7 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path, disk: Path
         saved, _ = timed(lambda state=state, whole=whole: nv.save_chunk(state, whole, path), device)
         loaded, (state, copy) = timed(lambda state=state: nv.load_chunk(model, state, path), device)
         filled, (state, fresh) = timed(lambda state=state: nv.prefill(model, state, random_tokens(random, total, vocabulary)), device)
-        if repeat:  # the first turn warms up
+        if repeat:  # the first repeat is the warm-up
             for name, seconds in (
                 ("compose", composed), ("first_token_after_compose", first), ("compose_recompute_8", again), ("save", saved),
                 ("load", loaded), ("prefill", filled),
@@ -85,7 +85,7 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path, disk: Path
     note("load_from_disk", loaded)
     state = nv.release(nv.release(state, whole), copy)
     figures.update({f"{name}_ms": round(1e3 * float(np.median(values)), 2) for name, values in times.items()})
-    moved = 2 * each * (total - length)  # the first chunk's pages are shared
+    moved = 2 * each * (total - length)  # the first chunk's pages are shared, so its tokens do not move
     figures["tokens"], figures["moved_mb"] = total, round(moved / 1e6, 1)
     figures["compose_gb_s"] = round(moved / 1e6 / figures["compose_ms"], 1)
     figures["copy_gb_s"] = round(copy_rate(device) / 1e9, 1)
@@ -96,14 +96,14 @@ def measure(model: nv.Model, length: int, repeats: int, folder: Path, disk: Path
 
 
 def forget(path: Path) -> None:
-    """Take a file out of the page cache, as far as the system does so: the next reader reads the disk."""
+    """Remove a file from the system's page cache, as far as the system allows it, so that the next reader reads the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def first_token(model: nv.Model, state: nv.EngineState, context: list[Any]) -> nv.EngineState:
-    """Submit a request and step until its only token is there."""
+    """Submit a request for one token and step until it has ended."""
     state, _ = nv.submit(model, state, context, ONE)
     while state.waiting or state.running:
         state, _ = nv.step(model, state)
@@ -111,7 +111,7 @@ def first_token(model: nv.Model, state: nv.EngineState, context: list[Any]) -> n
 
 
 def move_rate(model: nv.Model, state: nv.EngineState, num_tokens: int) -> float:
-    """Bytes read and written a second by `move_kv` alone, which writes over the pool: page by page in a random order."""
+    """Return the bytes that `move_kv` alone reads and writes per second, for pages in random order. It overwrites the pool."""
     (pages,) = state.kv.pools
     size = pages.shape[4]
     order = np.random.default_rng(0).permutation(2 * (num_tokens // size)).astype(np.int32)
@@ -123,7 +123,7 @@ def move_rate(model: nv.Model, state: nv.EngineState, num_tokens: int) -> float:
 
 
 def sharing(model: nv.Model, random: Random) -> dict[str, float]:
-    """Pages of 64 requests of 64 tokens behind one prompt of 1,024, beside as many without sharing."""
+    """Count the pages of 64 requests of 64 tokens that share one prompt of 1,024 tokens, and of the same requests without sharing."""
     size, prompt, own, requests = 16, 1024, 64, 64
     alone = -(-(prompt + own) // size) * requests
     state = nv.init_state(model, num_pages=alone, page_size=size, max_model_len=prompt + own, max_num_seqs=requests, compile=False)
@@ -135,15 +135,15 @@ def sharing(model: nv.Model, random: Random) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b", choices=["tiny", *SHAPES])
-    parser.add_argument("--device")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of each of the 16 chunks")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=["tiny", *SHAPES], help="sizes of this model with random weights, or tiny")
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of each of the 16 chunks (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats, whose median is reported (default: %(default)s)")
     parser.add_argument("--disk", type=Path, help="a folder on a disk, for one file (default: the system's folder for temporary files)")
-    parser.add_argument("--commit", help="recorded in place of what git says")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     load = nv.load_model if options.model == "tiny" else random_weights
     model = load(options.model, device=options.device)

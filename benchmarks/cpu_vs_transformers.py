@@ -1,9 +1,10 @@
-"""Decode speed on a CPU beside transformers' own `generate`, the two in turn within one process; medians of the repeats.
+"""Compare decode speed on a CPU with `generate` of transformers. Both run alternately in one process; the numbers are medians.
 
     python benchmarks/cpu_vs_transformers.py --model tiny --output benchmarks/results/cpu-tiny.json
     python benchmarks/cpu_vs_transformers.py --model qwen3-0.6b --dtypes float32,bfloat16 --tokens 24
 
-The embedded model runs on its own weights, and the replies must agree; the other shapes run on random weights, each engine on its own.
+The packaged model runs with its own weights, and the share of equal replies is reported. Other models run with random weights, which differ
+between the two engines.
 """
 
 import argparse
@@ -26,17 +27,17 @@ from nanovllm.types import dtype_of
 
 
 def timed(call: Any) -> tuple[float, Any]:
-    """Seconds of a call, and its result."""
+    """Return the seconds of a call and its result."""
     start = time.perf_counter()
     result = call()
     return time.perf_counter() - start, result
 
 
 def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats: int, compiled: bool) -> dict[str, Any]:
-    """Decode tokens a second of both, prefill taken off by the time of a one-token reply, and their ratio."""
+    """Measure decode tokens per second of both engines, and their ratio. The time of a one-token reply is subtracted as prefill time."""
     model = load_model(name, "cpu", dtype) if name == "tiny" else random_weights(name, device="cpu", dtype=dtype)
     other = in_transformers(model, name)
-    other.generation_config.eos_token_id = None  # min_new_tokens would forbid the token instead of ignoring it
+    other.generation_config.eos_token_id = None  # ignore the end token; min_new_tokens would forbid it instead
     engine = Engine(model, num_pages=2048, max_model_len=1024, compile=compiled or None)
     random, figures = Random(0), {}
 
@@ -56,7 +57,7 @@ def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats:
             for who, call in calls.items():
                 first, _ = timed(lambda call=call: call(1))
                 whole, replies[who] = timed(lambda call=call: call(num_tokens))
-                if repeat:  # the first turn warms up
+                if repeat:  # the first repeat is the warm-up
                     speeds[who].append(batch * (num_tokens - 1) / (whole - first))
             agree += [a == b for a, b in zip(replies["ours"], replies["theirs"], strict=True)]
         key = f"{dtype}_b{batch}"
@@ -69,15 +70,15 @@ def compare(name: str, dtype: str, batches: list[int], num_tokens: int, repeats:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", choices=["tiny", *SHAPES])
-    parser.add_argument("--dtypes", default="float32")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile", action="store_true", help="our layers through torch.compile (needs a C++ compiler)")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--model", default="tiny", choices=["tiny", *SHAPES], help="default: %(default)s")
+    parser.add_argument("--dtypes", default="float32", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--batches", default="1,8", help="batch sizes, comma-separated (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per reply (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats, whose median is reported (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="run our layers through torch.compile (needs a C++ compiler)")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     result: dict[str, Any] = {}
     for dtype in options.dtypes.split(","):

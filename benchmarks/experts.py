@@ -1,9 +1,10 @@
-"""The feed-forward of a mixture of experts, one layer: microseconds by tokens, inside CUDA graphs, beside what memory and arithmetic allow.
+"""Measure one feed-forward layer of a mixture of experts, in microseconds per number of tokens, compared with its lower bound.
 
     python benchmarks/experts.py --output benchmarks/results/h200-experts.json
 
-Calls in a graph have routing of their own, random and even, so that what one read is seldom in L2 for the next. The bound is the slower of
-reading the weights of the experts that are hit, once, and of the products, at rates that are measured first.
+The calls run inside CUDA graphs. Each call in a graph has its own random, even routing, so weights that one call read are seldom in L2 for
+the next call. The bound is the larger of two times: reading the weights of the chosen experts once, and computing the products. Memory and
+arithmetic rates are measured first.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from nanovllm.testing.problems import experts_problem, routed
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 SIZES = {"qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336), "ernie-4.5-21b-a3b": (6, 64, 2560, 1536)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
-CALLS = 8  # of a graph
+CALLS = 8  # calls per graph
 
 
 def layer(sizes: tuple[int, int, int, int], tokens: int, weights: tuple[torch.Tensor, torch.Tensor], ceiling: Ceiling) -> dict[str, Any]:
-    """One layer with so many tokens."""
+    """Measure one layer with so many tokens."""
     k, num, width, inner = sizes
     x = torch.randn(tokens, width, device=CUDA).to(BF16)
     routes = [routed(tokens, k, num, BF16, "cuda") for _ in range(CALLS)]
@@ -45,11 +46,11 @@ def layer(sizes: tuple[int, int, int, int], tokens: int, weights: tuple[torch.Te
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(SIZES), help="of all, if not given")
-    parser.add_argument("--commit", help="recorded in place of what git says")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--model", choices=list(SIZES), help="sizes of this model (default: all)")
+    parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     ceiling, table = measure_ceiling(CUDA, BF16), {}
     print(f"{torch.cuda.get_device_name()}: reads {ceiling.read_bytes / 1e9:.0f} GB/s, multiplies {ceiling.flops / 1e12:.0f} TFLOP/s")

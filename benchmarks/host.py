@@ -1,12 +1,19 @@
-"""Microseconds of the host: what the engine does around the model's steps, measured with an executor that does nothing.
+"""Measure the host's time around the model's steps, with an executor that runs nothing.
 
     python benchmarks/host.py --output benchmarks/results/host.json
 
-Seven questions: how long requests over one cached prefix take from the first `submit` to the first prompt run, and from the last step to
-the last reply; the same of one request by itself, whose prompt is there but for a page; what the end of a reply costs, and a page that has
-to be evicted; what a decode step costs, by rows; what one costs in which rows get pages, and its tensors; whether a step depends on the
-size of the pool or on the requests served before; and what the host's part of `nanovllm bench --which offline` comes to. Tokens are always
-0. Figures are medians of the repeats but for `offline_ms`, the least of them. The collector runs once before, as in `nanovllm generate`.
+It measures seven things:
+
+1. requests over one cached prefix: from the first `submit` to the first prompt launch, and from the last step to the last reply;
+2. the same for a single request, all of whose prompt except the last page is cached;
+3. the end of a reply, and the eviction of a page;
+4. a decode step, by number of rows;
+5. a decode step in which rows get pages, and the making of its tensors;
+6. a decode step by size of the pool, and by number of requests served before;
+7. the host's part of `nanovllm bench --which offline`.
+
+Sampled tokens are always 0. The numbers are medians of the repeats, except for `offline_ms`, which is the minimum. The garbage collector
+runs once before, as in `nanovllm generate`.
 """
 
 import argparse
@@ -30,11 +37,11 @@ from nanovllm.executor.executor import Drawn
 from nanovllm.testing.models import random_model, tiny_config
 
 MICRO = 1e6
-VOCABULARY = 16384  # ids as large as a real model's: Python keeps the small ones ready
+VOCABULARY = 16384  # token ids as large as those of real models, because Python caches small integers
 
 
 class Nothing:
-    """An `Executor` that runs nothing and draws token 0; notes when prompts and decode steps began, in seconds, and rows that got pages."""
+    """An executor that runs nothing and samples token 0. It records when prompts and decode steps began, and the rows that got pages."""
 
     def __init__(self) -> None:
         self.prompts: list[float] = []
@@ -42,26 +49,26 @@ class Nothing:
         self.refreshed: Any = None
 
     def prefill(self, model: nv.Model, kv: Any, rows: Any, *, draw: bool = True, frames: Any = None) -> tuple[Drawn | None, Any]:
-        """See `Executor`, as for all that follows."""
+        """Record the time; return zeros for the rows whose prompt is complete."""
         self.prompts.append(time.perf_counter())
         whole = sum(count == sequence.todo for sequence, count in rows)
         return (_zeros(whole) if draw and whole else None), kv
 
     def load(self, model: nv.Model, kv: Any, rows: Any, *, frames: Any = None) -> Any:
-        """The number of rows stands for the carry."""
+        """Return the number of rows as the carry."""
         return len(rows)
 
     def refresh(self, model: nv.Model, carry: Any, rows: Any, *, frames: Any = None) -> Any:
-        """The same rows."""
+        """Record the rows, which got pages; return their number as the carry."""
         self.refreshed = rows
         return len(rows)
 
     def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any, *, frames: Any = None) -> Any:
-        """Those that are left."""
+        """Return the number of remaining rows as the carry."""
         return len(rows)
 
     def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
-        """Zeros."""
+        """Record the time; return zeros."""
         self.steps.append(time.perf_counter())
         return carry, _zeros(carry)
 
@@ -70,11 +77,11 @@ class Nothing:
         return 0
 
     def begin(self, model: nv.Model, kv: Any, rows: Any, ticket: int, *, frames: Any = None) -> Any:
-        """As `load`."""
+        """Return the number of rows as the carry."""
         return len(rows)
 
     def end(self, ticket: int) -> None:
-        """Nothing is held."""
+        """Do nothing, because a session has no resources."""
 
 
 def _zeros(count: int) -> Drawn:
@@ -82,13 +89,13 @@ def _zeros(count: int) -> Drawn:
 
 
 class Engine:
-    """The state of the last call, and whole batches of greedy replies by `submit` and `step`."""
+    """An engine that runs whole batches of greedy replies with `submit` and `step`, and keeps the last state."""
 
     def __init__(self, model: nv.Model, **limits: int) -> None:
         self.model, self.state = model, nv.init_state(model, **limits)
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> None:
-        """Run them to their ends."""
+        """Run these requests until all have ended."""
         for prompt, count in zip(prompts, max_tokens, strict=True):
             params = nv.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
             self.state, _ = nv.submit(self.model, self.state, prompt, params)
@@ -97,19 +104,19 @@ class Engine:
 
 
 def engine_of(num_pages: int, max_num_seqs: int = 256) -> tuple[Engine, Nothing]:
-    """An engine whose steps cost nothing but the host's time."""
+    """Return an engine whose steps cost only the host's time, and its executor."""
     config = tiny_config(
         vocab_size=VOCABULARY, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=4,
         max_position_embeddings=32768,
     )  # fmt: skip
-    model = replace(random_model(config), tokenizer=None)  # what a library takes for the text of a reply is not looked at
+    model = replace(random_model(config), tokenizer=None)  # the tokenizer library's time for the text of replies is not measured
     engine, nothing = Engine(model, num_pages=num_pages, page_size=16, max_num_seqs=max_num_seqs), Nothing()
     engine.state.runtime.executor = cast(Any, nothing)
     return engine, nothing
 
 
 def shared_prompt(repeats: int, requests: int = 32, prefix: int = 16384, own: int = 32, count: int = 64) -> dict[str, float]:
-    """Milliseconds before the first prompt runs, and after the last step, of requests that come at once over a cached prefix."""
+    """Measure requests submitted together over a cached prefix: milliseconds before the first prompt launch and after the last step."""
     engine, nothing = engine_of(40_000)
     random, before, submits, after = Random(0), [], [], []
     for _ in range(repeats + 1):
@@ -133,8 +140,11 @@ def shared_prompt(repeats: int, requests: int = 32, prefix: int = 16384, own: in
 
 
 def cached(repeats: int, prefix: int = 16384, own: int = 16) -> dict[str, float]:
-    """Microseconds of a request for one token whose prompt is in the index but for its end: its `submit`, from there to the launch of its
-    prompt, and from there to its reply. The pool is large enough to evict nothing."""
+    """Measure a request for one token whose prompt is cached except for its end.
+
+    The times are its `submit`, then up to the launch of its prompt, then up to its reply, in microseconds. The pool is large enough that
+    nothing is evicted.
+    """
     engine, nothing = engine_of(2 * (repeats + 1) * (prefix + 2 * own) // 16)
     random, submits, before, after = Random(2), [], [], []
     for _ in range(repeats + 1):
@@ -157,7 +167,7 @@ def cached(repeats: int, prefix: int = 16384, own: int = 16) -> dict[str, float]
 
 
 def ends(repeats: int, rows: int = 64, prompt: int = 128, reply: int = 512) -> dict[str, float]:
-    """Microseconds a reply from the last decode step of `rows` requests, which end together, to their replies."""
+    """Measure the microseconds per reply from the last decode step of `rows` requests, which end together, to their replies."""
     random, times = Random(3), []
     engine, nothing = engine_of((repeats + 1) * rows * (prompt + reply + 64) // 16)
     for _ in range(repeats + 1):
@@ -167,8 +177,10 @@ def ends(repeats: int, rows: int = 64, prompt: int = 128, reply: int = 512) -> d
 
 
 def evicting(repeats: int, rows: int = 64, length: int = 64, prompt: int = 8192) -> dict[str, float]:
-    """Microseconds a page until a prompt is launched for which as many pages have to be evicted, those of requests of `length` tokens in
-    and out."""
+    """Measure the microseconds per evicted page until a prompt is launched that needs all of these pages.
+
+    The evicted pages are those of requests with `length` tokens in and out.
+    """
     random, times, params = Random(4), [], nv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     count = prompt // 16
     engine, nothing = engine_of(4 * count)
@@ -183,7 +195,7 @@ def evicting(repeats: int, rows: int = 64, length: int = 64, prompt: int = 8192)
 
 
 def decode_step(engine: Engine, nothing: Nothing, rows: int, steps: int = 256) -> float:
-    """Microseconds from one decode step to the next, the median over a run of `rows` requests."""
+    """Measure the microseconds from one decode step to the next, the median over a run of `rows` requests."""
     random = Random(rows)
     nothing.steps.clear()
     engine.generate([random_tokens(random, 32, VOCABULARY) for _ in range(rows)], [steps] * rows)
@@ -191,13 +203,13 @@ def decode_step(engine: Engine, nothing: Nothing, rows: int, steps: int = 256) -
 
 
 def decode_steps(repeats: int, sizes: Iterable[int]) -> dict[str, float]:
-    """Microseconds of a decode step by its rows."""
+    """Measure the microseconds of a decode step by number of rows."""
     engine, nothing = engine_of(8_192)
     return {f"decode_x{rows}_us": _median([decode_step(engine, nothing, rows) for _ in range(repeats)]) for rows in sizes}
 
 
 def taking_pages(repeats: int, rows: int = 256, longest: int = 1024, reply: int = 512) -> dict[str, float]:
-    """Microseconds of the decode steps in which rows get pages, from call to return, and of making their tensors, on the CPU."""
+    """Measure the microseconds of decode steps in which rows get pages, from call to return, and of making their tensors on the CPU."""
     random, steps, tensors = Random(5), [], []
     num_pages = rows * (longest + reply + 64) // 16
     for _ in range(repeats):
@@ -219,13 +231,13 @@ def taking_pages(repeats: int, rows: int = 256, longest: int = 1024, reply: int 
 
 
 def by_pool_size(repeats: int, sizes: Iterable[int], rows: int = 64) -> dict[str, float]:
-    """Microseconds of a decode step by the pages of the pool."""
+    """Measure the microseconds of a decode step by number of pages in the pool."""
     engines = {size: engine_of(size) for size in sizes}
     return {f"decode_x{rows}_pool{n}_us": _median([decode_step(*engine, rows) for _ in range(repeats)]) for n, engine in engines.items()}
 
 
 def by_finished(repeats: int, counts: Iterable[int], rows: int = 64) -> dict[str, float]:
-    """Microseconds of a decode step by the requests that the engine has served before, in ascending order."""
+    """Measure the microseconds of a decode step by number of requests that the engine has served before."""
     engine, nothing = engine_of(65_536)
     random, served, out = Random(1), 0, {}
     for count in sorted(counts):
@@ -238,7 +250,7 @@ def by_finished(repeats: int, counts: Iterable[int], rows: int = 64) -> dict[str
 
 
 def offline(repeats: int, requests: int = 256) -> dict[str, float]:
-    """The whole of `nanovllm bench --which offline`, in milliseconds: requests of 100 ... 1,024 tokens in, and as many out."""
+    """Measure all of `nanovllm bench --which offline` in milliseconds: requests with 100 to 1,024 tokens in and out."""
     draw, times, steps = Random(0), [], 0
     prompts = [random_tokens(draw, draw.randint(100, 1024), VOCABULARY) for _ in range(requests)]
     counts = [draw.randint(100, 1024) for _ in range(requests)]
@@ -256,7 +268,7 @@ def _median(values: Any, scale: float = 1.0) -> float:
 
 
 def measure(repeats: int) -> dict[str, float]:
-    """All figures."""
+    """Run all measurements."""
     freeze()
     return {
         **shared_prompt(repeats),
@@ -272,11 +284,11 @@ def measure(repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=positive, default=5)
-    parser.add_argument("--commit", help="recorded in place of what git says")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--repeats", type=positive, default=5, help="repeats, whose median is reported (default: %(default)s)")
+    parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     command = f"python benchmarks/host.py --repeats {options.repeats}"
     result = record(engine_of(1)[0].model, measure(options.repeats), command, options.commit)

@@ -4,10 +4,13 @@
     nanovllm bench --model qwen3-8b --output benchmarks/results/h200-8b.json
     python benchmarks/write_docs.py
 
-A block begins with `<!-- bench: NAME.json -->`, a file in benchmarks/results, and ends with `<!-- /bench -->`: all tables of the run
-and its picture. A block between `<!-- brief: NAME.json -->` and `<!-- /brief -->` is a short table. A `families` block has a row for
-each model in a file of `benchmarks/families.py`. The text inside of a block is replaced. A document may have any number of blocks. Columns
-for other engines' figures from other runs come from the files NAME-peers.json there, where card, model and dtype are the same.
+Tables and pictures are in blocks between markers. A document may have any number of blocks, and the text inside a block is replaced.
+
+- `<!-- bench: NAME.json -->` ... `<!-- /bench -->`: all tables and the picture of a run; NAME.json is a file in benchmarks/results.
+- `<!-- brief: NAME.json -->` ... `<!-- /brief -->`: a short table of a run.
+- `<!-- families: NAME.json -->` ... `<!-- /families -->`: a row for each model in a file of `benchmarks/families.py`.
+
+Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same.
 """
 
 import argparse
@@ -36,18 +39,18 @@ BRIEF = {
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A run's object; peers of other runs stand beside those of the run itself and are named as such."""
+    """Read the result of a run, and add numbers of other engines from other runs, which are named as such."""
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     peers = dict(result.get("peers", {}))
     for other in sorted(file.parent.glob("*-peers.json")):
-        found = json.loads(other.read_text(encoding="utf-8"))
-        if (found["gpu"], found["dtype"]) == (result["gpu"], result["dtype"]):
-            peers |= {f"{name} (other run)": figures for name, figures in found["models"].get(result["model"], {}).items()}
+        run = json.loads(other.read_text(encoding="utf-8"))
+        if (run["gpu"], run["dtype"]) == (result["gpu"], result["dtype"]):
+            peers |= {f"{name} (other run)": figures for name, figures in run["models"].get(result["model"], {}).items()}
     return result | ({"peers": peers} if peers else {})
 
 
 def filled(text: str, results: Path) -> str:
-    """The document with the tables of each block's file in `results`; a picture lies beside the document."""
+    """Return the document with the tables of each block's file in `results`. Pictures are in the document's folder."""
 
     def block(found: re.Match[str]) -> str:
         begin, kind, name, end = found.groups()
@@ -66,26 +69,26 @@ def filled(text: str, results: Path) -> str:
 
 
 def brief(result: dict[str, Any]) -> str:
-    """The main figures in one table: ours, other engines', and the share of the roofline."""
+    """Return the main numbers in one table: ours, those of other engines, and the share of the roofline."""
     peers, rows = result.get("peers", {}), {one["key"]: one for one in result.get("workloads", ())}
     head = ("workload", "nanovllm", *(name.removesuffix(" (other run)") for name in peers), "of the roofline")
     lines = []
-    for key, what in BRIEF.items():
+    for key, workload in BRIEF.items():
         if key in result:
-            told = any(key in figures for figures in peers.values())
-            theirs = [_figure(figures[key], key, of_a_peer=True) if key in figures else "-" * told for figures in peers.values()]
+            any_peer = any(key in figures for figures in peers.values())
+            theirs = [_figure(figures[key], key, of_a_peer=True) if key in figures else "-" * any_peer for figures in peers.values()]
             share = f"{rows[key]['roofline_percent']:.0f}%" if key in rows else ""
-            lines.append((what, _figure(result[key], key), *theirs, share))
+            lines.append((workload, _figure(result[key], key), *theirs, share))
     return "\n".join(table(head, lines))
 
 
 def families(result: dict[str, Any]) -> str:
-    """A row for each model: tokens a second and the share of the roofline, and which kernels serve it."""
+    """Return a table with a row per model: tokens per second, the share of the roofline, and its kernels."""
     lines = []
     for name, one in result["models"].items():
         rows = [one[f"{batch}_decode_tok_s"] for batch in ("b1", "b8", "b64")]
-        told = f"{one['decode'].removesuffix(' in CUDA graphs')}{': ' * bool(one['against'])}{one['against']}"
-        lines.append((name, *(f"{row['tok_s']:,.0f} ({row['roofline_percent']:.0f}%)" for row in rows), told))
+        path = f"{one['decode'].removesuffix(' in CUDA graphs')}{': ' * bool(one['against'])}{one['against']}"
+        lines.append((name, *(f"{row['tok_s']:,.0f} ({row['roofline_percent']:.0f}%)" for row in rows), path))
     where, how = result["gpu"] or result["cpu"], f"commit {result['commit']} (`{result['command']}`)"
     about = f"{where}, {result['dtype']}, {how}; tokens/s, and the share of the roofline:"
     return "\n".join((about, "", *table(("model", "1 row", "8", "64", "steps run by"), lines)))
@@ -99,13 +102,13 @@ def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:
 
 
 def pictures(text: str, results: Path) -> dict[str, str]:
-    """The pictures that the blocks of a document show, by file name."""
+    """Return the pictures that the blocks of a document show, by file name."""
     files = {name: results / f"{name}.json" for _, kind, name, _ in BLOCK.findall(text) if kind == "bench"}
     return {f"performance-{name}.svg": draw(read(file)) for name, file in files.items() if file.exists()}
 
 
 def main() -> None:
-    """Fill the documents in and write their pictures."""
+    """Fill the blocks of the documents and write their pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--document", type=Path, action="append", help="may be given several times (default: all of them)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")

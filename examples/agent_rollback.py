@@ -1,7 +1,7 @@
-"""An agent that takes a step, checks it, and goes back where it was if the check fails; from a dead end it goes back further.
+"""An agent that takes a step, checks it, and goes back if the check fails. From a dead end it goes back further.
 
-The steps are sentences of a story in which no long word may stand twice. A checkpoint is a chunk, so going back costs nothing: no token
-runs again, and an abandoned step gives its pages back.
+The steps are sentences of a story in which no long word may occur twice. A checkpoint is a chunk, so going back costs nothing: no token
+runs again, and the pages of an abandoned step become free.
 """
 
 import re
@@ -9,11 +9,11 @@ import re
 import nanovllm as nv
 
 OPENING = "Once upon a time, there lived a fisherman by the sea."
-SENTENCES, TRIES, LETTERS = 5, 3, 4  # steps of the task, tries from a checkpoint before it is given up, and what a long word has
+SENTENCES, TRIES, LETTERS = 5, 3, 4  # steps of the task, tries from a checkpoint before it is given up, letters of a long word at least
 
 
 def fault(story: str, sentence: str) -> str | None:
-    """What is wrong with a sentence behind a story; None where nothing is."""
+    """Return the reason why a sentence does not fit the story before it; None if it fits."""
     if "\n" in sentence or not sentence.endswith("."):
         return "breaks off"
     words = [word for word in re.findall(r"\w+", f"{story} {sentence}".lower()) if len(word) >= LETTERS]
@@ -21,7 +21,7 @@ def fault(story: str, sentence: str) -> str | None:
 
 
 def main() -> None:
-    """Tell a story, step by step."""
+    """Tell a story step by step, and print each step and the total cost."""
     model = nv.load_model("tiny")
     assert model.tokenizer is not None
     state = nv.init_state(model, num_pages=128)
@@ -29,7 +29,7 @@ def main() -> None:
     path, tried, tries, naive, most = [start], [0], 0, 0, 0
     while len(path) <= SENTENCES:
         depth = len(path)
-        if tried[-1] >= TRIES and depth > 1:  # a dead end: the step that led here was not so good after all
+        if tried[-1] >= TRIES and depth > 1:  # a dead end: take back the step that led here
             state = nv.release(state, path.pop())
             tried.pop()
             print(f"{depth}  a dead end: {depth - 1} is taken back")
@@ -49,8 +49,8 @@ def main() -> None:
             state = nv.release(state, gen.chunk)
     print(model.tokenizer.decode(path[-1].token_ids.tolist()))
     report = nv.memory(state)
-    print(f"{len(path)} checkpoints in {report.num_held} pages; {report.num_references} if each had its own; at most {most} were held")
-    print(f"{state.stats.prefill_tokens + state.stats.decode_tokens} tokens were run; {naive} if every try began with the whole story")
+    print(f"{len(path)} checkpoints in {report.num_held} pages; {report.num_references} without sharing; at most {most} were in use")
+    print(f"{state.stats.prefill_tokens + state.stats.decode_tokens} tokens ran; {naive} if every try ran the whole story again")
     for chunk in path:
         state = nv.release(state, chunk)
     nv.check(state)

@@ -1,6 +1,6 @@
-"""Best of n: several replies to one question, drawn together from one chunk, and the one that the model itself finds likeliest.
+"""Best of n: sample several replies to one question together from one chunk, and keep the reply with the highest mean log-probability.
 
-The question is run once, and its pages are shared; each reply costs the pages of its own tokens.
+The question runs once and its pages are shared. Each reply needs pages only for its own tokens.
 """
 
 import nanovllm as nv
@@ -13,7 +13,7 @@ MESSAGES = [
 
 
 def main() -> None:
-    """Draw, rank, keep the best and release the rest."""
+    """Sample replies, rank them, keep the best and release the others."""
     llm = nv.LLM("tiny", num_pages=256)
     model, state = llm.model, llm.state
     state, question = nv.prefill(model, state, llm.chat_tokens(MESSAGES, enable_thinking=False))
@@ -21,16 +21,16 @@ def main() -> None:
     state, gens = nv.generate_many(model, state, [question] * N, params)
 
     def score(gen: nv.Generation) -> float:
-        """The mean log-probability of its tokens, so that a long reply does not lose by its length."""
+        """Return the mean log-probability of a reply's tokens, which does not depend on its length."""
         return sum(entry.logprob for entry in gen.logprobs or ()) / len(gen.token_ids)
 
     ranked = sorted(gens, key=score, reverse=True)
     for gen in (*ranked[:2], ranked[-1]):
         print(f"{score(gen):7.3f} {gen.text.strip()!r}")
     report = nv.memory(state)
-    print(f"{N} replies: {report.num_held} pages are held; {report.num_references} if each had its own")
+    print(f"{N} replies: {report.num_held} pages are in use; {report.num_references} without sharing")
     run, alone = state.stats.prefill_tokens + state.stats.decode_tokens, sum(len(gen.chunk) for gen in gens)
-    print(f"{run} tokens were run; {alone} if each reply had run the question")
+    print(f"{run} tokens ran; {alone} if each reply had run the question")
     for gen in ranked[1:]:
         state = nv.release(state, gen.chunk)
     state, more = nv.generate(model, state, ranked[0].chunk, nv.SamplingParams(temperature=0, max_tokens=24))

@@ -1,7 +1,7 @@
 """A compiled loop that mixes the logits of two prompts: several decode steps in one `torch.compile(fullgraph=True)` region.
 
-Both rows draw from the mean of the two distributions, so they write one text that follows from both prompts. The KV memory is
-updated in place inside the compiled region; none of it is copied.
+Both rows use the mean of the two rows' logits, so they write one text that continues both prompts. The compiled region updates the KV
+memory in place and copies none of it.
 """
 
 import sys
@@ -16,12 +16,12 @@ CALLS = 12
 
 
 def mix(logits: torch.Tensor) -> torch.Tensor:
-    """Every row gets the mean of all rows."""
+    """Give every row the mean of all rows."""
     return logits.mean(0, keepdim=True).expand_as(logits).contiguous()
 
 
 def main(name: str = "tiny") -> None:
-    """Continue two prompts with one text."""
+    """Continue two prompts with one text, and compare it with a reply to each prompt."""
     model = nv.load_model(name, device="cpu")
     prompts = ["Once upon a time, there was a girl who", "Once upon a time, there was a fisherman who"]
 

@@ -1,4 +1,4 @@
-"""A compiled loop that scores candidates: given tokens instead of drawn ones, and their log-probabilities.
+"""A compiled loop that scores candidates: decode steps take given tokens instead of sampling, and return their log-probabilities.
 
 The candidates are rows of one batch over one chunk, so the prompt's KV is computed once and shared.
 """
@@ -16,7 +16,7 @@ STEPS = 2  # decode steps in one call of the compiled function
 
 
 def main(name: str = "tiny") -> None:
-    """Rank the candidates by how likely they are after the prompt."""
+    """Rank the candidates by their log-probability after the prompt."""
     model = nv.load_model(name, device="cpu")
     assert model.tokenizer is not None
     rows = [model.tokenizer.encode(text, add_special_tokens=False) for text in CANDIDATES]

@@ -1,4 +1,4 @@
-"""Generate two replies to one prompt, whose KV is computed once. The state is a value: every call takes it and returns the next."""
+"""Generate two replies to one prompt, whose KV is computed once. The state is a value: every call takes it and returns the next state."""
 
 import nanovllm as nv
 

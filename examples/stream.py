@@ -1,4 +1,4 @@
-"""Print a reply while it is made, and leave it early: the rest is cancelled and its memory returns."""
+"""Print replies while they are generated. Leaving the loop early cancels the request and frees its pages."""
 
 import nanovllm as nv
 

@@ -1,4 +1,4 @@
-"""Every architecture beside transformers: `measure` compares one of `CASES`, `python -m tests.parity` all of them."""
+"""Compare every architecture with transformers: `measure` compares one of `CASES`, `python -m tests.parity` compares all."""
 
 from tests.parity.cases import CASES, Case
 from tests.parity.measure import Measures, measure, measured

@@ -13,11 +13,11 @@ from tests.parity.report import page
 
 
 def main() -> int:
-    """Returns 1 where a measure is out of bounds, or no case has the name that was asked for."""
+    """Run the command; return 1 if a measure is out of bounds, or if no case name contains the text of `--only`."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description="Compare every architecture with transformers.")
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write the page to PREFIX.md; without it, it is printed")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain this text")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes of one thread each (default %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write the page to PREFIX.md instead of printing it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only cases whose names contain this text")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of processes, with one thread each (default %(default)s)")
     options = parser.parse_args()
     names = [name for name in CASES if options.only in name]
     found: list[Measures] = []

@@ -1,4 +1,4 @@
-"""The models that are compared: every architecture, its odd settings, and weights that are numerically hard."""
+"""The models to compare: every architecture with usual settings, with unusual settings and with numerically hard weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +12,14 @@ Changes = Mapping[str, Any]
 class Case:
     """One model with random weights.
 
-    `architecture` is a key of `models.REGISTRY`, `setting` says what is odd. `changes` are keys of transformers' config, on top of the
-    small sizes of `kind`; `rope` among them is merged into its rotary embedding. `weights` is a key of `weights.HARD`, `stored` one of
-    `stored.REWRITES`: how the checkpoint differs from what transformers writes. `max_model_len` goes to `load_model`.
+    Attributes:
+        architecture: A key of `models.REGISTRY`.
+        setting: A short description of the unusual setting. The weights' seed is computed from it and `kind`.
+        kind: A key of `KINDS`.
+        changes: Keys of transformers' config that differ from the small sizes of `kind`. `rope` is merged into the rotary parameters.
+        weights: A key of `weights.HARD`, or empty for ordinary weights.
+        stored: A key of `stored.REWRITES`: how the checkpoint differs from a folder that transformers saves; empty if it does not.
+        max_model_len: The argument of `load_model`.
     """
 
     architecture: str
@@ -40,8 +45,8 @@ TWO_ROPES = {
 SLOWED = {**TWO_ROPES, "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# kind: (architecture, the names of transformers' classes, changes that all its cases have). A plain case of a kind has sizes of whole
-# vectors, where a row's bits do not depend on the batch; odd ones are small, and no two of their sizes are equal.
+# kind: (architecture, name of transformers' config class, name of its model class, changes in all cases). Plain cases have sizes that fill
+# whole vector registers, so a row's bits do not depend on the batch. Other cases are small, and no two of their sizes are equal.
 KINDS: Mapping[str, tuple[str, str, str, Changes]] = MappingProxyType(
     {
         "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", "Qwen2ForCausalLM", HEADS),
@@ -84,7 +89,7 @@ KINDS: Mapping[str, tuple[str, str, str, Changes]] = MappingProxyType(
 PLAIN = {"vocab_size": 304, "hidden_size": 64, "intermediate_size": 80}
 ODD = {"vocab_size": 300, "hidden_size": 40, "intermediate_size": 72}
 
-# kind: {setting: changes}, on top of the odd sizes; words behind "weights" and "stored" are those fields of `Case`.
+# kind: {setting: changes}, on top of the sizes `ODD`. "weights", "stored" and "max_model_len" are fields of `Case`, not of the config.
 SETTINGS: Mapping[str, Mapping[str, Changes]] = MappingProxyType(
     {
         "qwen2": {
@@ -181,7 +186,7 @@ SETTINGS: Mapping[str, Mapping[str, Changes]] = MappingProxyType(
     }
 )  # fmt: skip
 HARD = {"large": "large activations", "zeros": "zero rows, heads and experts", "padded": "padded vocabulary"}
-# A soft cap would make large logits equal.
+# A small soft cap would make large logits equal.
 HARD_CHANGES: Mapping[tuple[str, str], Changes] = MappingProxyType(
     {("", "padded"): {"vocab_size": 389}, ("gemma2", "large"): {"final_logit_softcapping": 2000.0}}
 )

@@ -1,4 +1,7 @@
-"""Chunk operations: those that are exact beside a fresh prefill, those that move keys beside keys computed where they now stand."""
+"""Errors of operations on chunks.
+
+Exact operations are compared with a fresh prefill. Operations that move keys are compared with keys computed at their new positions.
+"""
 
 import tempfile
 from collections.abc import Sequence
@@ -27,9 +30,10 @@ LENGTHS = (21, 13, 10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkErrors:
-    """Distances of keys and values, over the largest of them: `exact` after operations that are exact, `moved` after those that turn keys.
+    """The largest differences of keys and values, relative to the largest value of a layer.
 
-    `refused` is why a model does not allow the latter; empty where it does.
+    `exact` is the error after exact operations, `moved` the error after operations that rotate keys. `refused` is the reason why the model
+    does not allow the latter, or empty.
     """
 
     exact: float
@@ -38,7 +42,7 @@ class ChunkErrors:
 
 
 def chunk_errors(pair: Pair) -> ChunkErrors:
-    """`fork`, `truncate`, `drop`, `compose`, `save_chunk` and `load_chunk` of a model."""
+    """Run `fork`, `truncate`, `drop`, `compose`, `save_chunk` and `load_chunk` on a model, and return their errors."""
     model, runs = pair.ours, pair.draw(4, *LENGTHS)
     state = init_state(model, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_batched_tokens=16)
     chunks = []
@@ -59,27 +63,27 @@ def chunk_errors(pair: Pair) -> ChunkErrors:
     except InvalidRequestError as error:
         return ChunkErrors(exact=exact, moved=0.0, refused=str(error))
     starts = np.cumsum([0, *LENGTHS])
-    found = kv_of(state, placed)
-    pieces = [_far(found[:, start : start + len(run)], run_at(model, run, int(start))) for run, start in zip(runs, starts, strict=False)]
-    # What stands behind the span has attended to it: its values are those of the whole, its keys those of new positions.
-    kept, turned = kv_of(state, whole)[:, 26:], kv_of(state, shifted)[:, 5:]
-    pieces += [_far(turned[:, :, 1], kept[:, :, 1]), _products(turned[:, :, 0], kept[:, :, 0])]
+    composed = kv_of(state, placed)
+    pieces = [_far(composed[:, start : start + len(run)], run_at(model, run, int(start))) for run, start in zip(runs, starts, strict=False)]
+    # Tokens after the dropped span have attended to it. So they keep the values of the whole chunk, and their keys are rotated.
+    kept, rotated = kv_of(state, whole)[:, 26:], kv_of(state, shifted)[:, 5:]
+    pieces += [_far(rotated[:, :, 1], kept[:, :, 1]), _products(rotated[:, :, 0], kept[:, :, 0])]
     state, _ = compose(model, state, chunks, recompute=0.3)
     return ChunkErrors(exact=exact, moved=max(pieces), refused="")
 
 
 def kv_of(state: EngineState, chunk: Chunk) -> Tensor:
-    """Keys and values of a chunk's tokens, `[L, T, 2, K, D]`."""
-    size, at, held, frames = state.config.page_size, np.arange(len(chunk)), chunk.pages.array(), state.pool.frames
-    found = []
+    """Return keys and values of a chunk's tokens, `[L, T, 2, K, D]`."""
+    size, at, table, frames = state.config.page_size, np.arange(len(chunk)), chunk.pages.array(), state.pool.frames
+    by_pool = []
     for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
-        pages = (frames.of(held) if framed and frames is not None else held)[at // size].astype(np.int64)
-        found.append(pool.permute(0, 1, 4, 2, 3, 5)[:, torch.from_numpy(pages), torch.from_numpy(at % size)])
-    return torch.stack([found[pool][index] for pool, index in state.runtime.lease.model.places])
+        pages = (frames.of(table) if framed and frames is not None else table)[at // size].astype(np.int64)
+        by_pool.append(pool.permute(0, 1, 4, 2, 3, 5)[:, torch.from_numpy(pages), torch.from_numpy(at % size)])
+    return torch.stack([by_pool[pool][index] for pool, index in state.runtime.lease.model.places])
 
 
 def run_at(model: Model, tokens: Sequence[int], start: int) -> Tensor:
-    """Keys and values `[L, T, 2, K, D]` of tokens before which nothing stands, at the positions from `start` on."""
+    """Run tokens at positions `start, start + 1, ...` without earlier tokens; return their keys and values `[L, T, 2, K, D]`."""
     at = layout(model, [len(tokens)], len(tokens))
     batch = step_batch(at, [(0, tokens, 0)], model.device)
     model.spec.forward(model.params, at.kv, replace(batch, positions=batch.positions + start), model.config)
@@ -94,11 +98,11 @@ def _fresh(model: Model, tokens: list[int]) -> Tensor:
 
 
 def _products(x: Tensor, y: Tensor) -> float:
-    """How far products of keys at equal distances are: a rotation of all of them keeps these."""
+    """Return the difference of the dot products of all pairs of keys, which do not change if all keys are rotated by the same amount."""
     return _far(*(torch.einsum("ltkd,lskd->lkts", keys.double(), keys.double()) for keys in (x, y)))
 
 
 def _far(x: Tensor, y: Tensor) -> float:
-    """The largest difference of a layer over its largest value."""
+    """Return the largest difference in any layer, relative to the largest value of that layer."""
     differences, sizes = (each.double().abs().flatten(1).amax(1) for each in (x - y, y))
     return (differences / sizes).max().item()

@@ -1,4 +1,4 @@
-"""Logits beside transformers' own: in float32 over many batches and pages, in bfloat16 on the average."""
+"""Compare logits with those of transformers: the worst logit in float32, and the mean error in bfloat16."""
 
 import math
 from collections.abc import Sequence
@@ -16,42 +16,45 @@ from nanovllm.testing.driver import layout, run_chunks, step_batch
 from nanovllm.types import Float, Tensor
 from tests.parity.pair import Pair
 
-LEAST = 1e-4  # of the bound in float32
+LEAST = 1e-4  # smallest bound in float32
 LENGTHS = (1, 33, 8, 60, 60, 60)
-CHUNKS = ((7, 1), (64, 16), (100, 4))  # tokens a step, tokens a page
-ROWS, ROW_LEN, BATCHES = 64, 40, 16  # in bfloat16
+CHUNKS = ((7, 1), (64, 16), (100, 4))  # tokens per step, tokens per page
+ROWS, ROW_LEN, BATCHES = 64, 40, 16  # rows per batch, tokens per row, and batches at most, in bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float32Error:
-    """The worst logit's distance to transformers' float64 run: `ours`, `theirs` in float32, and the `bound`, three times theirs."""
+    """The largest difference of a logit to transformers' float64 run, for our float32 run (`ours`) and transformers' (`theirs`)."""
 
     ours: float
     theirs: float
 
     @property
     def bound(self) -> float:
-        """What ours may be."""
+        """The largest allowed value of `ours`: three times `theirs`, and at least 1e-4."""
         return max(LEAST, 3 * self.theirs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """The mean distance of our logits to transformers' float64 run over that of transformers' own, and the ratio's standard error."""
+    """Our mean error relative to transformers' mean error, both against its float64 run, and the standard error of this ratio."""
 
     value: float
     deviation: float
 
     @property
     def no_larger(self) -> bool:
-        """Whether ours errs no more, as far as so many rows can tell."""
+        """Whether our error is not larger than transformers' error, within two standard errors."""
         return self.value - 2 * self.deviation <= 1.0
 
 
 def float32_error(pair: Pair, chunks: Sequence[tuple[int, int]] = CHUNKS, *, single: bool = True) -> Float32Error:
-    """Prompts of one token, of some, and of the full context, batched; `chunks` are tokens a step and tokens a page.
+    """Measure the worst logit of batched prompts of one token, of several tokens and of the full context.
 
-    `single`: also one token at a time, as prompts and as decode batches.
+    Args:
+        pair: The two models.
+        chunks: Pairs of tokens per step and tokens per page.
+        single: Whether to run the prompts also one token at a time, in prefill batches and in decode batches.
     """
     rows = pair.draw(1, pair.ours.config.max_position_embeddings, *LENGTHS)
     exact = [pair.reference([row], torch.float64)[0] for row in rows]
@@ -67,9 +70,9 @@ def float32_error(pair: Pair, chunks: Sequence[tuple[int, int]] = CHUNKS, *, sin
 
 
 def bfloat16_ratios(pair: Pair, most: int = BATCHES) -> tuple[Ratio, Ratio]:
-    """Of prompts, and of the same tokens decoded one after another on the path that a CPU takes.
+    """Measure the error ratios of prompts, and of the same tokens decoded one after another on the CPU's decode path.
 
-    While rows leave it open whether ours errs less, more are drawn, up to `most` batches of `ROWS`.
+    As long as the rows do not show that our error is not larger, more rows are sampled, up to `most` batches of `ROWS`.
     """
     model, length = pair.load("bfloat16"), min(ROW_LEN, pair.ours.config.max_position_embeddings)
     errors: list[Tensor] = []  # [3, ROWS]: theirs, ours of prompts, ours of decode
@@ -86,7 +89,10 @@ def bfloat16_ratios(pair: Pair, most: int = BATCHES) -> tuple[Ratio, Ratio]:
 
 
 def decoded(model: Model, rows: Sequence[Sequence[int]], page_size: int = 4, *, plain: bool = False) -> list[Tensor]:
-    """Given tokens, fed one at a time as decode batches: the logits of every token, `[len(row), V]` a row. `plain`: never in C."""
+    """Feed given tokens one at a time in decode batches, and return each row's logits, `[len(row), V]`.
+
+    With `plain`, the C decode path is not used.
+    """
     forward = model.spec.forward if plain else models.forward
     at = layout(model, [len(row) for row in rows], page_size)
     seen: list[list[Tensor]] = [[] for _ in rows]
@@ -100,9 +106,9 @@ def decoded(model: Model, rows: Sequence[Sequence[int]], page_size: int = 4, *, 
 
 
 def decode_path(model: Model) -> str:
-    """What runs decode steps here: `C`, or plain torch and why."""
-    found = fast.fast_path(model.params, model.config)
-    return found.name if found is not None else f"torch: {cpu.unknown(model.params, model.config) or 'no C compiler'}"
+    """Return the path of decode steps on this CPU: `C`, or plain torch with the reason."""
+    path = fast.fast_path(model.params, model.config)
+    return path.name if path is not None else f"torch: {cpu.unknown(model.params, model.config) or 'no C compiler'}"
 
 
 def _worst(got: Tensor, exact: Tensor) -> float:
@@ -111,7 +117,7 @@ def _worst(got: Tensor, exact: Tensor) -> float:
 
 
 def _ratio(ours: Float[Tensor, "rows"], theirs: Float[Tensor, "rows"]) -> Ratio:
-    """By rows, which are independent of each other: the delta method for a ratio of means."""
+    """Return the ratio of means and its standard error by the delta method; rows are independent samples."""
     value = (ours.sum() / theirs.sum()).item()
     spread = (ours - value * theirs).square().sum() * len(ours) / (len(ours) - 1)
     return Ratio(value=value, deviation=spread.sqrt().item() / theirs.sum().item())

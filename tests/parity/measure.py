@@ -1,4 +1,4 @@
-"""All that is measured of one case, and what of it is out of bounds."""
+"""All measures of one case, and the names of those that are out of bounds."""
 
 import tempfile
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from tests.parity.replies import Replies, replies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """One case beside transformers. `prompts` and `decode` are the ratios in bfloat16; `path` is what runs decode steps on a CPU here."""
+    """One case compared with transformers. `prompts` and `decode` are error ratios in bfloat16; `path` is the CPU's decode path."""
 
     name: str
     float32: Float32Error
@@ -27,9 +27,9 @@ class Measures:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is out of bounds, in words; empty where nothing is."""
+        """The names of the measures that are out of bounds."""
         bound, learned = self.float32.bound, CASES[self.name].kind == "gpt2"
-        held = {
+        within = {
             "logits": self.float32.ours <= bound,
             "greedy tokens": self.replies.agreed == self.replies.clear,
             "clear margins": self.replies.clear > self.replies.drawn / 2,
@@ -39,11 +39,11 @@ class Measures:
             "chunks": self.chunks.exact <= bound and self.chunks.moved <= bound,
             "refusal": ("learned positions" in self.chunks.refused) == learned == bool(self.chunks.refused),
         }
-        return tuple(what for what, holds in held.items() if not holds)
+        return tuple(name for name, holds in within.items() if not holds)
 
 
 def settle() -> None:
-    """Make this process one that measures: one thread, and no bars of transformers' own."""
+    """Prepare a process for measuring: one thread, and no progress bars of transformers."""
     import transformers
 
     torch.set_num_threads(1)
@@ -53,13 +53,13 @@ def settle() -> None:
 
 @torch.no_grad()
 def measure(name: str) -> Measures:
-    """Measure a case of `CASES`, in a folder that is gone afterwards: a few seconds on one core."""
+    """Measure a case of `CASES` in a temporary folder; this takes a few seconds on one core."""
     with tempfile.TemporaryDirectory() as folder:
         return measured(name, build(CASES[name], Path(folder)))
 
 
 def measured(name: str, pair: Pair) -> Measures:
-    """The measures of a case that is built."""
+    """Measure a case whose models are built."""
     error = float32_error(pair)
     prompts, decode = bfloat16_ratios(pair)
     return Measures(

@@ -1,4 +1,4 @@
-"""One case as two models: transformers', and the one that `load_model` makes of the folder that it saves."""
+"""One case as two models: a model of transformers, and the model that `load_model` loads from the folder that transformers saves."""
 
 import copy
 import random
@@ -23,7 +23,7 @@ VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "n
 
 @dataclass(frozen=True)
 class Pair:
-    """`ours` in float32, `theirs` a module of transformers in float32, and the folder that holds the checkpoint."""
+    """Our model (`ours`) and transformers' module (`theirs`), both in float32, and the checkpoint's folder."""
 
     case: Case
     ours: Model
@@ -31,9 +31,10 @@ class Pair:
     folder: Path
 
     def reference(self, rows: list[list[int]], dtype: torch.dtype = torch.float32) -> Tensor:
-        """transformers' logits of rows of one length, `[rows, T, V]`.
+        """Return transformers' logits of rows of equal length, `[rows, T, V]`.
 
-        Where long requests turn otherwise, rows are run in a context that is long: a token does not see what follows it.
+        If rotation speeds differ for long contexts (longrope), rows are padded to a long context. The padding does not change the logits,
+        because a token does not attend to later tokens.
         """
         model = self.wide if dtype == torch.float64 else self.theirs if dtype == torch.float32 else copy.deepcopy(self.theirs).to(dtype)
         ids, count = torch.tensor(rows), len(rows[0])
@@ -44,22 +45,22 @@ class Pair:
 
     @cached_property
     def wide(self) -> Any:
-        """`theirs` in float64: what both are compared with."""
+        """`theirs` in float64, with which both models are compared."""
         return copy.deepcopy(self.theirs).to(torch.float64)
 
     def load(self, dtype: str) -> Model:
-        """Our model in another dtype."""
+        """Load our model in another dtype."""
         return load_model(self.folder, device="cpu", dtype=dtype, max_model_len=self.case.max_model_len)
 
     def draw(self, seed: int, *lengths: int) -> list[list[int]]:
-        """Rows of these lengths, of all tokens, with a zero embedding here and there where there are some."""
+        """Sample rows of these lengths from the whole vocabulary; tokens with zero embeddings are more frequent, if there are any."""
         chosen, likely = random.Random(seed), ZEROED if self.case.weights == "zeros" else ()
         vocab = range(self.ours.config.vocab_size)
         return [[chosen.choice(likely if likely and not chosen.randrange(5) else vocab) for _ in range(length)] for length in lengths]
 
 
 def build(case: Case, folder: Path) -> Pair:
-    """Make a case in an empty folder."""
+    """Build both models of a case in an empty folder."""
     import transformers
 
     _, config_name, model_name, _ = KINDS[case.kind]
@@ -88,5 +89,5 @@ def _config(kind: Any, case: Case) -> Any:
             "eoi_token_index": 297, "attn_implementation": "eager",
         }  # fmt: skip
     config = kind(**changes)
-    config._experts_implementation = "eager"  # the others have no float64
+    config._experts_implementation = "eager"  # the other implementations do not support float64
     return config

@@ -1,4 +1,4 @@
-"""Checkpoints as older programs wrote them: a folder that transformers saved, rewritten."""
+"""Checkpoints in the form of older programs, made by rewriting a folder that transformers saved."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from nanovllm.types import Tensor
 
 
 def rewrite(folder: Path, how: str) -> None:
-    """Rewrite the tensors and the config of a folder by an entry of `REWRITES`."""
+    """Rewrite the tensors and the config of a folder with an entry of `REWRITES`."""
     file, config = folder / "model.safetensors", folder / "config.json"
     tensors, settings = REWRITES[how](load_file(file), json.loads(config.read_text()))
     save_file(tensors, file, metadata={"format": "pt"})

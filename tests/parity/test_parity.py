@@ -1,4 +1,4 @@
-"""The models against transformers, on random weights saved by transformers and loaded through `load_model`: `tests.parity`."""
+"""Compare models with transformers (`tests.parity`), with random weights that transformers saves and `load_model` loads."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.parity.pair import Pair, build
 from tests.parity.replies import WAYS, batched, judged
 
 PLAIN = [f"{kind}: plain" for kind in KINDS]
-# The odd settings that change what chunk operations and the engine have to do.
+# Unusual settings that change operations on chunks or the engine.
 ODD_KEYS = {
     "phi3": ("longrope, long", "half of a head turns, window 9"),
     "ernie4_5": ("biases, head_dim 18",),
@@ -32,7 +32,7 @@ MOVED = [f"{kind}: {setting}" for kind, settings in ODD_KEYS.items() for setting
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
-    """Cases by name, built when they are first asked for."""
+    """Cases by name, built at first use."""
 
     class Built(dict[str, Pair]):
         def __missing__(self, name: str) -> Pair:
@@ -104,7 +104,7 @@ def test_other_dtypes_are_as_close_as_theirs(name: str, dtype: str, pairs: Mappi
     ours, row, kind = pair.load(dtype), pair.draw(3, 33), getattr(torch, dtype)
     logits = run_chunks(ours, row, layout(ours, [33], 4), 7)[0]
     assert logits.dtype == kind
-    # Their float64 run computes norms in float32, ours does not: in float64 the bound is that of float32.
+    # transformers computes norms in float32 even in its float64 run, so the bound of float32 applies to our float64 run.
     exact = pair.reference(row, torch.float64)[0]
     theirs = pair.reference(row, torch.float32 if kind == torch.float64 else kind)[0].double()
     assert (logits.double() - exact).abs().mean().item() <= 1.25 * (theirs - exact).abs().mean().item()

@@ -1,4 +1,7 @@
-"""Random weights for transformers' models, hard ones too. bfloat16 holds every value exactly, so that all dtypes have the same weights."""
+"""Random weights for transformers' models, ordinary and numerically hard.
+
+bfloat16 represents every value exactly, so all dtypes have the same weights.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -9,14 +12,14 @@ from nanovllm.testing.models import BYTE_VOCAB
 from nanovllm.types import Tensor
 
 ZEROED = (0, 3, 17)  # tokens whose embedding is zero
-LOUD = (1, 6, 13)  # channels of the residual stream that are large
+LOUD = (1, 6, 13)  # channels of the residual stream with large values
 
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int, hard: str = "") -> None:
-    """Draw all weights of a model of transformers: gains near one, the others wide enough for greedy choices that are well apart."""
+    """Set random weights: norm weights near one, and other weights so large that the most probable tokens are clearly apart."""
     generator = torch.Generator().manual_seed(seed)
-    less_one = "gemma" in type(model).__name__.lower()  # gains are stored so
+    less_one = "gemma" in type(model).__name__.lower()  # Gemma stores norm weights minus one
     for name, weight in model.named_parameters():
         gain = is_gain(name)
         drawn = torch.empty(weight.shape).normal_(1.0 - less_one if gain else 0.0, 0.25 if gain else 0.15, generator=generator)
@@ -28,12 +31,12 @@ def fill(model: torch.nn.Module, seed: int, hard: str = "") -> None:
 
 
 def is_gain(name: str) -> bool:
-    """Whether a weight of this name multiplies what a norm makes."""
+    """Return whether the name is that of a norm weight."""
     return name.endswith(".weight") and any(part in name for part in ("norm", ".ln_"))
 
 
 def _gains(weights: Mapping[str, Tensor], config: object, less: float) -> None:
-    """Gains of key heads from 0.1 to 96.5, as some models have them: softmax sees scores of hundreds."""
+    """Set norm weights of key heads from 0.1 to 96.5, as in some real models, so that attention scores are in the hundreds."""
     for name, weight in weights.items():
         if name.endswith("k_norm.weight"):
             spread = torch.linspace(0.1, 96.5, len(weight))[torch.randperm(len(weight), generator=torch.Generator().manual_seed(1))]
@@ -42,7 +45,7 @@ def _gains(weights: Mapping[str, Tensor], config: object, less: float) -> None:
 
 
 def _large(weights: Mapping[str, Tensor], config: object, less: float) -> None:
-    """A few channels of the residual stream a thousand times as large as the others, which the norms' gains make up for."""
+    """Make a few channels of the residual stream a thousand times as large as the others; the norm weights compensate for this."""
     for name, weight in weights.items():
         if is_gain(name) and "q_norm" not in name and "k_norm" not in name:
             gain = (weight + less) * 64
@@ -57,7 +60,7 @@ def _large(weights: Mapping[str, Tensor], config: object, less: float) -> None:
 
 
 def _zeros(weights: Mapping[str, Tensor], config: object, less: float) -> None:
-    """Embeddings, a head, an expert and rows of a projection that are zero."""
+    """Set some embeddings, a head, an expert and rows of a projection to zero."""
     for name, weight in weights.items():
         if name.endswith(("embed_tokens.weight", "wte.weight", "lm_head.weight")):
             weight[list(ZEROED)] = 0
@@ -72,7 +75,7 @@ def _zeros(weights: Mapping[str, Tensor], config: object, less: float) -> None:
 
 
 def _padded(weights: Mapping[str, Tensor], config: object, less: float) -> None:
-    """Rows of the vocabulary that no token of the tokenizer has: zero."""
+    """Set rows of the vocabulary without a token in the tokenizer to zero."""
     for name, weight in weights.items():
         if name.endswith(("embed_tokens.weight", "wte.weight", "lm_head.weight")):
             weight[BYTE_VOCAB:] = 0

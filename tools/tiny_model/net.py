@@ -93,7 +93,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then MLP, each behind a norm and beside the residual stream."""
+    """A norm and attention, then a norm and an MLP; both results are added to the residual stream."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -107,7 +107,7 @@ class Layer(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Qwen3 whose parameter names are the checkpoint's, less the prefix `model.`."""
+    """Qwen3. Its parameter names are those of the checkpoint without the prefix `model.`."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -123,7 +123,7 @@ class TinyModel(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Small random weights; what writes to the residual stream starts at zero."""
+        """Set small random weights; projections that write to the residual stream start at zero."""
         for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
@@ -140,7 +140,7 @@ class TinyModel(nn.Module):
 
 
 def weighted_loss(model: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
-    """(weighted mean loss, mean loss of the answers' tokens); tokens and weights [rows, length + 1]."""
+    """Return the weighted mean loss and the mean loss of the answers' tokens, for tokens and weights [rows, length + 1]."""
     logits = model(tokens[:, :-1]).float()
     losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     w = weights[:, 1:].flatten()
@@ -149,7 +149,7 @@ def weighted_loss(model: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
 
 
 def orthogonalize(g: Tensor) -> Tensor:
-    """Newton-Schulz iteration towards the nearest orthogonal matrix, for a stack [n, rows, cols] (Jordan et al., Muon, 2024)."""
+    """Approximate the nearest orthogonal matrices of a stack [n, rows, cols] by Newton-Schulz iteration (Jordan et al., Muon, 2024)."""
     x = g.bfloat16()
     if tall := g.shape[-2] > g.shape[-1]:
         x = x.mT
@@ -161,7 +161,7 @@ def orthogonalize(g: Tensor) -> Tensor:
 
 
 class Muon:
-    """Momentum whose update is orthogonalised; for weight matrices, grouped by shape."""
+    """An optimiser for weight matrices: momentum with an orthogonalised update. Matrices of one shape are updated together."""
 
     def __init__(self, parameters: list[nn.Parameter], weight_decay: float):
         self.weight_decay = weight_decay

@@ -1,4 +1,4 @@
-"""Documents packed into rows of tokens, with the weight of every token in the loss."""
+"""Pack documents into rows of tokens, with the weight of each token in the loss."""
 
 from zlib import crc32
 
@@ -17,9 +17,9 @@ def _tokenized(tokenizer, documents: list[Document]) -> list[list[tuple[list[int
 
 
 def draw_batch(tokenizer, seed: int, step: int, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (uint16) and their weights in the loss (uint8), both [rows, length + 1]; a pure function of its arguments.
+    """Return tokens (uint16) and their weights in the loss (uint8), both [rows, length + 1]. A pure function of its arguments.
 
-    Long rows hold documents whose questions are far from their facts; short rows hold short documents only.
+    Long rows contain documents whose questions are far from their facts. Short rows contain only short documents.
     """
     rng = Rng(crc32(f"{seed}/{step}/{length}".encode()))
     need = rows * (length + 1)

@@ -1,4 +1,4 @@
-"""Draws the loss of a training from the logs that train_tiny.py leaves in its --work folder.
+"""Plot the loss of a training from the logs that train.py writes to its --work folder.
 
     python -m tools.tiny_model.plot_loss docs/explanation/tiny-model-loss.png first/training.json second/training.json
 """
@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 
 
 def main() -> None:
-    """Puts the stages one behind the other, over the tokens seen."""
+    """Plot the stages of training one after another, over the number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
     parser.add_argument("logs", type=Path, nargs="+")

@@ -1,6 +1,6 @@
-"""Measures what the tiny model recalls, adds and tells, greedily, by transformers or by nanovllm.
+"""Measure the tiny model's recall, sums and stories with greedy decoding, by transformers or by nanovllm.
 
-    python -m tools.tiny_model.score                              # the table, by transformers
+    python -m tools.tiny_model.score                              # print the table, by transformers
     python -m tools.tiny_model.score --engine nanovllm            # the same by our engine
     python -m tools.tiny_model.score --card --report              # also writes the model card and docs/explanation/tiny-model.md
 """
@@ -24,7 +24,7 @@ Generate = Callable[[Sequence[str], int], list[str]]
 
 
 def by_transformers(model_folder: Path, device: str, batch_size: int) -> Generate:
-    """Greedy text through transformers' `generate`; on a GPU in bfloat16, on a CPU in float32."""
+    """Generate greedy text with transformers' `generate`, in bfloat16 on a GPU and in float32 on a CPU."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,7 +68,7 @@ def draw_cases(prompter: Prompter, key: str, seed: int, count: int) -> list[Case
 
 
 def score(generate: Generate, prompter: Prompter, seed: int, share: float) -> dict:
-    """Every measure's share of right answers, its first five cases, and the stories."""
+    """Return each measure's share of right answers and its first five cases, and the stories."""
     results: dict = {}
     for measure in tqdm(MEASURES, desc="scoring"):
         cases = draw_cases(prompter, measure.key, seed, max(5, round(measure.count * share)))
@@ -111,7 +111,7 @@ def table(results: dict, engine: str) -> str:
 
 
 def put_between(path: Path, mark: str, text: str) -> None:
-    """Replaces what stands between `<!-- mark -->` and `<!-- /mark -->` in the file."""
+    """Replace the text between `<!-- mark -->` and `<!-- /mark -->` in the file."""
     whole = path.read_text()
     begin, end = f"<!-- {mark} -->\n", f"\n<!-- /{mark} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
@@ -121,7 +121,7 @@ def put_between(path: Path, mark: str, text: str) -> None:
 
 
 def samples(results: dict) -> str:
-    """The first five cases of every measure and the first five stories, as they came."""
+    """Return the first five cases of every measure and the first five stories, without selection."""
     out = []
     for measure in MEASURES:
         out.append(f"### {results[measure.key]['title'].capitalize()}")
@@ -137,7 +137,7 @@ def samples(results: dict) -> str:
 
 
 def write(results: dict, args: argparse.Namespace) -> None:
-    """Prints the table, and writes it where it is asked for."""
+    """Print the table, and write it to the files that the options name."""
     text = table(results, args.engine)
     print(text)
     if args.card:
@@ -148,16 +148,16 @@ def write(results: dict, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Scores, prints the table, and writes what is asked for."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY)
     parser.add_argument("--engine", choices=("transformers", "nanovllm"), default="transformers")
-    parser.add_argument("--device", default=None, help="cuda or cpu; by default whichever there is")
+    parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument("--batch-size", type=int, default=None)
-    parser.add_argument("--share", type=float, default=1.0, help="the share of the cases to run")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the cases to run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, help="where to write all results")
-    parser.add_argument("--results", type=Path, default=None, help="results to take from such a file instead of measuring")
+    parser.add_argument("--json", type=Path, default=None, help="write all results to this file")
+    parser.add_argument("--results", type=Path, default=None, help="read results from a file of --json instead of measuring")
     parser.add_argument("--card", action="store_true", help="write the table into the model's README.md")
     parser.add_argument("--report", action="store_true", help="write table and samples into docs/explanation/tiny-model.md")
     args = parser.parse_args()

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 VOCAB_SIZE = 4096
 END, CHAT_START, CHAT_END, THINK, THINK_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"
-# As Qwen's, but a word takes only a space before it, so that a name is the same tokens behind a quotation mark or a bracket.
+# Like Qwen's pattern, but a word includes only a space before it. So a name has the same tokens after a quotation mark or a bracket.
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # Qwen3's rules: an assistant turn before the last question loses its think block, the turn after it has one, and `enable_thinking=False`
@@ -47,7 +47,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE of VOCAB_SIZE tokens over `texts`; every digit is a token of its own."""
+    """Train a byte-level BPE of VOCAB_SIZE tokens on `texts`; every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -58,7 +58,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     marks = re.compile("|".join(map(re.escape, (END, CHAT_START, CHAT_END, THINK, THINK_END))))
     tokenizer.train_from_iterator([marks.sub("", text) for text in texts], trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (END, CHAT_START, CHAT_END)])
-    # Thinking is text to be shown, so its marks are ordinary tokens that decode, as in Qwen3.
+    # Thinking is shown to users, so its marks are ordinary tokens that are decoded, as in Qwen3.
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in (THINK, THINK_END)])
     return tokenizer
 

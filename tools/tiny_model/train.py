@@ -1,9 +1,9 @@
-"""Trains the embedded tiny model from nothing but this script's own text, in less than 15 minutes on one H200.
+"""Train the packaged tiny model on generated text, in less than 15 minutes on one H200.
 
     python -m tools.tiny_model.train --out src/nanovllm/assets/tiny --work /tmp/tiny      # the whole training; run again to resume
 
-The text, its order and the initial weights follow from --seed. Worker processes write the text while the GPU learns; a checkpoint is
-kept in --work, and a run that finds one goes on from there. On a machine without a GPU use --toy, which shows that every part works.
+The text, its order and the initial weights depend only on --seed. Worker processes generate the text while the GPU trains. Checkpoints are
+written to --work, and a run continues from a checkpoint in that folder. On a machine without a GPU use --toy, which runs every part.
 """
 
 import argparse
@@ -27,19 +27,19 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
-    parser.add_argument("--work", type=Path, required=True, help="checkpoint and loss log")
-    parser.add_argument("--init", type=Path, default=None, help="a folder whose weights to start from, instead of random ones")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoint and the loss log")
+    parser.add_argument("--init", type=Path, default=None, help="a folder with weights to start from instead of random weights")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 3) - 2))
-    parser.add_argument("--lr", type=float, default=0.02, help="of the matrices (Muon)")
-    parser.add_argument("--adam-lr", type=float, default=0.006, help="of embeddings and norms (AdamW)")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices (Muon)")
+    parser.add_argument("--adam-lr", type=float, default=0.006, help="learning rate of embeddings and norms (AdamW)")
     parser.add_argument(
         "--minutes",
         type=float,
         default=14.0,
-        help="if the steps would take longer, the last ones are left out and the learning rate falls sooner",
+        help="time limit: if the steps would take longer, the last steps are left out and the learning rate falls sooner",
     )
     parser.add_argument("--checkpoint-every", type=int, default=1000)
     parser.add_argument("--toy", action="store_true", help="a few small steps, for a machine without a GPU")
@@ -50,14 +50,14 @@ def parse_args() -> argparse.Namespace:
 
 
 class BatchMaker:
-    """Draws the batch of a step; one lives in every worker process."""
+    """Generates the batch of a step; every worker process has one."""
 
     def __init__(self, tokenizer_file: str, seed: int, tokens_per_step: int):
         self.tokenizer_file, self.seed, self.tokens_per_step = tokenizer_file, seed, tokens_per_step
         self.tokenizer = None
 
     def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Odd steps hold long rows, even ones short rows; as many tokens either way."""
+        """Return the batch of a step: odd steps have long rows, even steps short rows, with the same number of tokens."""
         from tokenizers import Tokenizer
 
         from tools.tiny_model.pack import draw_batch
@@ -77,7 +77,7 @@ def _start_worker(maker: BatchMaker) -> None:
 
 
 def make_tokenizer(folder: Path, seed: int, documents: int) -> None:
-    """Trains the tokenizer on the text of the seed, unless the folder has one."""
+    """Train the tokenizer on the text of the seed, unless the folder has one."""
     if (folder / "tokenizer.json").exists():
         return
     from tools.tiny_model.text.documents import sample_texts
@@ -87,12 +87,12 @@ def make_tokenizer(folder: Path, seed: int, documents: int) -> None:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """The share of the full rate: a short rise, a plateau, then down to nothing over the last 60%."""
+    """Return the share of the full learning rate: a short rise, a plateau, then a fall to zero over the last 60% of the steps."""
     return min(1.0, (step + 1) / 100, (steps - step) / (0.6 * steps))
 
 
 def train(args: argparse.Namespace, batches: Iterator[tuple[np.ndarray, np.ndarray]], start: int, checkpoint: dict | None) -> None:
-    """The training loop, from step `start`; writes the folder at the end."""
+    """Run the training loop from step `start`, and write the folder at the end."""
     import torch
     from tqdm import tqdm
 
@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, batches: Iterator[tuple[np.ndarray, np.ndarr
 
 
 def main() -> None:
-    """Makes the tokenizer, starts the writers of text, and trains."""
+    """Make the tokenizer, start the worker processes, and train."""
     args = parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     print(f"{args.steps} steps of {args.tokens_per_step} tokens; takes less than 15 minutes on one H200", flush=True)
@@ -194,7 +194,7 @@ def main() -> None:
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copyfile(args.init / file, args.out / file)
     maker = BatchMaker(str(args.out / "tokenizer.json"), args.seed, args.tokens_per_step)
-    # The workers start before PyTorch is imported, so that they stay small and no thread is lost in the fork.
+    # The workers start before PyTorch is imported, so that they use little memory and no threads exist at the fork.
     pool = multiprocessing.get_context("spawn").Pool(args.workers, _start_worker, (maker,))
     start, checkpoint = 0, None
     if (args.work / "checkpoint.pt").exists():

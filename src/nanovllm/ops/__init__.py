@@ -1,4 +1,9 @@
-"""The operations that torch does not have, each a custom op with a fake, a CPU reference and a CUDA kernel, as plain functions."""
+"""The engine's custom operations as plain functions.
+
+Each function calls a torch custom op of the same name. Each op has a fake (for tracing), a reference in plain torch and a CUDA kernel.
+Axis names in the annotations are those of `nanovllm.types`. For example, `pages` is `[L, N, 2, K, S, D]`: layers, pages, keys and
+values, key/value heads, tokens per page, head_dim. A slot is `page * page_size + offset`: one token's place in the KV memory.
+"""
 
 from nanovllm.ops.attention.paged_decode import paged_decode
 from nanovllm.ops.attention.paged_prefill import paged_prefill

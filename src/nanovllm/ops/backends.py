@@ -1,4 +1,4 @@
-"""Which kernels serve: decided once, when plans are made, from what the machine and the installation have."""
+"""The choice of kernels, made once when plans are made, from the GPU and the installed packages."""
 
 import functools
 import importlib.util
@@ -6,25 +6,25 @@ from typing import Literal
 
 import torch
 
-HALVES = (torch.bfloat16, torch.float16)  # that our own kernels of a decode step take
-LARGEST = 200_000  # bytes of shared memory of one program: more did not pay
+HALVES = (torch.bfloat16, torch.float16)  # dtypes of our own kernels for decode steps
+LARGEST = 200_000  # bytes of shared memory that one program uses at most: more memory was not faster
 FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
-FLASHINFER_HEAD_DIMS = (64, 128, 256)  # other sizes are not refused everywhere and can be silently wrong
+FLASHINFER_HEAD_DIMS = (64, 128, 256)  # other sizes are not always refused and can give wrong results without an error
 
 
 @functools.cache
 def installed(package: str) -> bool:
-    """Whether a package can be imported; nothing is imported."""
+    """Return whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def own_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our own kernels of captured steps run in this dtype there: a GPU of compute capability 8.0 or more."""
+    """Return whether our own kernels for captured steps run in this dtype on this device: a GPU of compute capability 8.0 or more."""
     return not against_own_kernels(device, dtype)
 
 
 def against_own_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """What stands against them; empty where nothing does."""
+    """Return the reason why our own kernels cannot run, or an empty string if they can."""
     if device.type != "cuda":
         return "no CUDA GPU"
     if dtype not in HALVES:
@@ -41,33 +41,33 @@ def _missing(device: torch.device, packages: tuple[str, ...]) -> str:
 
 @functools.cache
 def dependent_launch(device: torch.device) -> bool:
-    """Whether the GPU can start a kernel before the one ahead of it has ended (compute capability 9.0 or more)."""
+    """Return whether the GPU can start a kernel before the previous kernel has ended (compute capability 9.0 or more)."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use, less some for sums."""
+    """Return the bytes of shared memory that one program may use, minus a reserve for sums."""
     return min(LARGEST, torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 8192)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> Literal["flashinfer", "reference"]:
-    """The attention that a model gets: FlashInfer's kernels, or plain torch where they cannot serve it.
+    """Choose a model's attention: FlashInfer's kernels, or plain torch if FlashInfer does not support the model.
 
     FlashInfer needs a GPU of compute capability 8.0 or more, float16 or bfloat16, a head_dim of 64, 128 or 256, and its package.
-    `"reference"` means plan handle 0 in every call. On a GPU the caller warns, once.
+    `"reference"` means plan handle 0 in every call. On a GPU the caller warns once.
     """
     return "reference" if against_flashinfer(device, dtype, head_dim, page_size) else "flashinfer"
 
 
 def against_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
-    """What stands against FlashInfer's kernels; empty where nothing does."""
+    """Return the reason why FlashInfer's kernels cannot run, or an empty string if they can."""
     if device.type != "cuda":
         return "no CUDA GPU"
     if dtype not in FLASHINFER_DTYPES:
@@ -77,5 +77,5 @@ def against_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int, 
     if page_size < 1:
         return f"page_size {page_size}"
     needed = ("flashinfer", "triton")
-    there = all(map(installed, needed)) and torch.cuda.get_device_capability(device) >= (8, 0)
-    return "" if there else _missing(device, needed)
+    available = all(map(installed, needed)) and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "" if available else _missing(device, needed)

@@ -1,6 +1,6 @@
-"""Cuts: how a kernel divides its work, as the few integers that a custom op takes. Empty: the kernel's own default.
+"""Cuts: a kernel's tile configuration as a tuple of integers, the form in which a custom op takes it.
 
-The kernels' files say what the integers of each mean, and which of them divide its shapes and fit into a program.
+An empty cut means the kernel's default. The file of each kernel says what its integers mean, and which values it accepts.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 class CutError(NanoVLLMError):
-    """A kernel was given a cut that does not divide its work, or does not fit into a program."""
+    """A kernel was given a tile configuration (`cut`) that does not divide its work or does not fit into a program."""
 
 
 def named(kind: type[T], cut: Sequence[int]) -> T:
-    """The dataclass of integers that a cut spells, in the order of its fields. Raises `CutError` for another number of them."""
+    """Return a cut as a dataclass of integers, in the order of its fields. Raises `CutError` if the number of integers is wrong."""
     names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
     if len(cut) != len(names):
-        raise CutError(f"cut {tuple(cut)} has {len(cut)} numbers, a {kind.__name__} has {len(names)}: {', '.join(names)}")
+        raise CutError(f"cut {tuple(cut)} has {len(cut)} numbers, but a {kind.__name__} needs {len(names)}: {', '.join(names)}")
     return kind(**dict(zip(names, cut, strict=True)))
 
 
 def powers_of_two(*values: int) -> bool:
-    """Whether all are 1, 2, 4 and so on, as sizes of blocks and numbers of warps must be."""
+    """Return whether all values are powers of two (1, 2, 4, ...), as sizes of blocks and numbers of warps must be."""
     return all(value >= 1 and value & (value - 1) == 0 for value in values)

@@ -1,4 +1,4 @@
-"""What Triton kernels of several files share: rounding, activations, norm weights, score scales and soft caps."""
+"""Functions that several Triton kernels share: rounding, activations, norm weights, score scales and soft caps."""
 
 import triton
 import triton.language as tl
@@ -7,19 +7,19 @@ LOG2E = 1.4426950408889634
 
 
 def score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """`scale` and `SOFTCAP` as kernels take them: scores in base 2 are `scale * q.k`, with a cap `SOFTCAP * tanh(scale * q.k)`."""
+    """Return `scale` and `SOFTCAP` for kernels. Scores in base 2 are `scale * q.k`; with a cap they are `SOFTCAP * tanh(scale * q.k)`."""
     return (scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
 
 
 @triton.jit
 def soft_capped(scores, scale, SOFTCAP: tl.constexpr):
-    """`SOFTCAP * tanh(scale * scores)`; the exponential may be 0 or infinite, the result is neither then."""
+    """Compute `SOFTCAP * tanh(scale * scores)`. The result is finite even if the exponential is 0 or infinite."""
     return SOFTCAP - 2.0 * SOFTCAP / (1.0 + tl.exp2(scores * (scale * 2.8853900817779268)))
 
 
 @triton.jit
 def rounded(acc, bias, residual, dtype: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Round as the plain product does, before the residual is added."""
+    """Add the bias and round as the plain product does, then add the residual and round again."""
     if BIAS:
         acc += bias.to(tl.float32)
     acc = acc.to(dtype)
@@ -30,7 +30,7 @@ def rounded(acc, bias, residual, dtype: tl.constexpr, BIAS: tl.constexpr, RESIDU
 
 @triton.jit
 def activated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
-    """`act(gate) * up`, rounded where the plain functions round, but at the end."""
+    """Compute `act(gate) * up`, rounded where the plain functions round, except for the final rounding."""
     gate = gate.to(dtype).to(tl.float32)
     if ACT == "silu":
         on = gate * tl.sigmoid(gate)
@@ -43,5 +43,8 @@ def activated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def gained(normed, gains, dtype: tl.constexpr):
-    """A float32 norm times its gain: rounded before, where the gain has the model's dtype, and else behind it alone (`plain.rms_norm`)."""
+    """Multiply a float32 norm by its weights, as `rms_norm` does.
+
+    The norm is rounded before the product if the weights have the model's dtype. Else only the product is rounded.
+    """
     return normed.to(dtype) * gains if gains.dtype == dtype else (normed * gains).to(dtype)

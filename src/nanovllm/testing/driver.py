@@ -1,4 +1,4 @@
-"""Driving `forward` by hand: sequences laid into scattered pages, prefilled in chunks of any size, decoded in one batch."""
+"""Drive `forward` by hand: put sequences into scattered pages, prefill them in pieces of any size, and decode them in one batch."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from nanovllm.types import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """KV memory and the pages of each row, drawn in random order so that no two neighbours stay together."""
+    """KV memory and the pages of each row, in random order so that consecutive pages are rarely neighbours."""
 
     kv: KVState
     tables: tuple[tuple[int, ...], ...]
@@ -22,7 +22,7 @@ class Layout:
 
 
 def layout(model: Model, capacities: Sequence[int], page_size: int, seed: int = 0) -> Layout:
-    """Room for rows of these numbers of tokens."""
+    """Return KV memory with room for rows of these numbers of tokens."""
     counts = [pages_for(capacity, page_size) for capacity in capacities]
     free = random.Random(seed).sample(range(sum(counts)), sum(counts))
     tables = tuple(tuple(free.pop() for _ in range(count)) for count in counts)
@@ -31,7 +31,7 @@ def layout(model: Model, capacities: Sequence[int], page_size: int, seed: int = 
 
 
 def step_batch(at: Layout, pieces: Sequence[tuple[int, Sequence[int], int]], device: torch.device, *, decode: bool = False) -> Batch:
-    """The batch of one step that runs `(row, ids, start)` pieces: `ids` at positions `start, start + 1, ...` of the row."""
+    """Return the batch of one step that runs pieces `(row, ids, start)`: token ids at positions `start, start + 1, ...` of a row."""
 
     def ints(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -57,7 +57,7 @@ def step_batch(at: Layout, pieces: Sequence[tuple[int, Sequence[int], int]], dev
 def run_chunks(
     model: Model, rows: Sequence[Sequence[int]], at: Layout, chunk: int, layer: Callable[..., Tensor] | None = None
 ) -> list[Tensor]:
-    """Prefill all rows together, at most `chunk` tokens of each a step; the logits of every token, `[len(row), V]` a row."""
+    """Prefill all rows together, at most `chunk` tokens of each row per step, and return each row's logits, `[len(row), V]`."""
     logits: list[list[Tensor]] = [[] for _ in rows]
     for start in range(0, max(map(len, rows)), chunk):
         pieces = [(i, row[start : start + chunk], start) for i, row in enumerate(rows) if start < len(row)]
@@ -78,7 +78,7 @@ def run_greedy(
     chunk: int = 64,
     layer: Callable[..., Tensor] | None = None,
 ) -> tuple[list[list[int]], list[Tensor]]:
-    """Greedy decoding of all prompts in one batch: the new ids of each row, and the logits `[num_tokens, V]` that they were taken from."""
+    """Decode all prompts greedily in one batch, and return each row's new token ids and their logits `[num_tokens, V]`."""
     at = layout(model, [len(prompt) + num_tokens for prompt in prompts], page_size)
     last = [logits[-1] for logits in run_chunks(model, prompts, at, chunk, layer)]
     seen = [[row] for row in last]

@@ -1,4 +1,4 @@
-"""Small models for tests: a config, random weights, a byte-level tokenizer, and the Hugging Face folder that holds them."""
+"""Small models for tests: a config, random weights, a byte-level tokenizer, and a Hugging Face folder with all of them."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from nanovllm.types import Tensor, dtype_of
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-BYTE_VOCAB = 256 + len(SPECIAL)  # the smallest vocabulary that `byte_tokenizer` fits into
+BYTE_VOCAB = 256 + len(SPECIAL)  # the smallest vocabulary for `byte_tokenizer`
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -40,7 +40,7 @@ EXPERTS = MoEConfig(num_experts=6, top_k=2, intermediate_size=24, layers=(0, 1))
 GEMMA = {"hidden_act": "gelu_tanh", "embed_scale": math.sqrt(32)}
 SCALED = {"attention_scale": 0.2, "windows": (8, 0)}
 GEMMA3 = {**GEMMA, **SCALED, "local_rope": RopeConfig(theta=500.0)}
-# What an architecture has in a config of two layers, beyond the sizes.
+# Fields that an architecture sets in a config of two layers, besides the sizes.
 OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "Qwen2ForCausalLM": {"attention_bias": True},
@@ -58,8 +58,10 @@ OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> ModelConfig:
-    """A config of two layers that runs in milliseconds, with what the architecture always has; `changes` are fields of `ModelConfig`. Any
-    vocabulary down to 1 will do."""
+    """Return a config of two layers that runs in milliseconds, with the fields that the architecture always sets.
+
+    `changes` are fields of `ModelConfig`. The vocabulary may have any size from 1 on.
+    """
     config = ModelConfig(
         architecture=architecture,
         vocab_size=264,
@@ -75,7 +77,7 @@ def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Model
         max_position_embeddings=512,
     )
     own = dict(OWN.get(architecture, {}))
-    if "windows" in own:  # those of two layers, again and again
+    if "windows" in own:  # repeat the windows of two layers
         own["windows"] = tuple(own["windows"][i % 2] for i in range(changes.get("num_layers", 2)))
     return replace(config, **{**own, **changes})
 
@@ -89,9 +91,10 @@ def random_model(
     std: float = 0.2,
     tokenizer: Tokenizer | None = None,
 ) -> Model:
-    """A model with random weights. Without a `tokenizer` it gets the byte-level one where its vocabulary holds that, else none.
+    """Return a model with random weights.
 
-    `std` is large so that greedy choices are well apart from each other.
+    Without a `tokenizer` the model gets the byte-level tokenizer if its vocabulary is large enough, else none. `std` is large so that the
+    most probable tokens are clearly apart.
     """
     if tokenizer is None and config.vocab_size >= BYTE_VOCAB:
         tokenizer = byte_tokenizer()
@@ -110,7 +113,7 @@ def random_model(
 
 
 def save_hf_folder(path: Path, config: ModelConfig, seed: int = 0, dtype: torch.dtype | str = "float32", *, num_shards: int = 1) -> Path:
-    """Write a Hugging Face folder with random weights and the byte-level tokenizer; with several shards, an index too. Returns `path`."""
+    """Write a Hugging Face folder with random weights and the byte-level tokenizer, with an index for several shards; return `path`."""
     path.mkdir(parents=True, exist_ok=True)
     saved = replace(config, dtype=str(dtype_of(dtype)).removeprefix("torch."))
     (path / "config.json").write_text(json.dumps(REGISTRY[config.architecture].config_to_hf(saved)))
@@ -128,7 +131,7 @@ def save_hf_folder(path: Path, config: ModelConfig, seed: int = 0, dtype: torch.
 
 
 def random_tensors(config: ModelConfig, seed: int, dtype: torch.dtype, std: float = 0.2) -> dict[str, Tensor]:
-    """Random tensors under their checkpoint names, in the shapes of the architecture's table."""
+    """Return random tensors by checkpoint name, in the shapes of the architecture's parameter table."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for info in pytree.tree_leaves(REGISTRY[config.architecture].param_table(config)):
@@ -140,7 +143,7 @@ def random_tensors(config: ModelConfig, seed: int, dtype: torch.dtype, std: floa
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer with one token a byte and the special tokens `SPECIAL` after them, with a chat template that knows thinking."""
+    """Return a tokenizer with one token per byte, then the special tokens `SPECIAL`, and a chat template that can disable thinking."""
     return make_tokenizer(_byte_backend(), {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, CHAT_TEMPLATE)
 
 

@@ -1,4 +1,4 @@
-"""Problems for the kernels of a fused decode step, and `norm_linear` without rounding."""
+"""Inputs for tests of the kernels of a fused decode step, and references that do not round."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def wide_norm_linear(
     gated: bool,
     act: str = "silu",
 ) -> Tensor:
-    """`norm_linear` without any rounding."""
+    """Compute `norm_linear` in float64, without rounding in between."""
     x, weight = x.double(), weight.double()
     gain, bias, residual = (None if t is None else t.double() for t in (gain, bias, residual))
     if gain is not None:
@@ -43,7 +43,7 @@ def linear_problem(
     device: str = "cpu",
     gains: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float, bool]:
-    """Inputs of `norm_linear` with a few extreme gains, in `gains` or, where that is None, in the dtype of all."""
+    """Return inputs of `norm_linear` with a few extreme norm weights. `gains` is the dtype of the norm weights; None means `dtype`."""
     torch.manual_seed(rows * width + outputs)
     x = torch.randn(rows, width, dtype=dtype, device=device)
     weight = (torch.randn(outputs * (2 if gated else 1), width, device=device) / width**0.5).to(dtype)
@@ -66,8 +66,10 @@ def attention_problem(
     device: str = "cpu",
     gains: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
-    """Inputs of `rope_attend`: rows of these lengths, of several the last only reads: its slot is the dummy page's. `gains`: their dtype,
-    where it is another one."""
+    """Return inputs of `rope_attend` for rows of these lengths. `gains` is the dtype of the norm weights; None means `dtype`.
+
+    If there are several rows, the last row only reads: its slot is on the dummy page.
+    """
     torch.manual_seed(len(lens) * head_dim)
     rows, width = len(lens), max(-(-n // size) for n in lens) + 1
     num_pages = rows * width + 1
@@ -88,7 +90,10 @@ def attention_problem(
 def experts_problem(
     tokens: int, k: int, num: int, width: int, inner: int, dtype: torch.dtype, device: str = "cpu", routing: str = "random"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of `experts`. `routing`: `"random"`, `"few"` (only the last k + 1 experts are hit) or `"one"` (every token has the same)."""
+    """Return inputs of `experts`.
+
+    `routing` is `"random"`, `"few"` (only the last k + 1 experts are chosen) or `"one"` (all tokens have the same experts).
+    """
     torch.manual_seed(tokens * width + inner)
     x = torch.randn(tokens, width, device=device).to(dtype)
     gate_up = torch.empty(num, 2 * inner, width, dtype=dtype, device=device).normal_(std=width**-0.5)
@@ -97,7 +102,7 @@ def experts_problem(
 
 
 def routed(tokens: int, k: int, num: int, dtype: torch.dtype, device: str, routing: str = "random") -> tuple[Tensor, Tensor]:
-    """Experts and weights as a router would choose them: distinct in a row, in order of descending weight."""
+    """Return experts and weights as a router chooses them: distinct per token, in order of descending weight."""
     scores = torch.randn(tokens, num, device=device)
     if routing == "one":
         scores = scores[:1].repeat(tokens, 1)
@@ -108,7 +113,7 @@ def routed(tokens: int, k: int, num: int, dtype: torch.dtype, device: str, routi
 
 
 def wide_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str = "silu") -> Tensor:
-    """`experts` without any rounding."""
+    """Compute `experts` in float64, without rounding in between."""
     rows = []
     for row, ids, shares in zip(x.double(), chosen.tolist(), weights.double(), strict=True):
         total = torch.zeros_like(row)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for small engines: few pages, short pages, few tokens, so that collisions are common."""
+"""Hypothesis strategies for small engines: few pages, short pages and few token ids make sharing and eviction common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nanovllm.config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The arguments of `init_state` that bound an engine, and whether it reads shared pages once; and whether steps run ahead."""
+    """Arguments of `init_state` for a small engine, and whether decode steps run ahead (`ahead`)."""
 
     num_pages: int
     page_size: int
@@ -24,11 +24,11 @@ class Limits:
     num_frames: int | None = None
 
     def config(self) -> EngineConfig:
-        """The bounds as the value that an `EngineState` holds."""
+        """Return the arguments as an `EngineConfig`, as an `EngineState` has it."""
         return EngineConfig(**{name: value for name, value in self.options().items() if name != "cascade" and value is not None})
 
     def options(self) -> dict[str, Any]:
-        """All that `init_state` takes, as keyword arguments."""
+        """Return the keyword arguments of `init_state`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ahead"}
 
 
@@ -43,7 +43,18 @@ def limits(
     ahead: Sequence[bool] = (False, True),
     num_frames: st.SearchStrategy[int | None] | None = None,
 ) -> st.SearchStrategy[Limits]:
-    """Pools of up to `max_tokens` tokens in pages of up to `max_page_size`, with every kind of bottleneck; most hold a few requests."""
+    """Return a strategy of small engines with every kind of bottleneck; most have room for a few requests.
+
+    Args:
+        max_tokens: Largest number of tokens that a pool has room for.
+        max_page_size: Largest page size, in tokens.
+        max_model_len: Largest `max_model_len`; most engines have this value.
+        min_tokens: Smallest number of tokens that a pool has room for.
+        min_model_len: Smallest `max_model_len`.
+        cascade: Values of the option `cascade`: True reads shared pages once, None lets the engine decide.
+        ahead: Whether decode steps run ahead: the values to choose from.
+        num_frames: A strategy for the number of frames (KV memory of sliding-window pages); None if the model has no sliding windows.
+    """
 
     def build(page_size: int, num_tokens: int, **others: Any) -> Limits:
         return Limits(page_size=page_size, num_pages=-(-num_tokens // page_size), **others)
@@ -63,14 +74,15 @@ def limits(
 
 
 def token_ids(vocab_size: int = 2, min_size: int = 1, max_size: int = 10) -> st.SearchStrategy[list[int]]:
-    """Lists of token ids; the default vocabulary of two makes shared prefixes likely."""
+    """Return a strategy of lists of token ids; the default vocabulary of two makes shared prefixes likely."""
     return st.lists(st.integers(0, vocab_size - 1), min_size=min_size, max_size=max_size)
 
 
 def sampling_options(vocab_size: int = 2, max_tokens: int = 10, *, greedy_only: bool = False) -> st.SearchStrategy[dict[str, Any]]:
-    """Keyword arguments of `SamplingParams` for short replies, greedy or seeded, some with stop ids, penalties or log-probabilities.
+    """Return a strategy of keyword arguments for `SamplingParams`.
 
-    They are not built here: run-time type checks draw random numbers, which Hypothesis forbids inside a strategy.
+    Replies are short, greedy or seeded, some with stop ids, penalties or log-probabilities. The strategy does not build `SamplingParams`
+    itself, because run-time type checks use random numbers, which Hypothesis forbids inside a strategy.
     """
     stops = st.lists(st.integers(0, vocab_size - 1), max_size=1)
     common = {

@@ -358,7 +358,8 @@ def test_without_a_compiler_one_line_tells_so(greedy, tmp_path):
     environment = {**os.environ, "CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
     command = [*NANOVLLM, "generate", *greedy, "--device", "cpu", "x"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"nanovllm: warning: CC='/nonexistent' is no program: decoding on the CPU is .*\n", done.stderr)
+    wanted = r"nanovllm: warning: CC='/nonexistent' is not an executable program; .*: decoding on the CPU is .*\n"
+    assert re.fullmatch(wanted, done.stderr)
 
 
 def test_help_tells_the_defaults(capsys, monkeypatch):

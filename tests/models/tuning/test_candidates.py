@@ -102,7 +102,7 @@ def test_an_attention_that_does_not_fit_is_refused(cut: Cut) -> None:
 
 
 def test_numbers_are_named() -> None:
-    with pytest.raises(CutError, match="has 2 numbers, a Tile has 3: outputs, warps, depth"):
+    with pytest.raises(CutError, match="has 2 numbers, but a Tile needs 3: outputs, warps, depth"):
         named(Tile, (1, 2))
 
 

@@ -148,7 +148,7 @@ def test_rows_without_queries_are_skipped():
 
 def test_a_page_table_too_narrow_for_its_row_is_refused():
     case = Case([(9, 1)], group=1, kv_heads=1, head_dim=8, page_size=4)
-    with pytest.raises(IndexError, match="9 tokens needs 3 pages of 4, its page table has 2"):
+    with pytest.raises(IndexError, match="9 tokens needs 3 pages of 4, but its page table has 2"):
         paged_decode(case.q[0], case.pages, 1, case.tables[:, :2], case.seq_lens, case.scale, 0)
 
 

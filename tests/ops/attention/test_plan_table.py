@@ -43,7 +43,7 @@ def test_an_unknown_handle_is_a_typed_error(handle):
 def test_a_plan_of_another_kind_is_a_typed_error():
     plan = Plan()
     assert lookup(register(plan), Plan) is plan
-    with pytest.raises(PlanMismatchError, match="is a Plan, this op takes a str"):
+    with pytest.raises(PlanMismatchError, match="is a Plan, but this op takes a str"):
         lookup(register(plan), str)
 
 

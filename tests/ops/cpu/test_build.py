@@ -67,10 +67,10 @@ def test_flags_that_the_compiler_does_not_know_are_left_out(source: Path, monkey
 def test_without_a_compiler_there_is_none(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
-    with pytest.warns(UserWarning, match="there is no C compiler"):
+    with pytest.warns(UserWarning, match="found no C compiler"):
         assert find(source) is None
     monkeypatch.setenv("CC", "/nonexistent/cc")
-    with pytest.warns(UserWarning, match="/nonexistent/cc.*is no program"):
+    with pytest.warns(UserWarning, match="/nonexistent/cc.*is not an executable program"):
         assert find(source) is None
 
 

@@ -1,4 +1,4 @@
-"""Planted faults where pages that rows share are read once, and in what makes pages shared: plans, sessions, the index, moves."""
+"""Planted faults in cascade attention and in the code that makes pages shared: plans, sessions, the prefix index and moved KV."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def _weighs_in_another_base(attend_part):
     return faulty
 
 
-# The index, and moves
+# The prefix index, and moved KV
 
 
 def _starts_one_too_far(new_pages):
@@ -90,13 +90,13 @@ def _fault(name, faulty, *targets, machine):
 
 
 CASCADE_FAULTS: tuple[Fault, ...] = (
-    _fault("the plan of before pages grew", _keeps_the_old_plan, (EagerExecutor, "refresh"), machine=CascadeMachine),
+    _fault("an old plan after pages grew", _keeps_the_old_plan, (EagerExecutor, "refresh"), machine=CascadeMachine),
     _fault("a session on the plan of the requests", _follows_their_plan, (EagerExecutor, "begin"), machine=CascadeMachine),
-    _fault("a plan that goes before its session", _lets_plans_go_at_once, (EagerExecutor, "begin"), machine=CascadeMachine),
-    _fault("pages shared that some queries see in part", _shares_up_to_the_end, (CascadePolicy, "prompts"), machine=CascadeChunkMachine),
+    _fault("a plan deleted before its session ends", _lets_plans_go_at_once, (EagerExecutor, "begin"), machine=CascadeMachine),
+    _fault("shared pages that some queries see in part", _shares_up_to_the_end, (CascadePolicy, "prompts"), machine=CascadeChunkMachine),
     _fault("the last page of rows shared", _shares_the_last_page, (CascadePolicy, "decode"), machine=CascadeMachine),
     _fault("parts weighed in another base", _weighs_in_another_base, (cascade, "attend_part"), machine=ModelChunkMachine),
     _fault("an insertion that starts one too far", _starts_one_too_far, (prefix, "_new_pages"), machine=PrefixMachine),
-    _fault("moved to other pages than are taken", _moves_to_other_pages, (pages, "upcoming"), machine=ChunkMachine),
+    _fault("moved to other pages than are allocated", _moves_to_other_pages, (pages, "upcoming"), machine=ChunkMachine),
     _fault("moved to other slots", _moves_one_slot_too_far, (ops, "move_kv"), machine=ChunkMachine),
 )

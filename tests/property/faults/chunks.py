@@ -1,4 +1,4 @@
-"""Planted faults in the algebra of chunks: gaps, moves, sharing, labels, eviction, files."""
+"""Planted faults in functions on chunks: gaps, steps ahead, moved KV, sharing, labels, eviction and files."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -42,7 +42,7 @@ def _forgets_older_gaps(gapped):
     return lambda chunk, start, stop, page_size: gapped(replace(chunk, gaps=()), start, stop, page_size)
 
 
-# Steps ahead of time
+# Steps that run ahead
 
 
 def _runs_ahead_of_copies(steps_ahead):
@@ -213,28 +213,28 @@ def _fault(name, faulty, *targets, machine: type[RuleBasedStateMachine] = ChunkM
 
 
 def _turning(name, faulty, *targets):
-    """A fault that only turned keys show."""
+    """Return a fault that only a model with rotated keys can find."""
     return _fault(name, faulty, *targets, machine=ModelChunkMachine)
 
 
 CHUNK_FAULTS: tuple[Fault, ...] = (
-    _fault("tokens behind a gap at wrong positions", _forgets_gaps, (request, "offset_after")),
-    _fault("gaps behind the end of a truncated chunk", _keeps_gaps_behind_the_end, (chunks, "cut")),
-    _fault("a gap that forgets those before it", _forgets_older_gaps, (compose, "gapped")),
-    _fault("a step ahead that writes into a page shared still", _runs_ahead_of_copies, (run_ahead, "steps_ahead"), machine=AheadMachine),
+    _fault("tokens after a gap at wrong positions", _forgets_gaps, (request, "offset_after")),
+    _fault("gaps after the end of a truncated chunk", _keeps_gaps_behind_the_end, (chunks, "cut")),
+    _fault("a gap that forgets earlier gaps", _forgets_older_gaps, (compose, "gapped")),
+    _fault("a step ahead that writes into a shared page", _runs_ahead_of_copies, (run_ahead, "steps_ahead"), machine=AheadMachine),
     _fault("a step ahead of rows that changed", _keeps_what_it_ran, (RunAhead, "drop"), machine=AheadMachine),
     _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine),
     _fault("the results of a row that ended", _takes_the_first_rows, (RunAhead, "narrow"), machine=AheadMachine),
     _fault("results in the order of the batch", _gives_results_to_other_rows, (ahead, "placed"), machine=AheadMachine),
-    _fault("a token left behind by a move", _moves_all_but_one, (ops, "move_kv")),
-    _turning("keys composed and not turned", _turns_nothing, (compose, "joined")),
-    _turning("keys turned the wrong way", _turns_back, (compose, "joined")),
+    _fault("a token that is not moved", _moves_all_but_one, (ops, "move_kv")),
+    _turning("keys composed and not rotated", _turns_nothing, (compose, "joined")),
+    _turning("keys rotated in the wrong direction", _turns_back, (compose, "joined")),
     _turning("keys shifted by one place too many", _turns_one_too_far, (compose, "shifted")),
     _fault("the wrong tokens run again", _runs_the_wrong_heads_again, (compose, "_chosen")),
-    _fault("tokens recomputed behind approximate ones", _runs_behind_what_is_approximate, (compose, "cut")),
+    _fault("tokens recomputed after approximate tokens", _runs_behind_what_is_approximate, (compose, "cut")),
     _fault("a fork that counts no owner", _counts_no_owner, (chunks, "cut_live")),
     _fault("a page of a truncated chunk written", _shares_a_page_that_is_written, (fill, "reserve"), (fill, "require_writable")),
-    _fault("a partly filled page shared by what is composed", _shares_the_page_where_they_meet, (compose, "joined")),
+    _fault("a partly filled page shared by a composed chunk", _shares_the_page_where_they_meet, (compose, "joined")),
     _fault("the last token of a chunk written again", _writes_the_last_token_again, (eager, "decode_batch")),
     _fault("a chunk released twice", _accepts_released, (chunks, "require_live")),
     _fault("a released chunk composed", _accepts_released, (compose, "require_live")),
@@ -243,7 +243,7 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("a label not inherited", _inherits_no_label, (requests, "begin_sequence"), (fill, "begin_sequence")),
     _fault("the beginning of a chunk called exact", _calls_what_is_cut_exact, (chunks, "cut")),
     _fault("exact pages under an approximate label", _keeps_the_label_of_what_it_left, (Sequence, "restart")),
-    _fault("a page evicted without those behind it", _leaves_those_behind, (prefix, "_with_those_behind")),
+    _fault("a page evicted without the pages after it", _leaves_those_behind, (prefix, "_with_those_behind")),
     _fault("positions lost on load", _loses_positions, (Head, "gaps")),
     _fault("a file's KV not checked", _believes_the_kv, (blocks, "read_kv")),
     _fault("a file's key form ignored", _believes_the_head, (chunk_format, "_require_written_so")),

@@ -1,6 +1,6 @@
-"""Planted faults: bugs that engines of this kind really had, each with the machine that must find it.
+"""Planted faults: real bugs of engines of this kind, each with the machine that must find it.
 
-Faults in the algebra of chunks are in `chunks.py`, faults where pages are read once for several rows in `cascade.py`.
+`chunks.py` has faults in functions on chunks, `cascade.py` in cascade attention, and `windows.py` in sliding windows.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class Fault:
 
 @contextmanager
 def planted(*faults: Fault) -> Iterator[None]:
-    """The package with the faults in it, until the block ends."""
+    """Put the faults into the package until the block ends."""
     with ExitStack() as stack:
         for fault in faults:
             for owner, name in fault.targets:
@@ -72,7 +72,7 @@ def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int 
     )
     try:
         run_state_machine_as_test(machine, settings=chosen)
-    except Exception as failure:  # whatever the fault leads to: a mismatch, a broken invariant, an index out of range
+    except Exception as failure:  # any consequence of the fault: a mismatch, a broken invariant, an index out of range
         return failure
     return None
 
@@ -176,7 +176,7 @@ def _leaks_on_preemption(preempt):
 
 
 def writes_without_copy(reserve):
-    """A `reserve` that leaves a partly filled shared page in its place."""
+    """Return a `reserve` that does not copy a partly filled shared page."""
 
     def faulty(state, sequence, length, page_size):
         missing = max(0, pages_for(length, page_size) - len(sequence.pages))
@@ -281,10 +281,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="eviction of the youngest", machine=PrefixMachine, targets=((prefix, "evict"),), faulty=_evicts_the_youngest),
     Fault(name="a partly filled page indexed", machine=PrefixMachine, targets=((prefix, "insert"),), faulty=_indexes_partly_filled),
     Fault(
-        name="a page evicted before those behind it", machine=PrefixMachine, targets=((prefix, "set_idle"),), faulty=_indexes_out_of_order
+        name="a page evicted before the pages after it",
+        machine=PrefixMachine,
+        targets=((prefix, "set_idle"),),
+        faulty=_indexes_out_of_order,
     ),
     Fault(
-        name="a lost page forgotten without those behind it",
+        name="a lost page forgotten without the pages after it",
         machine=PrefixMachine,
         targets=((prefix, "forget"),),
         faulty=_forgets_only_itself,

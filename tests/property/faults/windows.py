@@ -1,4 +1,4 @@
-"""Planted faults in the KV of layers with windows: frames, needs, what is retired, what is found again."""
+"""Planted faults in the KV of sliding-window layers: frames, the owners that need them, retired pages and reused prefixes."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def _keeps_what_has_no_frames(made_way):
     return lambda held, frames, tokens, pages: held
 
 
-# What is retired, and found again
+# Retired pages and reused prefixes
 
 
 def _a_token_too_early(num_retired):
@@ -105,7 +105,7 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("the youngest spare frame taken first", _takes_the_youngest, (ages, "take"), machine=FrameMachine),
     _fault("the first of a run spare before its end", _retires_from_the_back, (frames, "retire"), machine=FrameMachine),
     _fault("a need never given up", _counts_needs_once, (frames, "retire"), machine=FrameMachine),
-    _fault("pages without frames found before those that have some", _keeps_what_has_no_frames, (pool, "_made_way"), machine=FrameMachine),
+    _fault("pages without frames found before pages with frames", _keeps_what_has_no_frames, (pool, "_made_way"), machine=FrameMachine),
     _fault("a prefix with a hole", _overlooks_holes, (pool, "reusable"), machine=FrameMachine),
     _fault("a page retired too early", _a_token_too_early, (scheduler, "num_retired"), machine=WindowMachine),
     _fault(

@@ -1,4 +1,4 @@
-"""Documents about the facts of a scene: plain text with questions, and chats, short or of a wanted length."""
+"""Documents about the facts of a scene: plain text with questions, and chats, short or of a given length."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ END = ("<|endoftext|>", ANSWER)
 
 @dataclass(frozen=True)
 class Fill:
-    """Other text of about so many tokens, put in when the document is packed."""
+    """A place for unrelated text of about so many tokens, which is inserted when the document is packed."""
 
     tokens: int
 
@@ -63,7 +63,7 @@ def recall(rng: Rng, budget: int = 0) -> Document:
     scene = draw_scene(rng, rng.pick((1, 1, 2, 3, 4, 6, 8, 10, 12) if not budget else (1, 2, 4, 6, 8, 10, 12, 16, 20)))
     blocks = paragraphs(rng, scene)
     asked = pose_some(rng, scene, rng.randint(3, 14) if budget else rng.pick((1, 1, 1, 3, 5, 6)))
-    if not budget and rng.chance(0.12):  # the question stands before the text
+    if not budget and rng.chance(0.12):  # the question comes before the text
         item = pose(rng, rng.pick(scene.told))
         return [(f"Question: {item.question}\n\n" + "\n\n".join(blocks) + "\n\nAnswer:", CONTEXT), (f" {item.answer}", ANSWER), END]
     body = _spread(rng, blocks, _fill_left(budget, blocks)) if budget else [("\n\n".join(blocks), CONTEXT)]
@@ -117,7 +117,7 @@ LATER = (
 
 
 def user_text(rng: Rng, blocks: list[str], question: str, fill: int) -> Document:
-    """The first message in pieces: a lead, the blocks with fill, the question; now and then the question stands first."""
+    """The first message in pieces: a lead, the blocks with fill, the question; sometimes the question comes first."""
     if fill < 60:
         joined = "\n\n".join(blocks)
         if question and rng.chance(0.08):

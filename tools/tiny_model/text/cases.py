@@ -1,4 +1,4 @@
-"""What the measure asks: prompts with names and wordings that training never drew, and how an answer is judged."""
+"""The cases of `score.py`: prompts with names and wordings that never occur in training, and the rules that judge an answer."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ from tools.tiny_model.text.words import FIRST_NAMES, TEST, name
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, the value that a right answer names, and the room for the answer."""
+    """A prompt, the value that a right answer contains, and the largest number of tokens of the answer."""
 
     prompt: str
     value: str
@@ -235,7 +235,7 @@ _STORY_PLACES = (
 
 
 def story_prompts(count: int, seed: int) -> list[str]:
-    """Beginnings of stories, each another one, with names that training never drew."""
+    """Return different beginnings of stories, with names that never occur in training."""
     rng, prompts = Rng(seed), [_STORY_STARTS[0].format(p=_STORY_PLACES[0])]
     while len(prompts) < count:
         hero = rng.pick(FIRST_NAMES[TEST])[0] if rng.chance(0.7) else name(rng, "person", TEST)
@@ -247,7 +247,7 @@ def story_prompts(count: int, seed: int) -> list[str]:
 
 
 def final_answer(text: str, prompt: str) -> str:
-    """The answer behind the think block, up to the end of its line."""
+    """Return the answer after the think block, up to the end of its line."""
     text = text.rsplit("</think>", maxsplit=1)[-1].lstrip("\n") if "</think>" in text else text
     text = text.split("<|im_end|>")[0].split("<|endoftext|>")[0]
     return text.strip("\n").split("\n")[0].strip() if prompt else text

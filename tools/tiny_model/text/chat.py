@@ -8,7 +8,7 @@ from tools.tiny_model.text.grammar import Rng, capital, render
 from tools.tiny_model.text.words import ADJECTIVES, ANIMALS, COLOURS, CREATURES, FIRST_NAMES, FOODS, NOUNS, OBJECTS, TRAIN, anything, name
 
 # How much a token counts in the loss, in quarters of the plain text's weight; a negative weight leaves out the first token of its segment,
-# which stands where a think block would be opened.
+# which is at the place where a think block would begin.
 CONTEXT, TEXT, ANSWER = 1, 4, 8
 Segment = tuple[str, int]
 
@@ -28,7 +28,7 @@ EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def chat(rng: Rng, turns: list[Turn], system: str = "") -> list[Segment]:
-    """The chat as segments; how the thoughts of earlier turns are kept or stripped, and whether there is thinking at all, is drawn."""
+    """Return the chat as segments. Whether there is thinking, and whether earlier turns keep it, is chosen at random."""
     segments: list[Segment] = []
     if system:
         segments.append((f"<|im_start|>system\n{system}<|im_end|>\n", CONTEXT))
@@ -108,7 +108,7 @@ def repetition(rng: Rng, text: str = "") -> Turn:
 
 
 def story_request(rng: Rng, split: str = TRAIN) -> tuple[str, str, dict[str, str]]:
-    """A wish for a story, the thought, and what the story must hold: `hero`, `thing` or `animal`, or nothing."""
+    """Return a request for a story, the thought, and a required part of the story: `hero`, `thing`, `animal` or nothing."""
     style = rng.random()
     if style < 0.35:
         return rng.pick(_STORY_ASKS), "The user wants a story.", {}

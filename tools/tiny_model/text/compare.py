@@ -1,4 +1,4 @@
-"""Comparisons of two numbers: of bare ones, and of ages, heights, prices and the like, which the context tells of invented names."""
+"""Comparisons of two numbers: bare numbers, and ages, heights, prices and the like, which the context states of invented names."""
 
 # ruff: noqa: E501 - wordings and word lists read better as they are
 
@@ -14,7 +14,7 @@ from tools.tiny_model.text.words import TEST, TRAIN
 
 @dataclass(frozen=True)
 class Quantity:
-    """What can be more or less: its relation, its bounds, pairs of predicates for more and for less, and sentences that tell two at once."""
+    """A quantity to compare: its relation, bounds, pairs of predicates for more and less, and sentences that state two values at once."""
 
     kind: str
     relation: wordings.Relation
@@ -165,7 +165,7 @@ def _others(rng: Rng, kind: str, told: list[Fact], noun: str) -> list[Fact]:
 
 
 def compare(rng: Rng, split: str = TRAIN, questions: int = 1, short: bool = False) -> list[Compared]:
-    """Which of two subjects is older, dearer, has more of something; `short`: two subjects, told in one breath, where there are wordings."""
+    """Ask which of two subjects is older, more expensive, has more of something. `short`: both in one sentence, if there are wordings."""
     quantity = rng.pick(QUANTITIES)
     things = rng.pick(THINGS)
     own = quantity.relation

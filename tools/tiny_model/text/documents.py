@@ -1,4 +1,4 @@
-"""The text that the tiny model learns from: documents of every kind, drawn without end from a seed.
+"""The training text of the tiny model: an endless sequence of documents of all kinds, generated from a seed.
 
     python -m tools.tiny_model.text.documents --documents 20 --seed 3      # prints documents
 """
@@ -233,7 +233,7 @@ def filler(rng: Rng) -> str:
 
 
 def plain_text(rng: Rng, document: Document) -> str:
-    """The document as text, its fills drawn fresh."""
+    """Return the document as text, with new unrelated text in its fills."""
     out = []
     for part in document:
         if isinstance(part, Fill):

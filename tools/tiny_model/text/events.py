@@ -1,4 +1,4 @@
-"""What somebody did, has, or will attend: sentences, and questions after who, what, when and where."""
+"""Sentences about deeds, possessions and events of invented people, and questions with who, what, when and where."""
 
 # ruff: noqa: E501 - wordings and word lists read better as they are
 
@@ -36,7 +36,7 @@ _MOST = (("taller", "shorter"), ("older", "younger"), ("faster", "slower"), ("st
 
 @dataclass(frozen=True)
 class Item:
-    """A sentence, and what can be asked of it: (question wordings, full answer, value)."""
+    """A sentence and its questions: (question wordings, full answer, value)."""
 
     sentence: str
     asks: tuple[tuple[tuple[str, ...], str, str], ...]

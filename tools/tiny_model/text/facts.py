@@ -123,7 +123,7 @@ def thing_relations(rng: Rng, count: int) -> tuple[Relation, ...]:
 
 
 def draw_value(rng: Rng, sort: str, split: str = TRAIN) -> str:
-    """A value of the given sort, fresh where it is a name; now and then of another sort, so that only the context can tell."""
+    """Return a value of the given sort; a name is new. Sometimes the value is of another sort, so that only the context gives it."""
     if split == TRAIN and rng.chance(0.12):
         sort = rng.pick(("any", "city", "person", "word", "code"))
     if sort in ("city", "country", "thing"):
@@ -194,7 +194,7 @@ def ask(rng: Rng, fact: Fact, split: str = TRAIN) -> str:
 
 
 def ask_further(rng: Rng, fact: Fact, before: Fact, split: str = TRAIN) -> str:
-    """A question that leans on the one before, where they share noun or subject."""
+    """Return a question that depends on the question before, if they share noun or subject."""
     if fact.subject not in ("I", "") and fact.relation.noun == before.relation.noun:
         return capital(render(rng, rng.pick(FOLLOW_SUBJECT), _phrased(rng, fact)))
     if fact.subject not in ("I", "") and fact.subject == before.subject:

@@ -1,4 +1,4 @@
-"""The little template language of the generated text: `[a|b]` chooses, `{x}` fills, `{a x}` adds an article, `{^x}` capitalises."""
+"""The template language of the generated text: `[a|b]` chooses, `{x}` fills, `{a x}` adds an article, `{^x}` capitalises."""
 
 import random
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from tools.tiny_model.text.words import TEST, TRAIN, first_name
 
 @dataclass
 class Scene:
-    """Facts of a context, by subject, and facts of the same sort that the context does not tell."""
+    """Facts of a context, by subject, and facts of the same sort that the context does not contain."""
 
     kinds: dict[str, str] = field(default_factory=dict)  # subject -> kind, in order
     told: list[Fact] = field(default_factory=list)
@@ -218,7 +218,7 @@ class Asked:
 
 
 def pose(rng: Rng, fact: Fact, split: str = TRAIN, before: Fact | None = None, sole: bool = False) -> Asked:
-    """A question about `fact`, which leans on `before` where given; a `sole` fact of its noun may be asked for without its subject."""
+    """Return a question about `fact`, which depends on `before` if given. If `sole`, the question may leave out the subject."""
     question = facts.ask_further(rng, fact, before, split) if before else facts.ask(rng, fact, split)
     if sole and split == TRAIN and fact.value and fact.subject not in ("I", "") and rng.chance(0.08):
         question = rng.pick(
@@ -242,7 +242,7 @@ def pose(rng: Rng, fact: Fact, split: str = TRAIN, before: Fact | None = None, s
 
 
 def pose_some(rng: Rng, scene: Scene, count: int, further: bool = False, unknown: float = 0.1) -> list[Asked]:
-    """`count` questions about the scene, some of them about what it does not tell; with `further` some lean on the one before."""
+    """Return `count` questions about the scene, some about unknown facts. With `further`, some depend on the question before."""
     asked: list[Asked] = []
     told = rng.some(scene.told, min(count, len(scene.told)))
     for fact in told:

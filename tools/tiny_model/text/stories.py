@@ -1,4 +1,4 @@
-"""Stories with characters, places and causes, and what can be asked about them."""
+"""Stories with characters, places and causes, and questions about them."""
 
 from collections.abc import Sequence
 from zlib import crc32
@@ -72,7 +72,7 @@ class Story:
         return " ".join(self.sentences[:cut]) + "\n\n" + " ".join(self.sentences[cut:])
 
     def questions(self, rng: Rng) -> list[tuple[str, str, str]]:
-        """(question, full answer, short answer) triples whose answers stand in the story."""
+        """Return triples (question, full answer, short answer) whose answers are in the story."""
         s, text = self.slots, " ".join(self.sentences)
         asked = [
             (

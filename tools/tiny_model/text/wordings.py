@@ -1,4 +1,4 @@
-"""What can be said of invented things, and the many ways to state it, to ask for it and to restate it."""
+"""Relations of invented things, and many wordings to state them, ask for them and restate them."""
 
 # ruff: noqa: E501 - wordings and word lists read better as they are
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tools.tiny_model.text.words import ATTRIBUTES, NOUNS, TEST, TRAIN
 
 @dataclass(frozen=True)
 class Relation:
-    """One thing that can be said of a subject: its noun, the sort of its value, and wordings beyond the common frames."""
+    """One relation of a subject: its noun, the sort of its value, and wordings in addition to the common templates."""
 
     noun: str
     value: str
@@ -118,7 +118,7 @@ MINE = (
     )),
 )  # fmt: skip
 
-# Common frames: {n} the noun, {s} the subject, {v} the value, {p} "the noun of subject" or "subject's noun".
+# Common templates: {n} the noun, {s} the subject, {v} the value, {p} "the noun of subject" or "subject's noun".
 _THAT = """[They say|People say|Everybody knows|It is known|It is said|It is certain|It is true|I read|I heard|I am told|We know|We were told|The paper says|
 The guide told us|My teacher says|An old map shows|The sign says|Nobody doubts|You must know|Keep in mind|Do not forget|Let me add|I can tell you|It turns out|
 Records show|It seems|Rumour has it|Write down|I believe|I am sure|The law says|A letter says|The report states|You may have heard|Learn by heart|
@@ -131,7 +131,7 @@ Regarding {s}:|Now {s}:|In {s}'s case,|Where {s} is concerned,|Back to {s}:|Take
 _NOTE = "[Note|Remember|Please note|Remember this|Important|Note this|News|Fact|Rule|Reminder|One more thing|Hint]:"
 _TAIL = """[|||||||||, as everybody knows|, I think| and it always was|, at least today|, as I heard|, and nobody minds|, which is good to know| and nothing else|
 , they say|, of course|, it seems|, by the way|, for now|, so they tell me]""".replace("\n", "")
-# Leading clauses of any words, so that the model looks for the fact and not for a frame.
+# Leading clauses of any words, so that the model looks for the fact and not for a fixed wording.
 _CLAUSE = """[[When|If|While|As|Because|Although|Once|Before|After|Whenever|Even if|Just as|Now that|As long as|Where|Unless] [the {n1} [comes|is {a1}|ends|
 begins|was lost|stands near the {n2}|goes to the {n2}]|you [see|open|read|ask for|find] the {n1}|we [left|found|came to|wrote of] the {n1}|it [rains|snows|grows dark]|
 it [goes|falls|belongs] to the {a1} {n1}]|[After|Before|During|Despite|Beside|Without|With|Under|Behind|Next to|Because of|Thanks to|Like|From|In|At|On|

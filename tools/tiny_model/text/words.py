@@ -1,4 +1,4 @@
-"""Words and invented names of the generated text, and which names are kept back for tests."""
+"""Words and invented names of the generated text, and the choice of names that are reserved for tests."""
 
 # ruff: noqa: E501, SIM905 - wordings and word lists read better as they are
 
@@ -8,8 +8,8 @@ from tools.tiny_model.text.grammar import Rng
 
 TRAIN, TEST = "train", "test"
 
-# Named in tests, examples and documents; never drawn while training. Besides these, every name whose CRC-32 (of its lower case)
-# divides by HELD_OUT_MODULUS is kept back, which gives the measure as many unseen names as it wants.
+# Names in tests, examples and documents, which never occur in training. In addition, every name is reserved whose CRC-32 (of its lower
+# case) is divisible by HELD_OUT_MODULUS. So `score.py` has as many unseen names as it needs.
 TEST_NAMES = frozenset(
     """aistonia velmora kestrava orlenna brindmoor quillon tavareth mirelda norvasta ostrel pelluria zanthe drummelow farrowick
     hesperil jorvanna lundmere marrowby nethering ravensholt silverin thornquist umberfell wexlow yarrowden corvalis belgarde

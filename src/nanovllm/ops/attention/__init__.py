@@ -1,1 +1,1 @@
-"""Attention over pages, and the plans that it follows."""
+"""Attention over paged KV, and the plans of its kernels."""

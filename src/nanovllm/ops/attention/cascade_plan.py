@@ -1,4 +1,4 @@
-"""The plan of cascade attention: shared runs of pages cut into work for the programs of a launch."""
+"""The plan of cascade attention: shared runs of pages, divided into work for the programs of a launch."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.backends import LARGEST, processors, shared_memory
 from nanovllm.types import Int32, Tensor
 
-MAX_PARTS = 16  # partial results a row that workspaces have room for, beside those that cuts into shares make
-TILE = 64  # tokens: what is shared is cut at its multiples
-LEAST_OWN = 512  # tokens at the end of a row that do not hold the others up
-FIELDS = 5  # of an item: the row whose table names the pages, first page, end page, first member, number of members
-WIDE = 64  # queries that one program takes of a shared run: rows times query heads of one key/value head
+MAX_PARTS = 16  # partial results per row that a workspace has room for, in addition to those from the ends of shares
+TILE = 64  # tokens; shared runs are divided at multiples of it
+LEAST_OWN = 512  # so many tokens at the end of a row do not delay the other rows
+FIELDS = 5  # fields of an item: row whose table has the pages, first page, end page, first member, number of members
+WIDE = 64  # queries of a shared run that one program takes: rows times query heads per key/value head
 
 
 class Run(NamedTuple):
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How a kernel reads: tokens of a tile, tiles in flight, warps."""
+    """How a kernel reads keys and values: tokens per tile, tiles in flight, warps per program."""
 
     tokens: int
     stages: int
@@ -38,11 +38,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What each program of a plan reads.
+    """The work of each program of a plan.
 
-    Share i is the items `bounds[i] ... bounds[i + 1] - 1`. The members of an item and their places among the parts are listed from its
-    fourth field on; row b's parts are `starts[b] ... starts[b + 1] - 1`, one after another, so that merging them needs no list. Its
-    pages from `begins[b]` on are in no item.
+    Share i has the items `bounds[i] ... bounds[i + 1] - 1`. The fourth field of an item is the index of its first member in `members` (the
+    rows) and `places` (where their partial results go). The partial results of row b are `starts[b] ... starts[b + 1] - 1`. They are
+    consecutive, so merging them needs no list. The row's pages from `begins[b]` on are in no item.
     """
 
     bounds: Int32[np.ndarray, "bounds"]
@@ -54,12 +54,12 @@ class Work:
 
 
 def programs(device: torch.device) -> int:
-    """Programs of the launch over what is shared: one a multiprocessor."""
+    """Return the number of programs of the launch over shared pages: one per multiprocessor."""
     return processors(device) if device.type == "cuda" else 64
 
 
 def tiles(head_dim: int, dtype: torch.dtype, memory: int) -> tuple[Tile, Tile]:
-    """Of the launch over what is shared, and of the one over the rows' ends, where a program may use `memory` bytes.
+    """Return the tiles of the launch over shared pages, and of the launch over the ends of rows.
 
     Chosen on an H200 (docs/explanation/performance.md); where heads are long or memory is short, tiles are smaller and fewer are in flight.
     """
@@ -71,10 +71,10 @@ def tiles(head_dim: int, dtype: torch.dtype, memory: int) -> tuple[Tile, Tile]:
 
 
 class CascadeWorkspace:
-    """Memory for partial results, shared by all cascade plans of one stream. Sizes: the most rows of a batch, and the model's heads."""
+    """Memory for partial results, shared by all cascade plans of one stream, for batches of up to `max_rows` rows."""
 
     def __init__(self, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> None:
-        # Each end of a share cuts an item, of at most WIDE queries of a key/value head, in two.
+        # The end of a share may divide an item, of at most WIDE queries of a key/value head, in two.
         self.num_parts = MAX_PARTS * max_rows + programs(device) * -(-WIDE // num_heads)
         on_gpu = device.type == "cuda"
         self.out = torch.empty(self.num_parts if on_gpu else 0, num_heads, head_dim, dtype=torch.float32, device=device)
@@ -82,11 +82,11 @@ class CascadeWorkspace:
 
 
 class CascadePlan:
-    """How decode batches of exactly `batch_size` rows, one query each, read their pages; its device buffers never move.
+    """The plan of how decode batches of exactly `batch_size` rows, with one query each, read their pages.
 
-    So launches can be captured, and a captured step serves any sharing. One launch reads what rows share, in shares of equal length, as
-    many as a GPU runs at once; one reads the end of each row and merges. `handle` is what `paged_decode` takes; it lives as long as this
-    object. On a CPU the plan is followed by plain torch.
+    The device buffers never move. So launches can be captured, and one captured step serves any sharing of pages. The first launch reads
+    shared pages, in shares of equal length, as many as a GPU runs at once. The second launch reads the end of each row and merges. Pass
+    `handle` to `paged_decode`; it is valid as long as this object lives. On a CPU plain torch follows the plan.
     """
 
     def __init__(
@@ -103,24 +103,28 @@ class CascadePlan:
         self.handle = register(self)
 
     def _sizes(self) -> tuple[int, ...]:
-        """Room for the fields of `Work`: whole 16 bytes each, for kernels are compiled anew for addresses that are not."""
+        """Return the sizes of the fields of `Work`, in multiples of 16 bytes: kernels are compiled again for other alignments."""
         parts, rows = self.workspace.num_parts, self.batch_size
         return tuple(size + -size % 4 for size in (self.shares + 1, self.max_items * FIELDS, rows, rows + 1, parts, parts))
 
     def views(self) -> tuple[Tensor, ...]:
-        """The fields of `Work` on the device, each with room for the longest."""
+        """Return the fields of `Work` on the device, each with its largest size."""
         bounds, items, *rest = self.ints.split(self.sizes)
         return bounds, items.view(-1, FIELDS), *rest
 
     def tiles(self, dtype: torch.dtype) -> tuple[Tile, Tile]:
-        """How the plan's two launches read."""
+        """Return the tiles of the plan's two launches."""
         return tiles(self.workspace.out.shape[2], dtype, shared_memory(self.device) if self.device.type == "cuda" else LARGEST)
 
     def update(self, runs: Seq[Run]) -> bool:
-        """Follow these runs, which cover every row's pages in use, planned ones too; False, and nothing changed, where they do not fit.
+        """Plan these runs, asynchronously on the current stream.
 
-        A row has at most one run of its own, its last, which may reach beyond the row's length, as far as it will grow until the next
-        update. Asynchronous on the current stream.
+        Args:
+            runs: Runs that cover all used and planned pages of each row. A row has at most one run of its own, which is its last. That
+                run may be longer than the row, as far as the row will grow until the next update.
+
+        Returns:
+            False if the runs do not fit into the buffers; then nothing has changed.
         """
         work = cut_runs(runs, self.batch_size, self.rows_per_item, self.shares, self.page_size)
         if len(work.items) > self.max_items or len(work.members) > self.workspace.num_parts:
@@ -136,10 +140,10 @@ class CascadePlan:
 
 
 def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, page_size: int) -> Work:
-    """Cut what several rows read, no more than `rows_per_item` at once, into shares of equal length, give or take a tile.
+    """Divide pages that several rows read, at most `rows_per_item` rows at once, into shares of equal length within one tile.
 
-    What only one row reads is left to that row, unless that is so long that it would hold the others up: then all but its end is cut,
-    too.
+    Pages that only one row reads are left to the launch over the ends of rows. But if they are so many that they would delay the other
+    rows, all except the end are divided too.
     """
     tile = -(-TILE // page_size)  # pages
     blocks = [
@@ -160,7 +164,7 @@ def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, pag
     for rows, _, stop in blocks:
         begins[rows] = np.maximum(begins[rows], stop)
     row, start, stop, count = np.array([(rows.item(0), start, stop, len(rows)) for rows, start, stop in blocks]).T
-    # All blocks one after another are a line of tiles, which is cut where shares end and where blocks do.
+    # All blocks one after another are a line of tiles. It is divided at the ends of shares and at the ends of blocks.
     edges = list(accumulate([-(-(stop - start) // tile) for _, start, stop in blocks], initial=0))
     ends = [share * edges[-1] // shares for share in range(shares + 1)]
     cuts = np.array(sorted({*edges, *ends}))

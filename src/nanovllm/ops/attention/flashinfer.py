@@ -1,15 +1,16 @@
-"""FlashInfer's batch attention over our pages: how its schedules are made and sent, and its kernels launched.
+"""FlashInfer's batch attention over our pages: make its schedules, send them to the device and launch its kernels.
 
-Written against flashinfer-python 0.6.14, which is imported only here. The functions called are the two that its
-`BatchPrefillWithPagedKVCacheWrapper` ends in: the wrapper's own `plan` walks the batch in Python, and its buffers cannot be alternated.
+This file is written for flashinfer-python 0.6.14 and is the only file that imports it. It calls the two functions that FlashInfer's
+`BatchPrefillWithPagedKVCacheWrapper` calls in the end. The wrapper itself is not used: its `plan` walks the batch in Python, and its
+buffers cannot alternate.
 
-**Windows.** A schedule that splits rows knows how many parts a row has, which depends on the window. The kernel counts them anew when it
-runs, and puts the parts of a row's second query behind so many: of another window it would put them elsewhere. So layers of each window
-follow a schedule of their own, over the same index arrays. A window that no row outgrows is none, where lengths are known; Hopper's kernels
-split no row, and one schedule serves them all.
+**Windows.** A schedule that splits rows depends on the number of parts of each row, which depends on the window. The kernel counts the
+parts again when it runs, and uses the count to place the parts of a row's second query. With another window the places would be wrong. So
+layers of each window have a schedule of their own, over the same index arrays. If the lengths are known and no row is longer than a
+window, the schedule without a window is used. The kernels for Hopper split no row, so one schedule serves all windows.
 
-**Order.** All work of plans that share a workspace goes to one stream. An update writes pinned memory that asynchronous copies read, so
-each plan alternates between two sets of it, and waits only when the host is two updates ahead of the device.
+**Order.** All work of plans that share a workspace must go to one stream. An update writes pinned memory, which asynchronous copies read.
+So each plan alternates between two sets of pinned memory, and waits only if the host is two updates ahead of the device.
 """
 
 from typing import Any, NamedTuple
@@ -22,17 +23,20 @@ from nanovllm.types import Tensor
 
 NON_CAUSAL, CAUSAL = 0, 1  # flashinfer.utils.MaskMode
 NHD, HND = 0, 1  # flashinfer.utils.TensorLayout
-EVERYTHING = 1 << 30  # keys before a query's own; kernels of Hopper that are built for windows take -1 for a number
+EVERYTHING = 1 << 30  # window without a limit: the kernels for Hopper with windows do not treat -1 as unlimited
 
 
 def num_tiles(num_tokens: int, num_rows: int, num_heads: int, num_kv_heads: int, tile: int, device: torch.device) -> int:
-    """Thread-block rows that FlashInfer reserves for a captured schedule: two blocks a multiprocessor, or a tile for every query tile."""
+    """Return the number of query tiles that FlashInfer reserves for a captured schedule.
+
+    It is at least two thread blocks per multiprocessor, divided by the key/value heads, and at least the number of query tiles.
+    """
     blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count // num_kv_heads
     return max(blocks, -(-num_tokens * (num_heads // num_kv_heads) // tile) + num_rows - 1)
 
 
 class AttentionWorkspace:
-    """Scratch memory for partial results, shared by all plans of one stream. Sizes: the largest batch, and the model's heads."""
+    """Scratch memory for partial results, shared by all plans of one stream, for batches of up to `max_rows` rows."""
 
     def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
         tile_bytes = num_heads * (head_dim + 1) * 4
@@ -43,7 +47,7 @@ class AttentionWorkspace:
 
 
 class _Staging:
-    """Pinned memory of one update, with room for several schedules. `copied` has passed when the copies out of it have run."""
+    """Pinned memory of one update, with room for several schedules. The event `copied` is done when the copies from it have run."""
 
     def __init__(self, num_ints: int, schedules: int, schedule_bytes: int) -> None:
         self.ints = torch.empty(num_ints, dtype=torch.int32, pin_memory=True)
@@ -52,7 +56,7 @@ class _Staging:
 
 
 class _Schedule(NamedTuple):
-    """What layers of one window follow: the schedule, where its parts lie, and how many keys before its own a query sees (-1: all)."""
+    """The schedule for layers of one window: its memory, its layout, and how many keys before its own a query attends to (-1: all)."""
 
     memory: Tensor
     info: Any
@@ -60,7 +64,7 @@ class _Schedule(NamedTuple):
 
 
 class FlashInferPlan:
-    """What plans of decode batches and of prompts share: FlashInfer's schedules, the index arrays, and their pinned sources."""
+    """The common part of plans for decode batches and for prompts: FlashInfer's schedules, index arrays and their pinned copies."""
 
     def __init__(
         self,
@@ -77,25 +81,28 @@ class FlashInferPlan:
         softcap: float,
     ) -> None:
         if attention_backend(device, dtype, head_dim, page_size) != "flashinfer":
-            raise PlanMismatchError(f"no FlashInfer attention for {dtype}, head_dim={head_dim}, page_size={page_size} on {device}")
+            raise PlanMismatchError(f"FlashInfer does not support {dtype}, head_dim={head_dim}, page_size={page_size} on {device}")
         self.workspace, self.dtype, self.head_dim, self.page_size = workspace, dtype, head_dim, page_size
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.windows, self.softcap = tuple(dict.fromkeys(windows)), softcap
         if not windows or min(windows) < 0 or softcap < 0:
-            raise PlanMismatchError(f"windows {windows} must be some, each at least 0, and the soft cap {softcap} at least 0")
+            raise PlanMismatchError(f"windows {windows} must be non-empty, each at least 0, and the soft cap {softcap} at least 0")
         self.ints = torch.zeros(num_ints, dtype=torch.int32, device=device)
         self.memory = torch.empty(len(self.windows), schedule_bytes, dtype=torch.uint8, device=device).unbind()
         sizes = num_ints, len(self.windows), schedule_bytes
         self.staging = (_Staging(*sizes), _Staging(*sizes))
-        self.schedules: dict[int, _Schedule] = {}  # by window; none before the first update
+        self.schedules: dict[int, _Schedule] = {}  # window -> schedule; empty before the first update
         self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         self.modules: dict[str, Any] = {}
         self.load("fa2")
         self.handle = register(self)
 
     def load(self, backend: str) -> None:
-        """Load kernels, those for windows and soft caps where the plan has such. The first time for a dtype, a head_dim and the two
-        builds them: fa2 30 to 45 s, fa3 90 to 110; they stay on disk."""
+        """Load kernels, with windows and soft caps if the plan has any.
+
+        The first call for a dtype, a head_dim, windows and soft caps builds the kernels: fa2 in 30 to 45 seconds, fa3 in 90 to 110. They
+        are kept on disk.
+        """
         from flashinfer.prefill import get_batch_prefill_module
 
         dtypes, limits = (self.dtype, self.dtype, self.dtype, torch.int32), (any(self.windows), self.softcap > 0)
@@ -110,13 +117,15 @@ class FlashInferPlan:
         self, staging: _Staging, backend: str, used: int, qo_indptr, kv_indptr, kv_lens, num_tokens: int, captured: bool, causal: bool,
         page_size: int | None = None, longest: int | None = None,
     ) -> None:  # fmt: skip
-        """Send the staged arrays, then the schedules; where their parts lie is the same for any captured batch. `longest`: no row is
-        longer; None: rows grow."""
+        """Send the staged arrays and then the schedules, whose layout is the same for any captured batch.
+
+        No row is longer than `longest`; None means that rows will grow.
+        """
         self.ints[:used].copy_(staging.ints[:used], non_blocking=True)
         made: dict[int, tuple[Tensor, Any]] = {}
         for window in self.windows:
             window_left = window - 1 if window and (longest is None or window < longest) else -1
-            split = window_left if backend == "fa2" else -1  # what the schedule depends on
+            split = window_left if backend == "fa2" else -1  # the schedule of fa3 does not depend on the window
             if split not in made:
                 memory = self.memory[len(made)]
                 info = self.modules[backend].plan(
@@ -145,15 +154,19 @@ class FlashInferPlan:
         staging.copied.record()
 
     def follow(self, window: int, softcap: float) -> _Schedule:
-        """The schedule of layers with this window. Raises `PlanMismatchError` for a window or a soft cap that the plan was not made for."""
+        """Return the schedule of layers with this window. Raises `PlanMismatchError` if the plan is for other windows or soft caps."""
         if window not in self.schedules or softcap != self.softcap:
             raise PlanMismatchError(
-                f"a layer of window {window} and soft cap {softcap} was given to a plan for {self.windows} and {self.softcap}"
+                f"the plan does not fit a layer of window {window} and soft cap {softcap}: it is for {self.windows} and {self.softcap}"
             )
         return self.schedules[window]
 
     def launch(self, backend, schedule: _Schedule, q, kv, arrays, out, mask, scale, pdl, lse=None, layout=HND) -> None:
-        """`kv` are pages, `[N, K, S, D]` each, with the arrays that find them; or in layout NHD rows `[T, K, D]` with their bounds."""
+        """Launch the attention kernel.
+
+        `kv` are keys and values in pages, `[N, K, S, D]` each, with their index arrays. In layout NHD they are rows `[T, K, D]` with the
+        bounds of each sequence.
+        """
         module, paged = self.modules[backend], layout == HND
         (module.paged_run if paged else module.ragged_run)(
             self.workspace.buffer,

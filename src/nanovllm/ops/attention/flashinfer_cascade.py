@@ -1,4 +1,4 @@
-"""Cascade attention of prompts by FlashInfer's kernels: a launch over all shared runs, one over what is each row's own, and the merge."""
+"""Cascade attention of prompts with FlashInfer's kernels: one launch over all shared runs, one over each row's own pages, and a merge."""
 
 from collections.abc import Sequence as Seq
 
@@ -13,15 +13,19 @@ from nanovllm.types import Float, Int32, Tensor
 
 
 class FlashInferCascade:
-    """How the prompts of one step read their pages; the queries of a shared run are gathered, so one launch serves runs of any level.
+    """The plan of how the prompts of one step read their pages.
 
-    Layers with a window that some row outgrows read each row's pages by themselves: gathered queries stand at other positions than their
-    run's end. `handle` is what `paged_prefill` takes.
+    The queries of shared runs are gathered, so one launch serves runs of all levels. If some row is longer than a layer's window, that
+    layer reads each row's pages without sharing. The reason: FlashInfer counts a window back from the end of the keys, but gathered
+    queries have other positions. Pass `handle` to `paged_prefill`.
+
+    Args:
+        own: Plan for the pages that only one row reads. It may also serve plain prompts, one batch at a time.
+        shared: Plan for shared runs; it is not causal. `own` and `shared` need no windows.
+        windowed: Plan for layers with windows; it may also serve plain prompts.
     """
 
     def __init__(self, own: PrefillPlan, shared: PrefillPlan, windowed: PrefillPlan | None = None) -> None:
-        """`own`, or `windowed`, which is for layers with windows, may serve plain prompts as well, one batch at a time; `shared` is not
-        causal. Neither `own` nor `shared` needs windows."""
         self.own, self.shared, self.windowed = own, shared, windowed
         self.num_tokens = self.longest = 0
         self.gathered = self.starts = self.places = torch.empty(0, dtype=torch.int32)
@@ -34,7 +38,7 @@ class FlashInferCascade:
         page_tables: Int32[np.ndarray, "B P"],
         runs: Seq[Run],
     ) -> None:
-        """Plan for one step: the host's copies of what `paged_prefill` is given, and the runs of its rows."""
+        """Plan one step, from copies of the arguments of `paged_prefill` on the host and the runs of its rows."""
         size, levels = self.own.page_size, [run for run in runs if len(run.rows) > 1]
         begin = np.zeros(len(seq_lens), np.int32)
         for run in levels:
@@ -70,10 +74,12 @@ class FlashInferCascade:
         window: int = 0,
         softcap: float = 0.0,
     ) -> Float[Tensor, "T H D"]:
-        """`paged_prefill` of one layer, for the batch of the last update."""
+        """Compute `paged_prefill` of one layer for the batch of the last update; raises `PlanMismatchError` for another batch or window."""
         if 0 < window < self.longest:
             if self.windowed is None:
-                raise PlanMismatchError(f"a layer of window {window} was given to a cascade without windows, of rows up to {self.longest}")
+                raise PlanMismatchError(
+                    f"a layer of window {window} needs a cascade with a plan for windows: rows have up to {self.longest} tokens"
+                )
             return self.windowed.run(q, pages, layer, scale, window=window, softcap=softcap)
         num_parts = self.num_tokens + len(self.gathered)
         outs = torch.empty(num_parts, *q.shape[1:], dtype=q.dtype, device=q.device)

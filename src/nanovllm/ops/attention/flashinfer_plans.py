@@ -1,9 +1,9 @@
 """The plans of FlashInfer's attention: `DecodePlan` for decode batches, `PrefillPlan` for prompts.
 
-**Page counts ahead of lengths.** A decode schedule splits a row by its number of pages, planned; the kernel takes the row's length from
-`(pages - 1) * page_size + last_page_len`, in unsigned arithmetic, when it runs. So one schedule serves every step until a row outgrows
-its planned pages: `last_page_len` is set on the device from the lengths, negative where a row is still pages short, and a split that
-starts at or after the row's length covers nothing and weighs nothing in the merge.
+**Page counts ahead of lengths.** A decode schedule splits a row by its planned number of pages. When the kernel runs, it computes the
+row's length as `(pages - 1) * page_size + last_page_len`, in unsigned arithmetic. So one schedule serves every step until a row outgrows
+its planned pages. `last_page_len` is set on the device from the lengths; it is negative if a row is still some pages short. A split that
+starts at or after the row's length covers no token and has weight 0 in the merge.
 """
 
 import numpy as np
@@ -13,21 +13,24 @@ from nanovllm.ops.attention.flashinfer import CAUSAL, NHD, NON_CAUSAL, Attention
 from nanovllm.ops.attention.plan_table import PlanMismatchError
 from nanovllm.types import Float, Float32, Int32, Tensor
 
-FA3_TILE = 128  # queries of a head that one of Hopper's thread blocks takes, over all of a row's keys: it does not split them
+FA3_TILE = 128  # queries of a head that one thread block on Hopper takes, over all keys of a row, which it does not split
 FA3_MIN_TILES = 64
 
 
 def prefill_kernel(num_tokens: int, num_rows: int, num_heads: int) -> str:
-    """`fa3` for steps that fill its tiles and the chip (measured on an H200: 1.2 to 2.4 times as fast), else `fa2` (up to 4 times)."""
+    """Choose `fa3` for steps that fill its tiles and the GPU, else `fa2`.
+
+    Measured on an H200: `fa3` is 1.2 to 2.4 times as fast for such steps, and `fa2` up to 4 times as fast for others.
+    """
     many = num_tokens >= FA3_TILE * num_rows and num_tokens * num_heads >= FA3_TILE * FA3_MIN_TILES
     return "fa3" if many else "fa2"
 
 
 class DecodePlan(FlashInferPlan):
-    """The schedule of decode batches of exactly `batch_size` rows; its device buffers never move, so its launches can be captured.
+    """The schedule of decode batches of exactly `batch_size` rows. The device buffers never move, so launches can be captured.
 
-    `max_pages` is the most pages of one row, `windows` are those of the layers (0: none), `softcap` is that of all of them.
-    `handle` is what `paged_decode` takes; it lives as long as this object.
+    A row has at most `max_pages` pages. `windows` are the windows of all layers (0: none); `softcap` is the same for all layers. Pass
+    `handle` to `paged_decode`; it is valid as long as this object lives.
     """
 
     def __init__(
@@ -54,11 +57,17 @@ class DecodePlan(FlashInferPlan):
         self.last_page_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
 
     def update(self, page_counts: Int32[np.ndarray, "B"], page_tables: Int32[np.ndarray, "B P"]) -> None:
-        """Plan for rows that hold the first `page_counts[b]` ids of `page_tables[b]`, or any part of them, until the next update.
+        """Plan the rows until the next update, asynchronously on the current stream.
 
-        Both arrays are the host's. Count pages ahead of need: the plan serves every step in which `seq_lens[b]` is between 1 and
-        `page_counts[b] * page_size`; beyond that tokens are silently left out. A padding row counts one page, the dummy page.
-        Asynchronous on the current stream. Raises `PlanMismatchError` for another number of rows, or counts outside 1 ... max_pages.
+        The plan serves every step in which `seq_lens[b]` is between 1 and `page_counts[b] * page_size`. So count pages ahead of need:
+        tokens after that are left out without an error.
+
+        Args:
+            page_counts: Number of pages of each row, used or planned, on the host. A padding row has one page, the dummy page.
+            page_tables: Page numbers of each row, on the host. Row b uses the first `page_counts[b]`.
+
+        Raises:
+            PlanMismatchError: The number of rows is another, or a count is outside 1 ... max_pages.
         """
         rows, width = page_tables.shape
         if rows != self.batch_size or page_counts.shape != (rows,):
@@ -86,7 +95,7 @@ class DecodePlan(FlashInferPlan):
         window: int = 0,
         softcap: float = 0.0,
     ) -> Float[Tensor, "B H D"]:
-        """`paged_decode` of one layer. Layer 0 comes first in every step: it takes the step's lengths for all.
+        """Compute `paged_decode` of one layer. Layer 0 must come first in every step: it reads the step's lengths for all layers.
 
         Raises `PlanMismatchError` for another number of rows, and for a window or a soft cap that the plan was not made for.
         """
@@ -94,25 +103,27 @@ class DecodePlan(FlashInferPlan):
 
         if q.shape[0] != self.batch_size or not self.schedules:
             raise PlanMismatchError(
-                f"{q.shape[0]} rows were given to a plan {'updated' if self.schedules else 'never updated'} for {self.batch_size}"
+                f"{q.shape[0]} rows were given to a plan {'' if self.schedules else 'that was never updated, '}for {self.batch_size} rows"
             )
         schedule = self.follow(window, softcap)
         if layer == 0:
             last_page_lens(self.last_page_lens, seq_lens, self.kv_indptr, self.page_size)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         arrays = (self.qo_indptr, self.kv_indptr, self.indices, self.last_page_lens)
-        # A dependent launch reads last_page_lens before it waits for the kernel in front, which at layer 0 is the one that writes them.
+        # A dependent launch reads last_page_lens before it waits for the previous kernel. At layer 0 that kernel writes last_page_lens.
         self.launch("fa2", schedule, q, pages[layer].unbind(1), arrays, out, NON_CAUSAL, scale, self.pdl and layer != 0)
         return out
 
 
 class PrefillPlan(FlashInferPlan):
-    """The schedule of batches of any number of new tokens a row, updated for every step.
+    """The schedule of batches with any number of new tokens per row, updated for every step.
 
-    At most `max_rows` rows of `max_pages` pages. `backend` is `fa2`, `fa3` (Hopper only) or `auto`: `prefill_kernel` chooses for each
-    step on Hopper with head_dim 128, elsewhere it is fa2. With `max_tokens` (at most about 2,000) the plan is for capture: fa2, q always
-    of `max_tokens` tokens, the unused ones giving 0. Without `causal` every query sees all of its row. `windows` and `softcap` as in
-    `DecodePlan`. `handle` is what `paged_prefill` takes; it lives as long as this object.
+    Pass `handle` to `paged_prefill`; it is valid as long as this object lives. A batch has at most `max_rows` rows of `max_pages` pages.
+    `windows` and `softcap` are as in `DecodePlan`. Without `causal` every query attends to all keys of its row.
+
+    `backend` is `fa2`, `fa3` (Hopper only) or `auto`. With `auto`, `prefill_kernel` chooses for each step on Hopper with head_dim 128; else
+    fa2 is used. With `max_tokens` (at most about 2,000) the plan is for capture: it uses fa2 and takes exactly `max_tokens` queries. The
+    results of unused queries are 0.
     """
 
     def __init__(
@@ -135,7 +146,7 @@ class PrefillPlan(FlashInferPlan):
         if backend not in ("auto", "fa2", "fa3"):
             raise PlanMismatchError(f"attention backend {backend!r} is not one of auto, fa2, fa3")
         if any(windows) and not causal:
-            raise PlanMismatchError(f"windows {windows} end at a query's own position, which a plan that is not causal does not know")
+            raise PlanMismatchError(f"windows {windows} need a causal plan: they end at a query's own position; use causal=True")
         num_ints, shape = 3 * max_rows + 2 + max_rows * max_pages, (num_heads, num_kv_heads, head_dim, page_size)
         schedule_bytes = 1 << 20 if max_tokens else 1 << 23
         super().__init__(workspace, num_ints, schedule_bytes, *shape, dtype, device, windows, softcap)
@@ -143,7 +154,7 @@ class PrefillPlan(FlashInferPlan):
         hopper = torch.cuda.get_device_capability(device)[0] == 9
         self.backend = "fa2" if max_tokens or not hopper or (backend == "auto" and head_dim != 128) else backend
         if self.backend != "fa2":
-            self.load("fa3")  # here, so that the first long prompt does not wait for a build
+            self.load("fa3")  # now, so that the first long prompt does not wait for a build
         self.chosen, self.arrays, self.num_tokens, self.together = "fa2", (), 0, False
 
     def update(
@@ -154,21 +165,28 @@ class PrefillPlan(FlashInferPlan):
         *,
         together: bool = False,
     ) -> None:
-        """Plan for one step: the host's copies of what `paged_prefill` is given (more pages in a table than its row needs do no harm).
+        """Plan one step, asynchronously on the current stream.
 
-        `together`: the keys and values of the new tokens will be given too. Where no row has others, fa3 reads them there, a fifth faster.
-        Asynchronous on the current stream. Raises `PlanMismatchError` for more rows, pages or tokens than the plan was made for.
+        Args:
+            cu_seqlens: Copy of the argument of `paged_prefill` on the host.
+            seq_lens: Copy of the argument of `paged_prefill` on the host.
+            page_tables: Copy of the argument of `paged_prefill` on the host. A table may have more pages than its row needs.
+            together: Whether `run` will get the new tokens' keys and values as `new`. If no row has older tokens, fa3 reads them there
+                instead of in the pages, which is a fifth faster.
+
+        Raises:
+            PlanMismatchError: There are more rows, pages or tokens than the plan was made for.
         """
         given, width = page_tables.shape
         num_tokens = int(cu_seqlens[-1])
         if given > self.max_rows or cu_seqlens.shape != (given + 1,) or num_tokens > (self.max_tokens or num_tokens):
             raise PlanMismatchError(
-                f"{given} rows, {num_tokens} tokens: the plan takes {self.max_rows} rows, {self.max_tokens or 'any'} tokens"
+                f"got {given} rows, {num_tokens} tokens; the plan takes up to {self.max_rows} rows and {self.max_tokens or 'any'} tokens"
             )
         counts = -(-seq_lens // self.page_size)
         if counts.min() < 1 or counts.max() > min(width, self.max_pages):
             raise PlanMismatchError(f"rows of {counts.min()} ... {counts.max()} pages must be in 1 ... {min(width, self.max_pages)}")
-        rows = self.max_rows if self.max_tokens else given  # a captured launch has all rows; those not given have no tokens and no pages
+        rows = self.max_rows if self.max_tokens else given  # a captured launch has all rows; unused rows have no tokens and no pages
         qo, kv, lens = np.full(rows + 1, num_tokens, np.int32), np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
         qo[: given + 1], lens[:given] = cu_seqlens, seq_lens
         np.cumsum(counts, out=kv[1 : given + 1])
@@ -199,11 +217,24 @@ class PrefillPlan(FlashInferPlan):
         window: int = 0,
         softcap: float = 0.0,
     ) -> Float[Tensor, "T H D"]:
-        """`paged_prefill` of one layer, for the batch of the last update; into `out` and, in base 2, `lse` where they are given. `new` are
-        the keys and values that were written, which a plan `together` reads. Raises `PlanMismatchError` for another number of tokens, and
-        for a window or a soft cap that the plan was not made for."""
+        """Compute `paged_prefill` of one layer for the batch of the last update.
+
+        Args:
+            q: Queries, `[T, H, D]`.
+            pages: One KV pool.
+            layer: The layer's index in this pool.
+            scale: Factor of the scores.
+            out: Where the result is written, if given.
+            lse: Where the log-sum-exps are written, in base 2, if given.
+            new: Keys and values of the new tokens. A plan updated with `together` reads them.
+            window: Window of the layer; 0 means none.
+            softcap: Soft cap of the layer; 0 means none.
+
+        Raises:
+            PlanMismatchError: The number of tokens is another, `new` is missing, or the plan is for other windows or soft caps.
+        """
         if q.shape[0] != self.num_tokens or not self.schedules:
-            raise PlanMismatchError(f"{q.shape[0]} tokens were given to a plan last updated for {self.num_tokens}")
+            raise PlanMismatchError(f"{q.shape[0]} tokens were given to a plan that was last updated for {self.num_tokens} tokens")
         schedule = self.follow(window, softcap)
         if out is None:
             make = torch.zeros if self.max_tokens else torch.empty  # padding must not put NaN into the dummy page
@@ -212,7 +243,7 @@ class PrefillPlan(FlashInferPlan):
         if not self.together:
             self.launch(self.chosen, schedule, q, pages[layer].unbind(1), self.arrays, out, mask, scale, self.pdl, lse)
         elif new is None:
-            raise PlanMismatchError("the plan reads the new tokens' keys and values where they lie together, and was not given them")
+            raise PlanMismatchError("the plan was updated with together=True but got no keys and values; pass new=(k, v)")
         else:
             self.launch(self.chosen, schedule, q, new, self.arrays[:1] * 2, out, mask, scale, self.pdl, lse, NHD)
         return out

@@ -1,4 +1,4 @@
-"""`FusedDecodePlan`: how the fused decode attention splits its rows."""
+"""`FusedDecodePlan`: how the fused decode attention splits rows between programs."""
 
 from collections.abc import Sequence
 
@@ -10,20 +10,23 @@ from nanovllm.ops.backends import LARGEST, shared_memory
 from nanovllm.ops.cuts import CutError, powers_of_two
 from nanovllm.types import Int32
 
-MOST_TOKENS, MOST_TILES = 1 << 14, 16  # of a batch of few rows; of one program over them
-PIPELINED = 16  # rows beyond which there are programs enough to keep many tiles in flight
-MANY = (  # rows, up to: as many programs as a GPU's multiprocessors finish together, whose number goes up and down with the rows
+MOST_TOKENS, MOST_TILES = 1 << 14, 16  # limits for a batch of few rows: tokens of the batch, tiles of one program
+PIPELINED = 16  # with more rows there are enough programs to keep many tiles in flight
+# (largest number of rows, tile configuration). A configuration is chosen so that a GPU's multiprocessors finish at the same time. So the
+# best number of programs does not grow steadily with the rows.
+MANY = (
     (48, (64, 4, 3, 1)), (64, (32, 2, 4, 1)), (96, (64, 4, 3, 1)), (128, (32, 2, 4, 1)), (160, (64, 4, 2, 1)), (192, (32, 2, 3, 1)),
     (224, (64, 4, 2, 1)), (0, (32, 2, 4, 1)),
 )  # fmt: skip
-WIDE = 128  # channels of a head beyond which a tile's keys and values, and the next one's, ask for the registers of 8 warps
-LONG = 1024  # tokens of a row of such a batch that do not hold the others up
+WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
+LONG = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
 
 
 def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, int]:
-    """Tokens of a tile, warps, tiles in flight (0: one, in registers) and splits, a power of two: the fastest on an H200 of those tried.
+    """Return the tile configuration that was the fastest of those tried on an H200: (tile, warps, stages, splits).
 
-    Tiles in flight take `memory` bytes of shared memory at most.
+    The numbers are tokens per tile, warps per program, tiles in flight (0: one tile, in registers) and splits per row, a power of two.
+    Tiles in flight use at most `memory` bytes of shared memory.
     """
     if batch_size > PIPELINED:
         best = next(cut for rows, cut in MANY if batch_size <= rows or not rows)
@@ -34,7 +37,7 @@ def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, 
 
 
 def attention_fits(cut: Sequence[int], head_dim: int, memory: int) -> bool:
-    """Whether the kernel can cut its work so: the numbers of `cut_of`."""
+    """Return whether the kernel can use this tile configuration, in the form of `cut_of`, with `memory` bytes of shared memory."""
     if len(cut) != 4:
         return False
     tile, warps, stages, splits = cut
@@ -44,27 +47,28 @@ def attention_fits(cut: Sequence[int], head_dim: int, memory: int) -> bool:
 
 
 class FusedDecodePlan:
-    """The memory in which programs of one launch meet, for batches of `batch_size` rows; shared by all layers of a step.
+    """Scratch memory in which the programs of one launch merge partial results, for batches of `batch_size` rows.
 
-    A row's tokens are cut in tiles of `tile`, dealt to `splits` programs a key head. Launches that share a plan belong to one stream.
-    `cut`: the numbers of `cut_of`; empty: those that it gives. Raises `CutError` for a cut that does not fit.
+    All layers of a step share the plan. A row's tokens are divided into tiles, which `splits` programs per key head take in turn. All
+    launches with one plan must run on one stream. `cut` is a tile configuration in the form of `cut_of`; empty means the result of
+    `cut_of`. Raises `CutError` for a configuration that does not fit.
     """
 
     def __init__(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, cut: Sequence[int] = ()):
         self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         if cut and not attention_fits(cut, head_dim, memory):
-            raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit heads of {head_dim} in {memory} bytes of memory")
+            raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit head_dim {head_dim} in {memory} bytes of memory")
         self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory)
-        # What is not split has no parts: the kernel gets addresses that it never follows.
-        held = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
-        self.parts = torch.empty((*held, head_dim), dtype=torch.float32, device=device)
-        self.stats = torch.empty((*held, 2), dtype=torch.float32, device=device)
+        # Rows that are not split have no partial results: the kernel gets addresses that it never uses.
+        shape = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
+        self.parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
+        self.stats = torch.empty((*shape, 2), dtype=torch.float32, device=device)
         self.counts = torch.zeros((batch_size, num_kv_heads), dtype=torch.int32, device=device)  # zero again after every launch
         self.handle = register(self)
 
     def serves(self, lens: Int32[np.ndarray, "B"]) -> bool:
-        """Whether rows of these lengths are read about as fast as by a kernel that splits each as its length asks for."""
+        """Return whether this plan reads rows of these lengths about as fast as a kernel that splits each row by its length."""
         total, longest = int(lens.sum()), int(lens.max())
         if self.stages:
             return longest <= self.splits * max(LONG, total // 8)

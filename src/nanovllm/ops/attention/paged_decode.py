@@ -1,4 +1,4 @@
-"""`paged_decode`: attention of one new token a row to its sequence's pages."""
+"""`paged_decode`: attention of one new token per row to the pages of its sequence."""
 
 import torch
 
@@ -28,12 +28,40 @@ def paged_decode(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "B H D"]:
-    """Attention of row b's newest token, at position `seq_lens[b] - 1`, to all KV of the row, its own included, or to its last `window`.
+    """Compute attention of each row's newest token, at index `seq_lens[b] - 1`, to the KV of its row, its own included.
 
-    `softcap`: scaled scores s become `softcap * tanh(s / softcap)`. Of both, 0 means none.
+    Nothing is written in place: `kv_write` has to write the newest token's KV first.
 
-    H is a multiple of K; every `seq_lens[b]` is at least 1 (padding rows: 1, on the dummy page). `plan` is the handle of a
-    `DecodePlan` whose pages cover `seq_lens`, of a `CascadePlan` whose runs do, or 0 for the reference.
+    Schema: `nanovllm::paged_decode(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, float scale, SymInt plan,
+    SymInt window=0, float softcap=0.0) -> Tensor`.
+    The reference gathers the pages in plain torch. It computes in float32 or wider and rounds once.
+
+    Args:
+        q: Queries, `[B, H, D]`; H is a multiple of K.
+        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        layer: The layer's index in this pool.
+        page_tables: Page numbers of each row, int32 `[B, P]`.
+        seq_lens: Tokens of each row, int32 `[B]`, each at least 1. A padding row has 1 token, on the dummy page.
+        scale: Factor of the scores, usually `D ** -0.5`.
+        plan: 0 for the reference, or the handle of a `DecodePlan` or `CascadePlan` whose pages cover `seq_lens`.
+        window: Number of last tokens that each row attends to; 0 means all.
+        softcap: A score s becomes `softcap * tanh(s / softcap)` after scaling; 0 means no cap.
+
+    Returns:
+        The attention output, `[B, H, D]`, in the dtype of `q`.
+
+    Raises:
+        IndexError: A page table is too short for its row. Checked on a CPU only.
+        UnknownPlanError: No live plan has the handle `plan`.
+        PlanMismatchError: The plan is of another kind, was never updated, or is for another batch size, window or soft cap.
+
+    Examples:
+        >>> from nanovllm.ops import paged_decode
+        >>> pages = torch.zeros(1, 2, 2, 1, 4, 2)
+        >>> pages[0, 0, 1, 0, :2] = torch.tensor([[1.0, 1.0], [3.0, 3.0]])  # values of two tokens; all keys are equal
+        >>> tables, lens = torch.tensor([[0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+        >>> paged_decode(torch.ones(1, 1, 2), pages, 0, tables, lens, scale=0.7, plan=0).tolist()
+        [[[2.0, 2.0]]]
     """
     return torch.ops.nanovllm.paged_decode.default(q, pages, layer, page_tables, seq_lens, scale, plan, window, softcap)
 
@@ -64,9 +92,9 @@ def _cuda(
 ) -> Tensor:  # fmt: skip
     if plan == 0:
         return decode_rows(q, pages[layer], page_tables, seq_lens, scale, window, softcap)
-    found = lookup(plan)
-    if isinstance(found, CascadePlan):
-        return run_cascade(found, q, pages, layer, page_tables, seq_lens, scale, window, softcap)
+    known = lookup(plan)
+    if isinstance(known, CascadePlan):
+        return run_cascade(known, q, pages, layer, page_tables, seq_lens, scale, window, softcap)
     return lookup(plan, DecodePlan).run(q, pages, layer, seq_lens, scale, window, softcap)
 
 

@@ -1,4 +1,4 @@
-"""`paged_prefill`: causal attention of new tokens to their sequences' pages, ragged over the batch (append attention)."""
+"""`paged_prefill`: causal attention of new tokens to the pages of their sequences, ragged over the batch (append attention)."""
 
 import torch
 
@@ -31,13 +31,45 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "T H D"]:
-    """Attention of row b's queries, tokens `cu_seqlens[b]` to `cu_seqlens[b+1]`, to all KV of the row up to themselves.
+    """Compute causal attention of each row's new tokens to the KV of the row, up to and including themselves.
 
-    `seq_lens[b]` counts the row's KV, its queries' own included, which must have been written: the queries stand at the last positions.
-    H is a multiple of K. `plan` is the handle of a `PrefillPlan` or of a cascade updated for this step, or 0 for the
-    reference. `k` and `v` are what was written for these tokens, where it lies together too: a plan of rows that hold nothing else may
-    read it there. `window`: a query attends to the last so many keys up to and including itself. `softcap`: scaled scores s become
-    `softcap * tanh(s / softcap)`. Of both, 0 means none.
+    The queries of row b are `q[cu_seqlens[b] : cu_seqlens[b + 1]]`. They are the last tokens of the row. Nothing is written in place:
+    `kv_write` has to write the new tokens' KV first.
+
+    Schema: `nanovllm::paged_prefill(Tensor q, Tensor pages, SymInt layer, Tensor page_tables, Tensor seq_lens, Tensor cu_seqlens,
+    float scale, SymInt plan, Tensor? k=None, Tensor? v=None, SymInt window=0, float softcap=0.0) -> Tensor`.
+    The reference is a loop over rows in plain torch. It computes in float32 or wider and rounds once.
+
+    Args:
+        q: Queries of all rows, one row after another, `[T, H, D]`; H is a multiple of K.
+        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        layer: The layer's index in this pool.
+        page_tables: Page numbers of each row, int32 `[B, P]`.
+        seq_lens: Tokens of each row, new ones included, int32 `[B]`.
+        cu_seqlens: First query of each row, then the number of queries, int32 `[B + 1]`.
+        scale: Factor of the scores, usually `D ** -0.5`.
+        plan: 0 for the reference, or the handle of a `PrefillPlan` or a cascade plan that was updated for this step.
+        k: Keys of the new tokens, `[T, K, D]`, if they are also contiguous outside the pages. A plan may read them here if the rows have
+            no older tokens.
+        v: Values of the new tokens, like `k`.
+        window: Number of last tokens, itself included, that each query attends to; 0 means all.
+        softcap: A score s becomes `softcap * tanh(s / softcap)` after scaling; 0 means no cap.
+
+    Returns:
+        The attention output, `[T, H, D]`, in the dtype of `q`.
+
+    Raises:
+        IndexError: A page table is too short for its row. Only the reference checks this.
+        UnknownPlanError: No live plan has the handle `plan`.
+        PlanMismatchError: The plan is of another kind, was never updated, or is for another number of tokens, window or soft cap.
+
+    Examples:
+        >>> from nanovllm.ops import paged_prefill
+        >>> pages = torch.zeros(1, 2, 2, 1, 4, 2)
+        >>> pages[0, 0, 1, 0, :2] = torch.tensor([[1.0, 1.0], [3.0, 3.0]])  # values of two tokens; all keys are equal
+        >>> tables, lens, bounds = (torch.tensor(x, dtype=torch.int32) for x in ([[0]], [2], [0, 2]))
+        >>> paged_prefill(torch.ones(2, 1, 2), pages, 0, tables, lens, bounds, scale=0.7, plan=0)[:, 0].tolist()
+        [[1.0, 1.0], [2.0, 2.0]]
     """
     return torch.ops.nanovllm.paged_prefill.default(q, pages, layer, page_tables, seq_lens, cu_seqlens, scale, plan, k, v, window, softcap)
 
@@ -65,11 +97,11 @@ def _cuda(
 ) -> Tensor:  # fmt: skip
     if plan == 0:
         return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale, window, softcap)
-    found = lookup(plan)
-    if isinstance(found, PromptCascade):
-        return found.run(q, pages, layer, page_tables, scale, window, softcap)
-    if isinstance(found, FlashInferCascade):
-        return found.run(q, pages, layer, scale, window, softcap)
+    known = lookup(plan)
+    if isinstance(known, PromptCascade):
+        return known.run(q, pages, layer, page_tables, scale, window, softcap)
+    if isinstance(known, FlashInferCascade):
+        return known.run(q, pages, layer, scale, window, softcap)
     new = None if k is None or v is None else (k, v)
     return lookup(plan, PrefillPlan).run(q, pages, layer, scale, new=new, window=window, softcap=softcap)
 

@@ -1,7 +1,7 @@
-"""The one table of the package: plans by integer, because custom ops take integers.
+"""The only global table of the package: attention plans by integer handle, because custom ops can take integers but not plans.
 
-A plan (FlashInfer's buffers and schedule for one shape of batch) belongs to the runtime that made it. The table only refers to it
-weakly: a handle dies with its plan and is never given out again.
+A plan (for example FlashInfer's buffers and schedule for one shape of batch) belongs to the runtime that made it. The table has only a weak
+reference. A handle ends with its plan and is never used again.
 """
 
 import itertools
@@ -13,32 +13,34 @@ from nanovllm.errors import NanoVLLMError
 P = TypeVar("P")
 
 _PLANS: WeakValueDictionary[int, object] = WeakValueDictionary()
-_HANDLES = itertools.count(2)  # 0 is "no plan"; compiled code is specialised on 0 and 1, and follows any other integer
+_HANDLES = itertools.count(2)  # 0 means no plan; torch.compile specialises code on 0 and 1, but not on other integers
 
 
 class UnknownPlanError(NanoVLLMError):
-    """An op was given the handle of a plan that was never registered, or whose owner has let it go."""
+    """An op got a handle of a plan that was never registered, or that was deleted."""
 
 
 class PlanMismatchError(NanoVLLMError):
-    """An op was given a plan of another kind or for another shape of batch."""
+    """An op got a plan of another kind or for another shape of batch."""
 
 
 def register(plan: object) -> int:
-    """A new handle, at least 2, for a plan that the caller keeps alive."""
+    """Return a new handle, at least 2, for a plan that the caller keeps alive."""
     handle = next(_HANDLES)
     _PLANS[handle] = plan
     return handle
 
 
 def lookup(handle: int, kind: type[P] = object) -> P:
-    """The plan behind a handle.
+    """Return the plan of a handle.
 
-    Raises `UnknownPlanError` for 0, an unknown handle or one whose plan is gone, `PlanMismatchError` for a plan of another kind.
+    Raises:
+        UnknownPlanError: The handle is 0 or unknown, or its plan was deleted.
+        PlanMismatchError: The plan is of another kind.
     """
     plan = _PLANS.get(handle)
     if plan is None:
         raise UnknownPlanError(f"no live attention plan has handle {handle}; live handles: {sorted(_PLANS) or 'none'}")
     if not isinstance(plan, kind):
-        raise PlanMismatchError(f"plan {handle} is a {type(plan).__name__}, this op takes a {kind.__name__}")
+        raise PlanMismatchError(f"plan {handle} is a {type(plan).__name__}, but this op takes a {kind.__name__}")
     return plan

@@ -1,9 +1,9 @@
-"""Paged attention in plain torch: what the kernels are checked against, and what runs where there are none.
+"""Paged attention in plain torch. Tests compare the kernels with it, and it runs if no kernel supports the device or the model.
 
-Shapes: n queries of one row · C keys of one row · G query heads of one key/value head · the rest as in `types`.
+Shapes: n queries of one row · C keys of one row · G query heads of one key/value head · the others as in `nanovllm.types`.
 
-`window`: a query sees the last so many keys up to and including itself; 0: all of them. `softcap`: scores s, scaled, become
-`softcap * tanh(s / softcap)` before keys are hidden; 0: they stay.
+`window` is the number of last keys, itself included, that a query attends to; 0 means all. With `softcap`, a scaled score s becomes
+`softcap * tanh(s / softcap)` before the mask; 0 means no cap.
 """
 
 import torch
@@ -11,36 +11,36 @@ from einops import rearrange
 
 from nanovllm.types import Float, Int32, Tensor
 
-MAX_SCORES = 1 << 22  # score elements alive at once for one row; bounds memory for long prompts
-MAX_GATHERED = 1 << 28  # key/value elements copied at once by `decode_rows`
+MAX_SCORES = 1 << 22  # score elements of one row in memory at once; this bounds the memory for long prompts
+MAX_GATHERED = 1 << 28  # key and value elements that `decode_rows` copies at once
 
 
 def row_kv(pages: Float[Tensor, "N 2 K S D"], table: Int32[Tensor, "P"], seq_len: int, start: int = 0) -> Float[Tensor, "2 K C D"]:
-    """One row's keys and values `start ... seq_len - 1` out of one layer's pages. Raises `IndexError` if the table holds fewer."""
+    """Gather one row's keys and values `start ... seq_len - 1` from one layer's pages. Raises `IndexError` if the table is too short."""
     page_size = pages.shape[3]
     num_pages, first = -(-seq_len // page_size), start // page_size
     if num_pages > table.shape[0]:
-        raise IndexError(f"a row of {seq_len} tokens needs {num_pages} pages of {page_size}, its page table has {table.shape[0]}")
+        raise IndexError(f"a row of {seq_len} tokens needs {num_pages} pages of {page_size}, but its page table has {table.shape[0]}")
     gathered = pages.permute(1, 2, 0, 3, 4).index_select(2, table[first:num_pages])
     return gathered.flatten(2, 3)[:, :, start - first * page_size : seq_len - first * page_size]
 
 
 def first_seen(seq_len: int, num_queries: int, window: int) -> int:
-    """The first key that any of a row's last `num_queries` tokens sees."""
+    """Return the index of the first key that any of a row's last `num_queries` tokens attends to."""
     return max(0, seq_len - num_queries - window + 1) if window else 0
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
-    """`scores`, which may be overwritten, or soft-capped ones."""
+    """Return soft-capped scores, or the scores if there is no cap; `scores` may be overwritten."""
     return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 
 def attend(
     q: Float[Tensor, "n H D"], kv: Float[Tensor, "2 K C D"], scale: float, window: int = 0, softcap: float = 0.0
 ) -> Float[Tensor, "n H D"]:
-    """Attention of a row's last n tokens to its last C, causally; at least float32 inside, in q's dtype outside.
+    """Compute causal attention of a row's last n tokens to its last C keys, in float32 or wider; the result has the dtype of `q`.
 
-    The arithmetic depends on n, C, the window and the cap alone, so a row gives the same bits in any batch.
+    The arithmetic depends only on n, C, the window and the cap, so a row gives the same bits in any batch.
     """
     if q.shape[0] == 1:
         return attend_one(q[0], kv[:, :, first_seen(kv.shape[2], 1, window) :], scale, softcap)[None]
@@ -52,24 +52,24 @@ def attend(
     out = q.new_empty(n, num_heads, head_dim)
     for lo in range(0, n, block):
         hi = min(n, lo + block)
-        stop = kv_len - n + hi  # the block's last query sees keys up to this one
+        stop = kv_len - n + hi  # the block's last query attends to keys before this index
         start = first_seen(stop, hi - lo, window)
         seen = stop - start
         scores = capped(torch.bmm(q_kgnd[:, :, lo:hi].reshape(num_kv_heads, -1, head_dim), k[:, start:stop].mT), softcap)
-        hidden = torch.ones(hi - lo, seen, dtype=torch.bool, device=q.device).triu_(seen - (hi - lo) + 1)
+        masked = torch.ones(hi - lo, seen, dtype=torch.bool, device=q.device).triu_(seen - (hi - lo) + 1)
         if window:
-            hidden |= torch.ones_like(hidden).tril_(seen - (hi - lo) - window)
-        weights = scores.view(num_kv_heads, -1, hi - lo, seen).masked_fill_(hidden, float("-inf")).softmax(-1)
+            masked |= torch.ones_like(masked).tril_(seen - (hi - lo) - window)
+        weights = scores.view(num_kv_heads, -1, hi - lo, seen).masked_fill_(masked, float("-inf")).softmax(-1)
         mixed = torch.bmm(weights.view(num_kv_heads, -1, seen), v[:, start:stop])
         out[lo:hi] = rearrange(mixed, "k (g n) d -> n (k g) d", n=hi - lo)
     return out
 
 
 def attend_one(q: Float[Tensor, "H D"], kv: Float[Tensor, "2 K C D"], scale: float, softcap: float = 0.0) -> Float[Tensor, "H D"]:
-    """`attend` for one query, which sees all that it is given: the same arithmetic, no mask, few calls."""
+    """Compute `attend` for one query that attends to all given keys: the same arithmetic without a mask, in few calls."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = kv.to(dtype).unbind(0)
-    # The product is fresh memory: how BLAS rounds may depend on alignment, and a row's view into a batch has any.
+    # The product is in new memory: rounding in BLAS may depend on alignment, and a row's view into a batch may have any alignment.
     q_kgd = (q.to(dtype) * scale).view(kv.shape[1], -1, kv.shape[3])
     return torch.bmm(capped(torch.bmm(q_kgd, k.mT), softcap).softmax(-1), v).view_as(q).to(q.dtype)
 
@@ -84,7 +84,7 @@ def prefill_rows(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "T H D"]:
-    """`paged_prefill` as a loop over rows. Reads lengths on the host: on a GPU it synchronises and cannot be captured."""
+    """Compute `paged_prefill` in a loop over rows. It reads lengths on the host, so on a GPU it synchronises and cannot be captured."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     starts = cu_seqlens.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):
@@ -104,18 +104,20 @@ def decode_rows(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "B H D"]:
-    """`paged_decode` without the host: whole page tables, or as many pages as a window touches, are gathered and masked, a bounded number
-    of rows at a time."""
+    """Compute `paged_decode` without reading device memory on the host.
+
+    It gathers all pages of the page tables, or as many as a window can touch, and masks them. It does so for some rows at a time.
+    """
     num_rows, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = pages.shape
     width = page_tables.shape[1]
-    held = min(width, (window + page_size - 2) // page_size + 1) if window else width
-    positions = torch.arange(held * page_size, dtype=torch.int32, device=q.device).expand(num_rows, -1)
-    if held < width:
-        firsts = ((seq_lens - window).clamp(min=0) // page_size).clamp(max=width - held)[:, None]
-        page_tables = page_tables.gather(1, firsts.long() + torch.arange(held, device=q.device))
+    used = min(width, (window + page_size - 2) // page_size + 1) if window else width
+    positions = torch.arange(used * page_size, dtype=torch.int32, device=q.device).expand(num_rows, -1)
+    if used < width:
+        firsts = ((seq_lens - window).clamp(min=0) // page_size).clamp(max=width - used)[:, None]
+        page_tables = page_tables.gather(1, firsts.long() + torch.arange(used, device=q.device))
         positions = positions + firsts * page_size
-    kv_len = held * page_size
+    kv_len = used * page_size
     dtype = torch.promote_types(q.dtype, torch.float32)
     block = max(1, MAX_GATHERED // (2 * num_kv_heads * kv_len * head_dim))
     out = q.new_empty(num_rows, num_heads, head_dim)
@@ -124,8 +126,8 @@ def decode_rows(
         kv = rearrange(pages[page_tables[rows]], "b p two k s d -> two b k (p s) d").to(dtype)
         q_bkgd = (q[rows].to(dtype) * scale).view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         at, lens = positions[rows], seq_lens[rows, None]
-        hidden = (at >= lens) | (at < lens - window) if window else at >= lens
+        masked = (at >= lens) | (at < lens - window) if window else at >= lens
         scores = capped(q_bkgd @ kv[0].transpose(-1, -2), softcap)
-        weights = scores.masked_fill_(hidden[:, None, None], float("-inf")).softmax(-1)
+        weights = scores.masked_fill_(masked[:, None, None], float("-inf")).softmax(-1)
         out[rows] = (weights @ kv[1]).view(-1, num_heads, head_dim)
     return out

@@ -1,5 +1,7 @@
-"""`rope_attend`: from a fused projection's output to attention's, for one new token a row, in one launch on a GPU; `rope_write` is its
-first half, for tokens of prompts."""
+"""`rope_attend`: norm, rotation, KV write and attention for one new token per row, in one launch on a GPU.
+
+Its input is the output of a fused qkv projection. `rope_write` is its first half, for tokens of prompts.
+"""
 
 import torch
 
@@ -43,11 +45,32 @@ def rope_attend(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "B heads"]:
-    """Donates `pages`: norm (where there is a gain) and rotate q and k, write k and v into `slots` of one layer, attend; `[B, H D]`.
+    """Donates `pages`: normalise and rotate q and k, write k and v into `slots` of one layer, and attend.
 
-    `qkv` is `[B, (H + 2K) D]`, of which q takes what k and v leave; `cos` and `sin` are those of `rope_angles`. `plan` is the handle of
-    a `FusedDecodePlan`: then no row may write what another row of the batch reads. Or it is what `paged_decode` takes: then all is
-    written before it is read. `window` and `softcap` as in `paged_decode`.
+    Args:
+        qkv: Output of the projection, `[B, (H + 2 K) D]`: H query heads, then K key heads, then K value heads.
+        q_norm: Norm weight of query heads, `[D]`; None means no norm.
+        k_norm: Norm weight of key heads, `[D]`; None means no norm.
+        cos: Cosines from `rotary_angles`, `[B, 1, D]`.
+        sin: Sines from `rotary_angles`, `[B, 1, D]`.
+        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        layer: The layer's index in this pool.
+        page_tables: Page numbers of each row, int32 `[B, P]`.
+        seq_lens: Tokens of each row, new token included, int32 `[B]`.
+        slots: Slot of each new token, int32 `[B]`.
+        scale: Factor of the scores.
+        eps: Added to the mean square in the norms.
+        plan: Handle of a `FusedDecodePlan`: then no row may write a slot that another row of the batch reads. Or a plan of `paged_decode`:
+            then all rows write before any row reads.
+        window: As in `paged_decode`.
+        softcap: As in `paged_decode`.
+
+    Returns:
+        The attention output, `[B, H D]`.
+
+    Raises:
+        UnknownPlanError: No live plan has the handle `plan`.
+        PlanMismatchError: The plan is for other sizes.
     """
     return torch.ops.nanovllm.rope_attend.default(
         qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window, softcap
@@ -65,16 +88,16 @@ def rope_write(
     slots: Int32[Tensor, "T"],
     eps: float,
 ) -> tuple[Float[Tensor, "T H D"], Float[Tensor, "T K D"], Float[Tensor, "T K D"]]:
-    """Donates `qkv` and `pages`: norm and rotate q and k where they lie, and write k and v into `slots` of one layer.
+    """Donates `qkv` and `pages`: normalise and rotate q and k in place, and write k and v into `slots` of one layer.
 
-    Returns q, k and v, views of `qkv`. Arguments as in `rope_attend`.
+    The arguments are as in `rope_attend`. Returns q, k and v as views of `qkv`.
     """
     torch.ops.nanovllm.rope_write.default(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps)
     return _heads(qkv, pages)
 
 
 def _heads(qkv: Tensor, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, views of a fused projection's output."""
+    """Return q, k and v as views of a fused projection's output."""
     (_, _, _, num_kv_heads, _, head_dim) = pages.shape
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -98,7 +121,7 @@ def _write_steps(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps) -> Non
 
 
 def _write_cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps) -> None:
-    # What the kernel reads before it waits must not come from a copy made here.
+    # The kernel reads these tensors before it waits for the previous kernel, so they must not be copies that are made here.
     whole = all(t is None or t.is_contiguous() for t in (qkv, q_norm, k_norm, cos, sin, slots))
     if qkv.dtype not in HALVES or not installed("triton") or not whole:
         return _write_steps(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps)
@@ -120,24 +143,26 @@ def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, s
 
 
 def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window=0, softcap=0.0) -> Tensor:
-    found = lookup(plan) if plan else None
-    # What the kernel reads before it waits must not come from a copy made here.
+    known = lookup(plan) if plan else None
+    # The kernel reads these tensors before it waits for the previous kernel, so they must not be copies that are made here.
     whole = all(t is None or t.is_contiguous() for t in (q_norm, k_norm, cos, sin, seq_lens, slots)) and page_tables.stride(-1) == 1
     if qkv.dtype not in HALVES or not installed("triton") or not whole:
-        plan = 0 if isinstance(found, FusedDecodePlan) else plan
+        plan = 0 if isinstance(known, FusedDecodePlan) else plan
         return _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window, softcap)
     from nanovllm.ops.attention import triton_rope_attend
 
-    if not isinstance(found, FusedDecodePlan):
+    if not isinstance(known, FusedDecodePlan):
         pdl = dependent_launch(qkv.device)
         q = triton_rope_attend.write(qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], slots, eps, False, pdl)
         return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan, window, softcap).flatten(1)
-    shape = (found.num_heads, found.num_kv_heads, found.head_dim)
+    shape = (known.num_heads, known.num_kv_heads, known.head_dim)
     given = (qkv.shape[1] // pages.shape[5] - 2 * pages.shape[3], pages.shape[3], pages.shape[5])
-    if shape != given or qkv.shape[0] > found.batch_size:
-        raise PlanMismatchError(f"plan {plan} is for {found.batch_size} rows of heads {shape}, got {qkv.shape[0]} of {given}")
+    if shape != given or qkv.shape[0] > known.batch_size:
+        raise PlanMismatchError(
+            f"plan {plan} is for {known.batch_size} rows of (heads, key/value heads, head_dim) {shape}, got {qkv.shape[0]} of {given}"
+        )
     return triton_rope_attend.launch(
-        qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], page_tables, seq_lens, slots, scale, eps, found,
+        qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], page_tables, seq_lens, slots, scale, eps, known,
         dependent_launch(qkv.device), window, softcap,
     )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""The Triton kernels of cascade attention: one over what several rows read, one over the end of each row, which merges.
+"""The Triton kernels of cascade attention: one over pages that several rows share, and one over the end of each row, which merges.
 
-Imported only where Triton is.
+Import this module only if Triton is installed.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# (tuples that kernels return)
+# (because kernels return tuples)
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from nanovllm.ops.backends import dependent_launch
 from nanovllm.ops.triton_parts import score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
-NARROW = 16  # the fewest queries that a tensor core takes
-PARTS = 32  # partial results, times heads, of one turn of the merge
+NARROW = 16  # the smallest number of queries for a tensor core
+PARTS = 32  # partial results times heads in one iteration of the merge
 
 
 @triton.jit
@@ -27,12 +27,12 @@ def _read(
     q, kv, table, k, begin, stop, seen, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Queries `[M, DP]` over tokens begin ... stop - 1 of a table: their highest scores, sums of weights and weighted sums.
+    """Attend with queries `[M, DP]` to tokens begin ... stop - 1 of a page table; return maximum scores, sums of weights, weighted sums.
 
-    An online softmax (Milakov & Gimelshein, 2018); begin is a page's first, scores are scaled by `scale` in base 2. Where tiles are
-    whole pages, only page ids change from turn to turn: addresses are made of few instructions, which would hold up few warps. What is
-    read past L1 (".cg") is what the kernels ahead wrote, also where this one has not waited (see `_own`).
-    With WINDOWED, query m sees no token before `seen[m]`; with SOFTCAP, `scale` is that of `soft_capped`.
+    This is an online softmax (Milakov & Gimelshein, 2018). `begin` is the first token of a page, and `scale` gives scores in base 2. If
+    tiles are whole pages, only page ids change between iterations, so few instructions compute addresses. That matters because there are
+    few warps to hide them. Loads bypass L1 (".cg"), so they see writes of earlier kernels even before this kernel has waited (see `_own`).
+    With WINDOWED, query m sees no token before `seen[m]`. With SOFTCAP, `scale` is the argument of `soft_capped`.
     """
     PAGE: tl.constexpr = 2 * K * S * D
     WHOLE: tl.constexpr = N % S == 0
@@ -44,7 +44,7 @@ def _read(
     mixed = tl.zeros([M, DP], tl.float32)
     last = (stop + S - 1) // S
     here = kv + ((k * S + n % S) * D)[:, None] + d[None, :]
-    # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
+    # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need.
     place = begin // S + n // S
     page = tl.load(table + place, mask=place < last, other=0)
     for at in tl.range(begin, stop, N, num_stages=STAGES):
@@ -80,8 +80,10 @@ def _part(
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The partial results of at most M queries, G heads of each member, which all see the same tokens of the row's table, but for those
-    that have left a member's window. Where it sees none, its log-sum-exp is -inf."""
+    """Compute the partial results of at most M queries, G heads per member, which see the same tokens of the row's page table.
+
+    Tokens before a member's window are masked. If a member sees no token, its log-sum-exp is -inf.
+    """
     m, d = tl.arange(0, M), tl.arange(0, DP)
     member, head = m // G, k * G + m % G
     on = member < count
@@ -108,16 +110,16 @@ def _shared(
     STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, key/value head): the items of its share, one after the other."""
+    """Program (share, key/value head) processes the items of its share one after another."""
     share, k = tl.program_id(0) // K, tl.program_id(0) % K  # pyright: ignore[reportOperatorIssue]
     first_item, end = tl.load(bounds + share), tl.load(bounds + share + 1)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # not before the wait: what was written ahead of this kernel is then there for the next one at once
+        gdc_launch_dependents()  # after the wait, so that the next kernel can read the writes of earlier kernels without waiting
     for index in range(first_item, end):
         item = items + index * FIELDS
         row, count, first = tl.load(item), tl.load(item + 4), tl.load(item + 3)
-        # What rows share they see entirely, or up to a window's beginning; a run of one row's own may reach beyond its tokens.
+        # Rows see shared runs completely, or from a window's beginning on. A run of a single row may be longer than the row.
         begin, stop = tl.load(item + 1) * S, tl.minimum(tl.load(item + 2) * S, tl.load(seq_lens + row))
         if count * G <= NARROW:
             _part(q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
@@ -133,10 +135,11 @@ def _own(
     G: tl.constexpr, GP: tl.constexpr, J: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (key/value head, row): the row's tokens from page `begins[row]` on, then merged with its partial results.
+    """Program (key/value head, row) attends to the row's tokens from page `begins[row]` on, then merges the row's partial results.
 
-    It starts when all programs of `_shared` have waited, so what that one waited for is there, q, keys and values among it; partial
-    results are when it has waited itself. So `_shared` stands right ahead of it, and has every program wait before it lets this one start.
+    It starts after all programs of `_shared` have waited. So q, keys and values, for which `_shared` waited, can be read at once. Partial
+    results can be read after this kernel has waited. So `_shared` must come directly before this kernel, and each of its programs must wait
+    before it lets this kernel start.
     """
     if PDL:
         gdc_launch_dependents()
@@ -152,7 +155,7 @@ def _own(
         begin = tl.maximum(begin, (stop - window) // S * S)
     highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, seen, scale, M, N, K, S, D, DP, STAGES,
                                   PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
-    # Of M queries the first G are ones.
+    # Only the first G of the M queries are real.
     real = tl.arange(0, M // GP)[:, None] == 0
     highest = tl.sum(tl.where(real, tl.reshape(highest, [M // GP, GP]), 0.0), 0)
     total = tl.sum(tl.where(real, tl.reshape(total, [M // GP, GP]), 0.0), 0)
@@ -178,7 +181,7 @@ def _own(
 
 @triton.jit
 def _merge(part, lse, starts, places, out, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr):
-    """Program (token, head): its listed parts, weighted by their log-sum-exp in base 2."""
+    """Program (token, head) merges the token's listed partial results, weighted by their log-sum-exps in base 2."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j, d = tl.arange(0, J), tl.arange(0, DP)
     highest = tl.full([1], float("-inf"), tl.float32)
@@ -209,7 +212,7 @@ def cascade_decode(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "B H D"]:
-    """One layer's decode attention along a plan: `q` rows may be strided, `kv` is one layer of a contiguous pool."""
+    """Launch one layer's decode attention according to a plan. Rows of `q` may be strided; `kv` is one layer of a contiguous pool."""
     from nanovllm.ops.attention.cascade_plan import FIELDS, WIDE
 
     bounds, items, begins, starts, members, places = plan.views()
@@ -249,7 +252,7 @@ def merge_into(
     places: Int32[Tensor, "listed"],
     out: Float[Tensor, "T H D"],
 ) -> None:
-    """Write each token's merged result, of the parts `places[starts[t]] ... places[starts[t + 1] - 1]`, into `out`."""
+    """Merge the partial results `places[starts[t]] ... places[starts[t + 1] - 1]` of each token t into `out`."""
     num_tokens, num_heads, head_dim = out.shape
     launch: Any = _merge
     padded = max(16, triton.next_power_of_2(head_dim))

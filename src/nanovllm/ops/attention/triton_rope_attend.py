@@ -1,11 +1,12 @@
-"""The Triton kernels of `rope_attend`. Imported only where Triton is.
+"""The Triton kernels of `rope_attend` and `rope_write`. Import this module only if Triton is installed.
 
-What does not depend on this step's q, k and v is asked for before the wait for the kernel that makes them (programmatic dependent
-launch): old keys and values of the first tile, page ids, lengths, angles, gains. All of it was written before the chain of kernels began.
+A program waits for the kernel that computes this step's q, k and v (programmatic dependent launch). Before the wait it loads all data that
+do not depend on them: old keys and values of the first tile, page ids, lengths, angles and norm weights. All of these were written before
+the chain of dependent kernels began.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-# (what a compile-time branch makes, and pairs that kernels return)
+# (names bound in a compile-time branch, and pairs that kernels return)
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.triton_parts import gained, score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
-HEADS = 8  # of one program that only writes
-MERGED = tl.constexpr(8192)  # numbers of parts that a merge holds at once: more would cost registers that no program has to spare
+HEADS = 8  # heads per program of `_rope_write`
+MERGED = tl.constexpr(8192)  # numbers of partial results that a merge has in registers at once, the most that fit
 
 
 @triton.jit
 def _turned(own, far, gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotation of rows of heads `[M, DP]`, rounded where the plain functions round; `far` holds each channel's partner."""
+    """Normalise and rotate rows of heads `[M, DP]`, rounded where the plain functions round; `far` has each channel's partner."""
     if NORM:
         wide = own.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
@@ -34,7 +35,7 @@ def _turned(own, far, gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _visible(t, seen, old, WINDOWED: tl.constexpr):
-    """Which of tokens t are not before `seen`, with WINDOWED, and before `old`."""
+    """Return the mask of tokens t that are before `old` and, with WINDOWED, not before `seen`."""
     ok = t < old
     if WINDOWED:
         ok = ok & (t >= seen)
@@ -45,7 +46,7 @@ def _visible(t, seen, old, WINDOWED: tl.constexpr):
 def _tile(
     kv, tables, t, seen, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values `[T, DP]` of tokens t, of those from `seen` on and before `old`."""
+    """Load keys and values `[T, DP]` of tokens t; tokens outside the mask of `_visible` give 0."""
     ok = _visible(t, seen, old, WINDOWED)
     pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
     at = kv + pages[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
@@ -58,7 +59,7 @@ def _finish(
     highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's result, or its part of it: then the last program of a head and row to arrive merges."""
+    """Store a program's result. If the row is split, store a partial result; the last program of a head and row to finish merges."""
     G: tl.constexpr = H // K
     head, inside, used = k * G + m, h < D, m < G
     there = used[:, None] & inside[None, :]
@@ -76,7 +77,7 @@ def _finish(
             on = j < active
             NEAR: tl.constexpr = min(G, max(1, MERGED // (SPLITS * h.shape[0])))  # heads at once  # pyright: ignore[reportAssignmentType]
             for lead in tl.static_range(0, G, NEAR):
-                tops = ()  # all are asked for before the first is used: a store between them would keep them back
+                tops = ()  # all loads are issued before the first is used: a store between them would delay them
                 sums = ()
                 parts = ()
                 for one in tl.static_range(lead, lead + NEAR):
@@ -95,13 +96,13 @@ def _finish(
 
 @triton.jit
 def _scaled(scores, scale, SOFTCAP: tl.constexpr):
-    """Scores in base 2, capped where there is a cap."""
+    """Return scores in base 2, soft-capped if SOFTCAP is positive."""
     return soft_capped(scores, scale, SOFTCAP) if SOFTCAP > 0 else scores * scale
 
 
 @triton.jit
 def _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP: tl.constexpr):
-    """One tile of the online softmax (Milakov & Gimelshein, 2018), in base 2."""
+    """Add one tile to the online softmax (Milakov & Gimelshein, 2018), in base 2."""
     scores = _scaled(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, SOFTCAP)
     scores = tl.where(ok[None, :], scores, float("-inf"))
     now = tl.maximum(highest, tl.max(scores, 1))
@@ -117,11 +118,11 @@ def _rope_attend(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
     M: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (key head, split, row): tiles of T tokens split, split + SPLITS, ... for the query heads of that key head, padded to M.
+    """Program (key head, split, row) processes tiles split, split + SPLITS, ... of T tokens for the query heads of the key head.
 
-    With WINDOWED the tiles are those from the one on in which the last `window` tokens begin; with SOFTCAP scores are `soft_capped`.
-    With STAGES the tiles pass through shared memory, so many in flight; without, the first is asked for before the wait, and held in
-    registers.
+    The query heads are padded to M. With WINDOWED, tiles before the last `window` tokens are skipped. With SOFTCAP, scores are soft-capped.
+    With STAGES, tiles go through shared memory, and STAGES of them are in flight. Without, the first tile is loaded into registers before
+    the wait.
     """
     if PDL:
         gdc_launch_dependents()
@@ -141,7 +142,7 @@ def _rope_attend(
         turned = tl.where(h < D // 2, h + D // 2, h - D // 2)
         slot = tl.load(slots + b, cache_modifier=".cg")
         page = tl.load(tables + last // S, cache_modifier=".cg")
-        here = page * S + last % S == slot  # a row that only reads, or has outgrown its table, writes elsewhere and reads what is there
+        here = page * S + last % S == slot  # false if the row only reads or has outgrown its table: then it attends to the stored KV
         old = tl.where(here, last, last + 1)
         mine = (last // T - skipped) % SPLITS == split
         t = (skipped + split) * T + n
@@ -161,7 +162,7 @@ def _rope_attend(
         there = used[:, None] & inside[None, :]
         queries = row + (k * G + m)[:, None] * D
         own, far = tl.load(queries + h[None, :], mask=there, other=0.0), tl.load(queries + turned[None, :], mask=there, other=0.0)
-        new, writes = row + (H + k) * D, inside & mine  # asked for before the first is used
+        new, writes = row + (H + k) * D, inside & mine  # loaded before the first is used
         new_key, new_far = tl.load(new + h, mask=writes, other=0.0), tl.load(new + turned, mask=writes, other=0.0)
         new_value = tl.load(new + K * D + h, mask=writes, other=0.0)
         q = _turned(own, far, gains_q, c, s, eps, D, NORM)
@@ -178,7 +179,7 @@ def _rope_attend(
                 total += 1.0
                 mixed += new_value.to(tl.float32)[None, :]
         if STAGES:
-            # Page ids are loaded a turn ahead, and not by the pipeliner: it would spend a stage on them that keys and values need.
+            # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need.
             for at in tl.range((skipped + split) * T, old, SPLITS * T, num_stages=STAGES):
                 t = at + n
                 where = kv + pages.to(tl.int64)[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
@@ -191,7 +192,7 @@ def _rope_attend(
             for _ in range(split, tiles, SPLITS):
                 ok = _visible(t, seen, old, WINDOWED)
                 t += SPLITS * T
-                # Asked for before this one is computed with.
+                # Load the next tile before this tile is used.
                 next_keys, next_values = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
                 highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP)
                 keys, values = next_keys, next_values
@@ -203,9 +204,9 @@ def _rope_write(
     qkv, q_gain, k_gain, cos, sin, kv, slots, out, out_stride, page_stride, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, S: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, group): X heads, first the groups of q, which go to `out`, then those of k and of v, which go to the row's slot.
+    """Program (row, group) processes X heads: first groups of q, written to `out`, then groups of k and v, written to the row's slot.
 
-    KEEP: `out` is `qkv`, and k goes there too.
+    With KEEP, `out` is `qkv`, and k is written back to `qkv` too.
     """
     if PDL:
         gdc_launch_dependents()
@@ -230,7 +231,7 @@ def _rope_write(
         own = tl.load(row + x[:, None] * D + h[None, :], mask=there, other=0.0)
         far = tl.load(row + x[:, None] * D + turned[None, :], mask=there, other=0.0)
         if KEEP:
-            tl.debug_barrier()  # no warp may overwrite what another has yet to read
+            tl.debug_barrier()  # no warp may overwrite data that another warp has not read yet
         tl.store(out + b * out_stride + x[:, None] * D + h[None, :], _turned(own, far, gains, c, s, eps, D, NORM), mask=there)
     else:
         values = group - QUERIES >= KEYS
@@ -266,7 +267,7 @@ def launch(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Float[Tensor, "B heads"]:
-    """See `ops.rope_attend.rope_attend`; `kv` is one layer of a contiguous pool."""
+    """Launch the fused kernel of `rope_attend` according to a plan. `kv` is one layer of a contiguous pool."""
     (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     out = torch.empty((rows, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -296,7 +297,7 @@ def write(
     keep: bool,
     pdl: bool,
 ) -> Float[Tensor, "B H D"]:
-    """The first half of `rope_attend`: k and v are written, and q is returned; with `keep`, q and k change in place in `qkv`."""
+    """Launch the first half of `rope_attend`: write k and v, and return q. With `keep`, q and k change in place in `qkv`."""
     (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     heads = qkv.view(rows, -1, head_dim)

@@ -1,4 +1,4 @@
-"""Builds and loads the package's C code, once a machine: what was built lies in the user's cache, where later processes find it."""
+"""Build and load the package's C code. The library is built once per machine and kept in the user's cache for later processes."""
 
 import ctypes
 import functools
@@ -21,20 +21,28 @@ TIMEOUT = 120.0  # seconds a compiler may take
 
 
 class BuildError(Exception):
-    """The C code could not be built or loaded; the message has the compiler's words."""
+    """The C code could not be built or loaded; the message contains the compiler's output."""
 
 
 @functools.cache
 def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
-    """The library made of one C file and the headers beside it, with these functions; None, with a warning, where there is none.
+    """Return the library built from a C file and the headers in its folder, or None with a warning if it cannot be built.
 
-    The compiler is `CC`, cc, gcc or clang. The library lies in `$XDG_CACHE_HOME/nanovllm` (default `~/.cache/nanovllm`) under a hash of
-    the source, the compiler and this processor; a file there that does not load is built anew. Where that folder cannot be written,
-    or somebody else can write it, one in the temporary directory serves this process.
+    The compiler is `CC`, cc, gcc or clang. The library is kept in `$XDG_CACHE_HOME/nanovllm` (default `~/.cache/nanovllm`) under a hash of
+    the source, the compiler and this processor. A file in the cache that does not load is built again. If the cache folder is not
+    writable, or other users can write to it, a library in the temporary directory serves this process.
+
+    Args:
+        source: The C file.
+        symbols: Names of functions that the library must have.
     """
     compiler = find_compiler()
     if compiler is None:
-        wanted = f"CC={os.environ['CC']!r} is no program" if os.environ.get("CC") else "there is no C compiler (cc, gcc or clang)"
+        wanted = (
+            f"CC={os.environ['CC']!r} is not an executable program; set CC to a C compiler or unset it"
+            if os.environ.get("CC")
+            else "found no C compiler (cc, gcc or clang); install one, or set CC"
+        )
         warnings.warn(f"{wanted}: decoding on the CPU is several times slower than it could be", stacklevel=2)
         return None
     name = f"{source.stem}-{_key(source, compiler)}.so"
@@ -47,40 +55,40 @@ def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
                 target.unlink()
         return build(compiler, source, target, symbols)
     except OSError:
-        with tempfile.TemporaryDirectory() as folder:  # once loaded, the file may go
+        with tempfile.TemporaryDirectory() as folder:  # after loading, the file may be deleted
             return _built(compiler, source, Path(folder) / name, symbols)
     except BuildError as error:
         return _warned(error)
 
 
 def find_compiler() -> str | None:
-    """The path of the C compiler; `CC` alone counts where it is set."""
+    """Return the path of the C compiler, or None. If `CC` is set, no other compiler is considered."""
     names = (os.environ["CC"],) if os.environ.get("CC") else ("cc", "gcc", "clang")
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def build(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile `source` to `target`, which appears whole or not at all and only if it loads. Raises `BuildError`, `OSError`."""
-    said = ""
+    """Compile `source` to `target`, which appears complete or not at all, and only if it loads. Raises `BuildError`, `OSError`."""
+    output = ""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, objects = Path(folder) / target.name, str(Path(folder) / "kernels.o")
         for flags, openmp in _attempts():
             commands = ([*BASE, *flags, "-c", str(source), "-o", objects], ["-shared", objects, *openmp, "-lm", "-o", str(made)])
-            said = next(filter(None, (_errors([compiler, *command]) for command in commands)), "")
-            if said:
+            output = next(filter(None, (_errors([compiler, *command]) for command in commands)), "")
+            if output:
                 continue
             try:
-                found = _load(made, symbols)
+                loaded = _load(made, symbols)
             except BuildError as error:
-                said = str(error)
+                output = str(error)
                 continue
             with made.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(made, target)
             if not openmp:
                 warnings.warn(f"{compiler} has no OpenMP: decoding on the CPU runs in one thread", stacklevel=3)
-            return found
-    raise BuildError(f"{source.name} could not be built by {compiler}: {said.strip()[-500:] or 'it gave no reason'}")
+            return loaded
+    raise BuildError(f"{source.name} could not be built by {compiler}: {output.strip()[-500:] or 'the compiler gave no reason'}")
 
 
 def _built(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
@@ -95,9 +103,9 @@ def _warned(error: Exception) -> None:
 
 
 def _attempts() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Flags for compiling and for linking, the best first.
+    """Return flags for compiling and for linking, the best first.
 
-    PyTorch's own OpenMP library is linked where it brings one: two would keep a pool of waiting threads each.
+    PyTorch's own OpenMP library is linked if PyTorch ships one: two OpenMP libraries would each keep a pool of waiting threads.
     """
     native, bundled = ("-march=native",), tuple(map(str, sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]))
     parallel: list[tuple[str, ...]] = [bundled] if bundled else []
@@ -106,15 +114,18 @@ def _attempts() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
 
 
 def _errors(command: Sequence[str]) -> str:
-    """What a command that fails says; nothing where it succeeds. Raises `BuildError` where it is killed: that is not the flags' fault."""
+    """Run a command and return its error output, or an empty string if it succeeds.
+
+    Raises `BuildError` if the command is killed or times out: other flags would not help then.
+    """
     try:
-        # In a session of its own, so that a Ctrl-C meant for us does not look like a compiler that fails.
+        # A new session, so that Ctrl-C in the terminal does not look like a failure of the compiler.
         done = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT, check=False,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{command[0]} timed out after {TIMEOUT:g} s") from error
+        raise BuildError(f"{command[0]} timed out after {TIMEOUT:g} seconds") from error
     if done.returncode < 0:
         raise BuildError(f"{command[0]} was killed by signal {-done.returncode}")
     return "" if done.returncode == 0 else done.stderr or f"exit status {done.returncode}"
@@ -124,17 +135,17 @@ def _load(file: Path, symbols: tuple[str, ...]) -> ctypes.CDLL:
     if file.stat().st_size < 1024:  # a truncated file could kill the process when it is mapped
         raise BuildError(f"{file} is truncated")
     try:
-        found = ctypes.CDLL(str(file))
+        loaded = ctypes.CDLL(str(file))
         for symbol in symbols:
-            getattr(found, symbol)
+            getattr(loaded, symbol)
     except (OSError, AttributeError) as error:
         raise BuildError(f"{file} does not load: {error}") from error
-    return found
+    return loaded
 
 
 def _key(source: Path, compiler: str) -> str:
     processor = platform.processor()
-    if Path("/proc/cpuinfo").exists():  # home directories are shared between machines: their instruction sets differ
+    if Path("/proc/cpuinfo").exists():  # machines with different instruction sets may share a home directory
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         processor = next((line for line in lines if line.lower().startswith(("flags", "features"))), processor)
     files = [source, *sorted(source.parent.glob("*.h"))]

@@ -1,1 +1,1 @@
-"""Norms, rotations and the per-row tensors of decode steps."""
+"""Norms, rotary embeddings and the per-row tensors of decode steps."""

@@ -1,4 +1,4 @@
-"""The small steps of a decode batch that would be a dozen launches each: rotary angles, the positions of the next token, soft caps."""
+"""Small operations of a decode batch, each in one launch instead of a dozen: rotary angles, next positions, soft caps."""
 
 import torch
 
@@ -19,9 +19,10 @@ _LIBRARY.define("capped_logits(Tensor logits, float cap) -> Tensor", tags=(torch
 def rotary_angles(
     positions: Int32[Tensor, "T"] | Int64[Tensor, "T"], inv_freq: Float32[Tensor, "half"], factor: float
 ) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
-    """cos, and sin with its first half negated, of `positions[t] * inv_freq`, each twice along the last axis, times `factor`.
+    """Return cosines, and sines with the first half negated, of `positions[t] * inv_freq`, times `factor`.
 
-    A pair of speed 0 does not turn, and is not multiplied either.
+    Both are repeated along the last axis, for the two channels of each pair. A pair of channels with speed 0 is not rotated, and `factor`
+    does not apply to it.
     """
     return torch.ops.nanovllm.rotary_angles.default(positions, inv_freq, factor)
 
@@ -34,15 +35,16 @@ def next_places(
     num_pages: int,
     page_size: int,
 ) -> tuple[Int32[Tensor, "B"], Int32[Tensor, "B"], Int32[Tensor, "B"]]:
-    """Positions, slots and lengths of the step after this one, for rows that move on by `active` tokens (1, or 0 for padding).
+    """Return positions, slots and lengths of the next step, for rows that advance by `active` tokens (1, or 0 for padding).
 
-    A token beyond a row's page table gets its place in the dummy page, `num_pages - 1`, and its row's length stays what the table holds.
+    A token after the end of a row's page table gets a slot in the dummy page, `num_pages - 1`. The row's length then stays at the number
+    of tokens that the page table has room for.
     """
     return torch.ops.nanovllm.next_places.default(positions, seq_lens, page_tables, active, num_pages, page_size)
 
 
 def capped_logits(logits: Float[Tensor, "R V"], cap: float) -> Float[Tensor, "R V"]:
-    """`plain.soft_cap` in one launch on a GPU; 0.0: the logits as they are."""
+    """Compute `soft_cap` in one launch on a GPU; 0.0 returns the logits unchanged."""
     return torch.ops.nanovllm.capped_logits.default(logits, cap) if cap else logits
 
 

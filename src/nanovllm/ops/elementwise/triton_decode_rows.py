@@ -1,4 +1,4 @@
-"""The Triton kernels of `ops/elementwise/decode_rows.py`. Imported only where Triton is."""
+"""The Triton kernels of `ops/elementwise/decode_rows.py`. Import this module only if Triton is installed."""
 
 from typing import Any, cast
 
@@ -9,8 +9,8 @@ import triton.language as tl
 from nanovllm.ops.triton_parts import soft_capped
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor
 
-TOKENS = 8  # of one program
-LOGITS = 1024  # of one program
+TOKENS = 8  # tokens per program of `_angles`
+LOGITS = 1024  # logits per program of `_capped`
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -57,7 +57,7 @@ def _capped(logits, out, count, CAP: tl.constexpr, BLOCK: tl.constexpr):
 def rotary_angles(
     positions: Int32[Tensor, "T"] | Int64[Tensor, "T"], inv_freq: Float32[Tensor, "half"], factor: float
 ) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
-    """See `ops.rows.rotary_angles`."""
+    """Launch the kernel of the op `rotary_angles`."""
     num_tokens, half = positions.shape[0], inv_freq.shape[0]
     cos, sin = (torch.empty((num_tokens, 1, 2 * half), dtype=torch.float32, device=positions.device) for _ in range(2))
     kernel: Any = _angles
@@ -76,7 +76,7 @@ def next_places(
     num_pages: int,
     page_size: int,
 ) -> tuple[Int32[Tensor, "B"], Int32[Tensor, "B"], Int32[Tensor, "B"]]:
-    """See `ops.rows.next_places`; rows of `page_tables` are contiguous."""
+    """Launch the kernel of the op `next_places`. Each row of `page_tables` is contiguous."""
     num_rows, width = page_tables.shape
     moved, slots, lens = (torch.empty_like(positions) for _ in range(3))
     kernel: Any = _places
@@ -90,7 +90,7 @@ def next_places(
 
 
 def capped_logits(logits: Float[Tensor, "R V"], cap: float) -> Float[Tensor, "R V"]:
-    """See `ops.rows.capped_logits`; contiguous."""
+    """Launch the kernel of the op `capped_logits`. The logits are contiguous."""
     out, kernel = torch.empty_like(logits), cast(Any, _capped)
     if count := logits.numel():
         with torch.cuda.device_of(logits):

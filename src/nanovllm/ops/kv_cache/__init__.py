@@ -1,1 +1,1 @@
-"""Writing, copying and moving KV."""
+"""Operations that write, copy and move KV."""

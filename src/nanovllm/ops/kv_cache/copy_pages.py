@@ -1,4 +1,4 @@
-"""`copy_pages`: whole pages within a pool, for a partial page that two owners would otherwise write."""
+"""`copy_pages`: copy whole pages within a pool, so that two owners of a partial page do not write into the same memory."""
 
 import torch
 
@@ -10,9 +10,26 @@ _LIBRARY.define("copy_pages(Tensor(a!) pages, Tensor src, Tensor dst) -> ()", ta
 
 
 def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst: Int32[Tensor, "n"]) -> None:
-    """Copy page `src[i]` to page `dst[i]` in every layer; `pages` changes in place.
+    """Donates `pages`, which changes in place: copy page `src[i]` to page `dst[i]` in every layer.
 
-    The destinations are distinct and none is a source. A page outside the pool raises `IndexError` on a CPU and is undefined on a GPU.
+    Schema: `nanovllm::copy_pages(Tensor(a!) pages, Tensor src, Tensor dst) -> ()`.
+    Reference: `pages[:, dst] = pages[:, src]`, in any floating-point dtype.
+
+    Args:
+        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        src: Page numbers to read, int32 `[n]`.
+        dst: Page numbers to write, int32 `[n]`. They are distinct, and none of them is in `src`.
+
+    Raises:
+        IndexError: A page number is outside the pool. Checked on a CPU only: on a GPU the result is undefined.
+
+    Examples:
+        >>> from nanovllm.ops import copy_pages
+        >>> pages = torch.zeros(1, 3, 2, 1, 2, 2)
+        >>> pages[:, 0] = 7
+        >>> copy_pages(pages, torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+        >>> pages[0, :, 0, 0, 0, 0].tolist()
+        [7.0, 0.0, 7.0]
     """
     torch.ops.nanovllm.copy_pages.default(pages, src, dst)
 

@@ -1,4 +1,4 @@
-"""`kv_write`: the keys and values of a step's tokens into their pages."""
+"""`kv_write`: write the keys and values of a step's tokens into their pages."""
 
 import torch
 
@@ -16,11 +16,29 @@ def kv_write(
     v: Float[Tensor, "T K D"],
     slots: Int32[Tensor, "T"],
 ) -> None:
-    """Write token t's key and value heads into slot `slots[t]` of one layer; `pages` changes in place.
+    """Donates `pages`, which changes in place: write the key and value heads of token t into slot `slots[t]` of one layer.
 
-    A slot is `page * page_size + offset`. Slots of real tokens are distinct; padding goes to the dummy page, where the last of
-    several writers is unspecified. k and v may be views of a fused projection. A slot outside the pool raises `IndexError` on a CPU
-    and is undefined on a GPU. One launch on a GPU: FlashInfer's append wants a page and an offset, which is two more.
+    Schema: `nanovllm::kv_write(Tensor(a!) pages, SymInt layer, Tensor k, Tensor v, Tensor slots) -> ()`.
+    The reference is an indexed assignment in plain torch. A GPU needs one launch. FlashInfer's own append takes pages and offsets
+    instead of slots, which would cost two more launches to compute.
+
+    Args:
+        pages: One KV pool, `[L, N, 2, K, S, D]`, in the dtype of `k` and `v`.
+        layer: The layer's index in this pool.
+        k: Keys, `[T, K, D]`. `k` and `v` may be views of a fused projection's output.
+        v: Values, `[T, K, D]`.
+        slots: The slot of each token, int32 `[T]`; a slot is `page * page_size + offset`. Slots of real tokens are distinct. Padding
+            tokens may share a slot of the dummy page, and which of them is written last is unspecified.
+
+    Raises:
+        IndexError: A slot is outside the pool. Checked on a CPU only: on a GPU the result is undefined.
+
+    Examples:
+        >>> from nanovllm.ops import kv_write
+        >>> pages, one = torch.zeros(1, 2, 2, 1, 4, 2), torch.ones(1, 1, 2)
+        >>> kv_write(pages, 0, one, 2 * one, torch.tensor([5], dtype=torch.int32))  # page 1, offset 1
+        >>> pages[0, 1, :, 0, 1].tolist()
+        [[1.0, 1.0], [2.0, 2.0]]
     """
     torch.ops.nanovllm.kv_write.default(pages, layer, k, v, slots)
 

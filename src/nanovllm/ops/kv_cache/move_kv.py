@@ -1,4 +1,4 @@
-"""`move_kv`: the KV of tokens copied to other slots, their keys turned for other positions."""
+"""`move_kv`: copy the KV of tokens to other slots, with keys rotated for other positions."""
 
 import torch
 
@@ -18,12 +18,32 @@ def move_kv(
     shift: Int32[Tensor, "T"],
     inv_freq: Float32[Tensor, "half"],
 ) -> None:
-    """Copy token t's keys and values, all layers, from slot `src[t]` to slot `dst[t]`, the keys as if `shift[t]` positions later.
+    """Donates `pages`, which changes in place: copy keys and values from slot `src[t]` to slot `dst[t]` and move keys by `shift[t]`.
 
-    A rotary key of position p becomes that of p + d by one more rotation of d (Su et al., 2021), computed in float32 and rounded once; a
-    shift of 0 copies the bits. `inv_freq` `[D/2]` is in radians a position; a magnitude factor (YaRN's) is in the keys already.
-    A slot is `page * page_size + offset`. No destination is a source; destinations are distinct. A slot outside the pool raises
-    `IndexError` on a CPU and is undefined on a GPU, where the op moves every byte once.
+    The op copies all layers. Rotating a key of position p by d more positions gives the key of position p + d (Su et al., 2021). The
+    rotation is computed in float32 and rounded once. A shift of 0 copies the bits.
+
+    Schema: `nanovllm::move_kv(Tensor(a!) pages, Tensor src, Tensor dst, Tensor shift, Tensor inv_freq) -> ()`.
+    The reference is a loop over layers in plain torch. On a GPU one kernel moves every byte once.
+
+    Args:
+        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        src: Slots to read, int32 `[T]`; a slot is `page * page_size + offset`.
+        dst: Slots to write, int32 `[T]`. They are distinct, and none of them is in `src`.
+        shift: By how many positions each key moves, int32 `[T]`. It may be negative.
+        inv_freq: Rotation speeds, float32 `[D/2]`, in radians per position. Keys already include a magnitude factor such as YaRN's.
+
+    Raises:
+        IndexError: A slot is outside the pool. Checked on a CPU only: on a GPU the result is undefined.
+
+    Examples:
+        >>> from nanovllm.ops import move_kv
+        >>> pages = torch.zeros(1, 2, 2, 1, 1, 2)
+        >>> pages[0, 0, :, 0, 0] = torch.tensor([[1.0, 0.0], [5.0, 6.0]])  # a key and a value in slot 0
+        >>> src, dst, shift = torch.tensor([[0], [1], [1]], dtype=torch.int32)
+        >>> move_kv(pages, src, dst, shift, torch.tensor([torch.pi / 2]))  # a quarter turn per position
+        >>> pages[0, 1, :, 0, 0].round().abs().tolist()
+        [[0.0, 1.0], [5.0, 6.0]]
     """
     torch.ops.nanovllm.move_kv.default(pages, src, dst, shift, inv_freq)
 
@@ -43,8 +63,8 @@ def _reference(pages: Tensor, src: Tensor, dst: Tensor, shift: Tensor, inv_freq:
         kv = by_slot[src // page_size, src % page_size]  # T 2 K D
         keys = kv[:, 0].to(torch.promote_types(kv.dtype, torch.float32))
         low, high = keys[..., :half], keys[..., half:]
-        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(kv.dtype)
-        kv[:, 0] = torch.where(kept, kv[:, 0], turned)
+        rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(kv.dtype)
+        kv[:, 0] = torch.where(kept, kv[:, 0], rotated)
         by_slot[dst // page_size, dst % page_size] = kv
 
 

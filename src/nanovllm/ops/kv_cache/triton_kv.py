@@ -1,4 +1,7 @@
-"""The Triton kernels around paged memory: token writes, page copies, moves, last-page lengths. Imported only where Triton is."""
+"""The Triton kernels around paged memory: token writes, page copies, moves, last-page lengths.
+
+Import this module only if Triton is installed.
+"""
 
 from typing import Any
 
@@ -13,7 +16,7 @@ MOVED = 16  # tokens that one program moves
 
 @triton.jit
 def _kv_write(pages, k, v, slots, page_stride, k_stride, v_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a token: all its key and value heads."""
+    """One program per token writes all key and value heads of the token."""
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -25,7 +28,7 @@ def _kv_write(pages, k, v, slots, page_stride, k_stride, v_stride, K: tl.constex
 
 @triton.jit
 def _copy_pages(pages, src, dst, layer_stride, page_size_in_elements, BLOCK: tl.constexpr):
-    """Program (pair, layer, block of a page)."""
+    """Program (pair, layer, block) copies one block of one page in one layer."""
     n, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     ok = i < page_size_in_elements
@@ -39,7 +42,7 @@ def _move_kv(
     pages, src, dst, shift, inv_freq, num_tokens, layer_stride, page_stride, S: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     HB: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, layer): all key and value heads, whose angles are computed once."""
+    """Program (T tokens, layer) moves all key and value heads; it computes the angles once for all heads."""
     t, layer = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1).to(tl.int64)
     on, i = t < num_tokens, tl.arange(0, HB)[None, :]
     source, target = tl.load(src + t, mask=on, other=0).to(tl.int64), tl.load(dst + t, mask=on, other=0).to(tl.int64)
@@ -71,7 +74,7 @@ def _last_page_lens(out, seq_lens, kv_indptr, page_size, num_rows, BLOCK: tl.con
 
 
 def kv_write(pages: Float[Tensor, "N 2 K S D"], k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], slots: Int32[Tensor, "T"]) -> None:
-    """Write tokens into one layer's pages, in one launch; only the stride between k's, and v's, tokens is free."""
+    """Write tokens into one layer's pages in one launch. Tokens of `k` and `v` may have any stride; other layouts are copied first."""
     _, _, num_kv_heads, page_size, head_dim = pages.shape
     if k.shape[0] == 0:
         return
@@ -87,7 +90,7 @@ def kv_write(pages: Float[Tensor, "N 2 K S D"], k: Float[Tensor, "T K D"], v: Fl
 
 
 def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst: Int32[Tensor, "n"]) -> None:
-    """Copy pages in all layers, in one launch and without a temporary."""
+    """Copy pages in all layers, in one launch and without temporary memory."""
     if src.shape[0] == 0:
         return
     elements = pages.stride(1)
@@ -104,7 +107,7 @@ def move_kv(
     shift: Int32[Tensor, "T"],
     inv_freq: Float32[Tensor, "half"],
 ) -> None:
-    """Copy tokens to other slots in all layers and turn their keys, in one launch and without a temporary."""
+    """Copy tokens to other slots in all layers and rotate their keys, in one launch and without temporary memory."""
     num_tokens, (num_layers, _, _, num_kv_heads, page_size, _) = src.shape[0], pages.shape
     if num_tokens == 0:
         return
@@ -118,7 +121,7 @@ def move_kv(
 
 
 def last_page_lens(out: Int32[Tensor, "B"], seq_lens: Int32[Tensor, "B"], kv_indptr: Int32[Tensor, "B+1"], page_size: int) -> None:
-    """`out = seq_lens - (pages of the row - 1) * page_size`: not positive for a row that has yet to reach its last planned page."""
+    """Compute `out = seq_lens - (pages of the row - 1) * page_size`; at most 0 if a row has not reached its last planned page yet."""
     num_rows = out.shape[0]
     launch: Any = _last_page_lens
     with torch.cuda.device_of(out):

@@ -1,25 +1,25 @@
-"""`linear`: the one matrix product of the models, which a quantised form can replace."""
+"""`linear`: the matrix product that all models use. A quantised product could replace it."""
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.types import Float, Tensor
 
-ROWS = 8  # on a CPU every product has a multiple of this many rows
+ROWS = 8  # on a CPU rows are padded to a multiple of this number
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def linear(x: Float[Tensor, "T in_"], weight: Float[Tensor, "out in_"], bias: Float[Tensor, "out"] | None = None) -> Float[Tensor, "T out"]:
-    """`x @ weight.T + bias`.
+    """Compute `x @ weight.T + bias`.
 
-    On a CPU in float32 and bfloat16, with both sizes multiples of 16, a row's result is bitwise the same whatever the other rows and
-    however many: a product of few rows would be rounded in another order, so the rows are padded to a multiple of 8.
+    On a CPU, a row's result has the same bits whatever the other rows are, and whatever their number. This holds in float32 and bfloat16 if
+    both sizes are multiples of 16. Because a product of few rows would round in another order, rows are padded to a multiple of 8.
     """
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling():  # traced, the padding would make a shape of every number of rows
+    if torch.compiler.is_compiling():  # tracing the padding would specialise the graph on the number of rows
         return torch.ops.nanovllm.linear.default(x, weight, bias)
     return _cpu(x, weight, bias)
 

@@ -1,5 +1,4 @@
-"""`linear_add_norm`: a projection, the residual, and the norms about them; `norm_add`: a norm by itself; and how products of many rows are
-cut on a GPU."""
+"""`linear_add_norm` (a projection, a residual and norms), `norm_add` (a norm), and tile configurations for products of many rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +12,12 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.tiles import ROWS, WideTile
 from nanovllm.types import Float, Tensor
 
-MOST = 256  # rows beyond which the library's products are as fast
-BY_LIBRARY: Cut = (0,)  # the cut that says: the library's product
-SUMS = 128  # in the registers of one thread, at most; a program of more than 8 warps has fewer a thread
-PARTS = 8  # of the inputs, at most
-SHALLOW = 64  # inputs of a step of programs of which a multiprocessor takes several
-DEEPEST = 4096  # inputs of a program beyond which the library's product of more rows than one program's is faster
+MOST = 256  # with more rows, cuBLAS (torch's own product) is as fast
+BY_LIBRARY: Cut = (0,)  # the cut that selects cuBLAS
+SUMS = 128  # sums in the registers of one thread, at most; programs of more than 8 warps have fewer registers per thread
+PARTS = 8  # parts of the inputs, at most
+SHALLOW = 64  # inputs per loop step of programs that share a multiprocessor with others
+DEEPEST = 4096  # with more inputs per program, and more rows than one program takes, cuBLAS is faster
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 
 
@@ -41,16 +40,29 @@ def linear_add_norm(
     inner: Float[Tensor, "M"] | None = None,
     cut: Sequence[int] = (),
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    """`y = residual + (x @ weight.T + bias)` and `norm(y)`, the RMS norm with a gain. Rounds where the plain functions do.
+    """Compute `y = residual + (x @ weight.T + bias)` and its RMS norm, rounded where the plain functions round.
 
-    `inner`: the gain of a norm of the product, which is then added in its place. `cut`: see `given_wide_tile`; plain functions do not
-    look at it.
+    Args:
+        x: Inputs of the projection, `[B, K]`.
+        weight: Weights of the projection, `[M, K]`.
+        bias: Added to the product, `[M]`, or None.
+        residual: Added to the result, `[B, M]`.
+        gain: Weight of the final norm, `[M]`.
+        eps: Added to the mean square in the norms.
+        inner: If given, weight of an RMS norm that is applied to the product before the residual is added.
+        cut: Tile configuration for `given_wide_tile`; the plain functions ignore it.
+
+    Returns:
+        `y` and its norm, `[B, M]` each.
+
+    Raises:
+        CutError: `cut` does not fit the kernel.
     """
     return torch.ops.nanovllm.linear_add_norm.default(x, weight, bias, residual, gain, eps, cut, inner)
 
 
 def norm_add(x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], residual: Float[Tensor, "B M"] | None, eps: float) -> Float[Tensor, "B M"]:
-    """The RMS norm with a gain, `plain.rms_norm`, plus a residual where there is one, in one launch on a GPU."""
+    """Compute `rms_norm`, plus a residual if given, in one launch on a GPU."""
     return torch.ops.nanovllm.norm_add.default(x, gain, residual, eps)
 
 
@@ -66,7 +78,7 @@ def _reference(x, weight, bias, residual, gain, eps, cut=(), inner=None) -> tupl
 
 
 def _cuda(x, weight, bias, residual, gain, eps, cut=(), inner=None) -> tuple[Tensor, Tensor]:
-    # A copy that makes a weight contiguous would be read before it is waited for.
+    # The kernels read weights before they wait for earlier kernels, so a weight must not be a copy that is made here.
     whole = all(t is None or t.is_contiguous() for t in (weight, bias, gain, inner))
     if not whole or not own_kernels(x.device, x.dtype):
         return _reference(x, weight, bias, residual, gain, eps, (), inner)
@@ -104,28 +116,28 @@ def _cuda_add(x, gain, residual, eps) -> Tensor:
 
 
 def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> WideTile | None:
-    """The cut that was fastest on an H200 among those tried; None where the library's product is.
+    """Choose the tile configuration that was the fastest of those tried on an H200; None if cuBLAS was faster.
 
-    Programs take a multiprocessor each, so there are no more than `processors` of them, and `memory` bytes of its shared memory at most;
-    but for gated products whose outputs are too many for that, of which it takes several at once.
-    `split`: whether the inputs may be cut.
+    Each program takes a multiprocessor, so there are at most `processors` programs. Each uses at most `memory` bytes of shared memory.
+    Gated products with many outputs are an exception: several of their programs run on one multiprocessor. `split` says whether the inputs
+    may be divided between programs.
     """
     blocks = -(-rows // ROWS)
     if (gated and blocks > 1) or rows > MOST:
         return None
     for parts in (4, 3, 2, 1) if split else (1,):
         for tile in _tiles(rows, gated, split):
-            held = 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1))
-            if held > memory or outputs % tile.outputs or width % (tile.depth * parts) or (blocks > 1 and width > DEEPEST * parts):
+            used = 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1))
+            if used > memory or outputs % tile.outputs or width % (tile.depth * parts) or (blocks > 1 and width > DEEPEST * parts):
                 continue
-            places = processors * (memory // held if tile.depth == SHALLOW else 1)
+            places = processors * (memory // used if tile.depth == SHALLOW else 1)
             if outputs // tile.outputs * blocks * parts <= places:
                 return replace(tile, parts=parts)
     return None
 
 
 def _tiles(rows: int, gated: bool, split: bool) -> tuple[WideTile, ...]:
-    """The tiles of all parts of a product, the best first. The last of the gated ones leaves room for others beside it."""
+    """Return tile configurations of a product, the best first. The last one for gated products lets programs share a multiprocessor."""
     wide = WideTile(outputs=64)
     if gated:
         return WideTile(), wide, WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)
@@ -136,7 +148,10 @@ def _tiles(rows: int, gated: bool, split: bool) -> tuple[WideTile, ...]:
 def given_wide_tile(
     cut: Sequence[int], rows: int, outputs: int, width: int, gated: bool, processors: int, memory: int, *, split: bool = False
 ) -> WideTile | None:
-    """The tile that a cut spells, None for `BY_LIBRARY`; what `wide_tile` gives where it is empty. Raises `CutError` where it cannot be."""
+    """Return the tile configuration of a cut: that of `wide_tile` if it is empty, None for `BY_LIBRARY`.
+
+    Raises `CutError` if the cut does not fit the product.
+    """
     if not cut:
         return wide_tile(rows, outputs, width, gated, processors, memory, split=split)
     if tuple(cut) == BY_LIBRARY:
@@ -150,14 +165,14 @@ def given_wide_tile(
 
 
 def wide_fits(tile: WideTile, outputs: int, width: int, gated: bool, memory: int, *, split: bool) -> bool:
-    """Whether the kernel can cut a product of any number of rows so; `memory` bounds a program's shared memory, in bytes."""
+    """Return whether the kernel can use this tile configuration for any number of rows, with `memory` bytes of shared memory."""
     if not powers_of_two(tile.outputs, tile.rows, tile.depth, tile.warps) or min(tile.outputs, tile.rows, tile.depth) < 16:
         return False
     if tile.warps > 16 or not 1 <= tile.parts <= (PARTS if split else 1) or tile.stages < 1:
         return False
     columns = tile.outputs * (2 if gated else 1)
-    held = 2 * tile.stages * tile.depth * (tile.rows + columns) <= memory and tile.rows * columns <= SUMS * 32 * min(tile.warps, 8)
-    return held and outputs % tile.outputs == 0 and width % (tile.depth * tile.parts) == 0
+    fits = 2 * tile.stages * tile.depth * (tile.rows + columns) <= memory and tile.rows * columns <= SUMS * 32 * min(tile.warps, 8)
+    return fits and outputs % tile.outputs == 0 and width % (tile.depth * tile.parts) == 0
 
 
 _LIBRARY.impl("linear_add_norm", _reference, "CPU")

@@ -1,4 +1,4 @@
-"""`norm_linear`: a matrix product of few rows with what stands before and after it in a decoder layer, in one launch on a GPU."""
+"""`norm_linear`: a norm, a matrix product of few rows, and an activation or residual, in one launch on a GPU."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from nanovllm.ops.linear.linear_add_norm import given_wide_tile
 from nanovllm.ops.linear.tiles import Tile
 from nanovllm.types import Float, Tensor
 
-FEW = 2  # rows up to which products that fill tensor cores' memory are summed in float32, without them; one row always is
-ROWS = 16  # up to which the norm is part of the product: beyond, every program would compute too much of it
-WIDEST = 16384  # inputs that lie in the registers of one program
-HELD, MOST_HELD = 64, 256  # weights in a thread's registers: the next kernel's programs wait in those that are left; and at most
-NARROW = 16  # outputs of a program that works on tensor cores
-SUMMED = 4  # rows that can be summed in float32 at all: each is held in registers
+FEW = 2  # up to so many rows, products too large for tensor-core programs are summed in float32; one row always is
+ROWS = 16  # up to so many rows the norm is part of the product; with more, every program would repeat too much of it
+WIDEST = 16384  # inputs that fit into the registers of one program
+HELD, MOST_HELD = 64, 256  # weights in a thread's registers, by default and at most; the next kernel's programs wait in the other registers
+NARROW = 16  # outputs of a program that uses tensor cores
+SUMMED = 4  # rows that can be summed in float32 at most: each row is in registers
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 
 
@@ -40,16 +40,27 @@ def norm_linear(
     act: str = "silu",
     cut: Sequence[int] = (),
 ) -> Float[Tensor, "B N"]:
-    """`residual + (norm(x) @ weight.T + bias)`, where `norm` is the RMS norm with a gain, and what is None is left out.
+    """Compute `residual + (norm(x) @ weight.T + bias)`; parts that are None are left out.
 
-    One launch for few rows; for many where there is neither norm nor residual (`wide.py` has the rest).
+    On a GPU this is one launch for few rows, and for many rows if there is neither norm nor residual. The result is rounded to the dtype of
+    `x` where the plain functions round: after the norm and its weight, the product, the activation and the residual. If the norm weight is
+    wider than `x`, the norm is not rounded before it.
 
-    `gated`: `weight` is a gate and an up projection, stacked along axis 0, and the result is `act(gate) * up`, `[B, out / 2]`; without
-    bias and residual. `act` is one of `plain.ACTS`. Rounds to x's dtype where the plain functions do: after the norm, but with a wider gain
-    behind the gain alone, the gain, the product, the activation, the residual.
+    Args:
+        x: Inputs, `[B, K]`.
+        weight: Weights, `[out, K]`.
+        gain: Weight of an RMS norm of `x`, `[K]`.
+        bias: Added to the product, `[out]`.
+        residual: Added to the result, `[B, out]`.
+        eps: Added to the mean square in the norm.
+        gated: Whether `weight` is a gate and an up projection, stacked along axis 0. The result is then `act(gate) * up`, `[B, out / 2]`,
+            without bias and residual.
+        act: The activation of a gated product, a key of `ACTS`.
+        cut: Tile configuration as integers; empty means the default. It is a `Tile` for few rows, and an argument for `given_wide_tile` if
+            `goes_wide`. The plain functions ignore it.
 
-    `cut`: a `Tile` for few rows; where `goes_wide`, what `given_wide_tile` takes; as integers, empty: the default. A kernel that it does
-    not fit raises `CutError`; plain functions do not look at it.
+    Raises:
+        CutError: `cut` does not fit the kernel.
     """
     return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut, act)
 
@@ -68,7 +79,7 @@ def _reference(x, weight, gain, bias, residual, eps, gated, cut=(), act="silu") 
 
 
 def _cuda(x, weight, gain, bias, residual, eps, gated, cut=(), act="silu") -> Tensor:
-    # A copy that makes a weight contiguous would be read before it is waited for.
+    # The kernels read weights before they wait for earlier kernels, so a weight must not be a copy that is made here.
     whole = all(t is None or t.is_contiguous() for t in (weight, gain, bias))
     shape = (x.device, x.dtype, x.shape[0], x.shape[1], gated)
     alone = gain is None and residual is None and not (gated and bias is not None)
@@ -97,19 +108,22 @@ def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, cut: Sequ
 
 
 def serves(device: torch.device, dtype: torch.dtype, rows: int, width: int, gated: bool) -> bool:
-    """Whether the kernels can run a product of `rows` rows over `width` inputs; plain torch serves everything else."""
+    """Return whether the kernels can run a product of `rows` rows over `width` inputs; plain torch runs all others."""
     return own_kernels(device, dtype) and fits(rows, width, gated, shared_memory(device))
 
 
 def goes_wide(rows: int, width: int, gated: bool, memory: int) -> bool:
-    """Whether a product with neither norm nor residual is cut as one of many rows: on tensor cores always, for where a layer of few rows
-    asks for one its weights are wide, and a kernel that holds them whole leaves no room for the next; and always gate and up, which
-    only layers of many tokens ask for without a norm."""
+    """Return whether a product without norm and residual uses the kernel for many rows.
+
+    All products on tensor cores use it. In a layer of few rows such a product has wide weights. A kernel that keeps all of them in
+    registers would leave no room for the next kernel. Gated products use it too, because only layers of many tokens have gated products
+    without a norm.
+    """
     return gated or rows > FEW or not fits(rows, width, gated, memory)
 
 
 def fits(rows: int, width: int, gated: bool, memory: int) -> bool:
-    """Whether a product's parts fit into a program with so many bytes of shared memory."""
+    """Return whether the data of a product fit into a program with `memory` bytes of shared memory."""
     return (rows <= FEW and width <= WIDEST) or _on_tensor_cores(rows, width, gated, memory)
 
 
@@ -118,13 +132,13 @@ def _on_tensor_cores(rows: int, width: int, gated: bool, memory: int) -> bool:
 
 
 def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
-    """Bytes of shared memory, at most, of a program on tensor cores: its weights and the rows."""
+    """Return the largest number of bytes of shared memory of a program on tensor cores, for its weights and the rows."""
     return 2 * width * (outputs * (2 if gated else 1) + max(8, 1 << (rows - 1).bit_length()))
 
 
 def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
-    """The cut that was fastest on an H200 among those tried, by shape; `memory` bounds a program's shared memory, in bytes."""
-    if rows == 1 or (rows <= FEW and not _on_tensor_cores(rows, width, gated, memory * 3 // 4)):  # where a program would fill its place
+    """Choose the tile configuration that was the fastest of those tried on an H200, with `memory` bytes of shared memory per program."""
+    if rows == 1 or (rows <= FEW and not _on_tensor_cores(rows, width, gated, memory * 3 // 4)):  # a program would use most of the memory
         whole = 1 << (width - 1).bit_length()
         warps = 2 if whole <= 2048 else 4 if whole <= 4096 else 8
         return Tile(outputs=max(1, 32 * warps * HELD // whole // (2 if gated else 1)), warps=warps)
@@ -134,7 +148,7 @@ def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Ti
 
 
 def given_tile(cut: Sequence[int], rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
-    """The tile that a cut spells, `tile_of`'s where it is empty. Raises `CutError` for one that does not fit."""
+    """Return the tile configuration of a cut, that of `tile_of` if it is empty. Raises `CutError` if it does not fit."""
     if not cut:
         return tile_of(rows, outputs, width, gated, memory)
     tile = named(Tile, cut)
@@ -144,12 +158,12 @@ def given_tile(cut: Sequence[int], rows: int, outputs: int, width: int, gated: b
 
 
 def tile_fits(tile: Tile, rows: int, width: int, gated: bool, memory: int) -> bool:
-    """Whether a kernel can cut a product so; `memory` bounds a program's shared memory, in bytes."""
+    """Return whether a kernel can use this tile configuration, with `memory` bytes of shared memory per program."""
     if not powers_of_two(tile.outputs, tile.warps) or tile.warps > 16:
         return False
     if tile.depth == 0:
-        held = (tile.outputs << (width - 1).bit_length()) * (2 if gated else 1)
-        return rows <= SUMMED and width <= WIDEST and held <= MOST_HELD * 32 * tile.warps
+        weights = (tile.outputs << (width - 1).bit_length()) * (2 if gated else 1)
+        return rows <= SUMMED and width <= WIDEST and weights <= MOST_HELD * 32 * tile.warps
     whole = powers_of_two(tile.depth) and tile.depth >= 16 and width % (tile.depth * tile.warps) == 0
     return whole and rows <= ROWS and tile.outputs >= NARROW and _memory(rows, width, gated, tile.outputs) <= memory
 

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-ROWS = 64  # of one program
-LINE = 64  # numbers of 16 bits that a line of L2 holds
-MOST_ASKED = 1024  # weights of every output that a program asks into L2 before it waits
+ROWS = 64  # rows per program
+LINE = 64  # numbers of 16 bits in a cache line of L2
+MOST_ASKED = 1024  # weights of each output that a program prefetches into L2 before it waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How a kernel cuts its work: outputs of a program, warps, and (on tensor cores) inputs that a warp takes in one step."""
+    """Tile configuration for few rows: outputs per program, warps, and inputs per warp and step on tensor cores (`depth`; 0: unused)."""
 
     outputs: int
     warps: int
@@ -18,7 +18,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideTile:
-    """How a product is cut: outputs and rows of a program, inputs of a step of its loop, steps in flight, parts of the inputs, warps."""
+    """Tile configuration for many rows.
+
+    Its fields are outputs and rows per program, inputs per loop step (`depth`), loop steps in flight (`stages`), parts of the inputs, and
+    warps.
+    """
 
     outputs: int = 32
     rows: int = ROWS

@@ -1,11 +1,12 @@
-"""The Triton kernels of `norm_linear`: matrix products of few rows, bound by reading the weights. Imported only where Triton is.
+"""The Triton kernels of `norm_linear`: matrix products of few rows, whose time is the time to read the weights.
 
-A program asks for its weights before it waits for the kernel that makes its input (programmatic dependent launch): while one kernel
-computes, the weights of the next are on their way. So nothing else than weights, gains and biases may be read before the wait.
+Import this module only if Triton is installed. A program loads its weights before it waits for the kernel that makes its input
+(programmatic dependent launch). So the weights of the next kernel are loaded while one kernel computes. Only weights, norm weights and
+biases may be read before the wait.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# (tuples that grow in an unrolled loop, what a compile-time branch makes, and the loop itself, whose range has no `__next__`)
+# (tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
 
 from typing import Any
 
@@ -24,7 +25,7 @@ def _few(
     x, gain, w, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i makes outputs i * BN ... of every row; the whole of K lies in registers."""
+    """Program i computes outputs i * BN ... (i + 1) * BN - 1 of every row; all K inputs are in registers."""
     if PDL:
         gdc_launch_dependents()
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KP)
@@ -39,7 +40,7 @@ def _few(
     biases = tl.load(bias + n, mask=there, other=0.0) if BIAS else 0.0
     if PDL:
         gdc_wait()
-    rows = ()  # all are asked for before the first is used: a store between them would keep them back
+    rows = ()  # all loads are issued before the first is used: a store between them would delay them
     before = ()
     for b in tl.static_range(B):
         rows += (tl.load(x + b * K + k, mask=inside, other=0.0),)
@@ -62,7 +63,7 @@ def _many(
     x, gain, w, bias, residual, y, B, N, eps, BP: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KC: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same on tensor cores: KS warps take KC of K each, in K / (KS KC) steps, and their sums are added up at the end."""
+    """Compute the same on tensor cores: KS warps take KC inputs each, in K / (KS KC) steps, and their sums are added at the end."""
     if PDL:
         gdc_launch_dependents()
     STEPS: tl.constexpr = K // (KS * KC)
@@ -128,7 +129,7 @@ def launch(
     pdl: bool,
     act: str = "silu",
 ) -> Float[Tensor, "B N"]:
-    """See `ops.norm_linear.norm_linear`. All tensors are contiguous; `tile.depth` times `tile.warps` divides K."""
+    """Launch the kernel of the op `norm_linear`. All tensors are contiguous; `tile.depth` times `tile.warps` divides K."""
     rows, width = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)

@@ -1,7 +1,8 @@
-"""The Triton kernels of matrix products of more rows than `triton_linear.py` takes: a pipelined product, cut along its inputs too where its
-outputs are few, and the sum of such parts with what follows in a decoder layer. Imported only where Triton is.
+"""The Triton kernels of matrix products of more rows than those of `triton_few_rows.py`. Import this module only if Triton is installed.
 
-All wait for the kernel ahead of them before they read what changes from step to step (programmatic dependent launch).
+One kernel is a pipelined product; if it has few outputs, its inputs are divided between programs too. Another kernel sums such parts and
+applies bias, norms and residual. All kernels wait for the previous kernel before they read data that change between steps (programmatic
+dependent launch).
 """
 
 from typing import Any, cast
@@ -18,7 +19,7 @@ from nanovllm.types import Float, Float32, Tensor
 
 @triton.jit
 def _ask(lines):
-    """Have these 128 bytes each brought into L2, and go on."""
+    """Prefetch these lines of 128 bytes into L2 without waiting."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -27,9 +28,9 @@ def _product(
     x, w, bias, y, B, N, K: tl.constexpr, PART: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (outputs, rows, part): `[BP, BN]` outputs over PART of the K inputs; sums of parts are stored in float32.
+    """Program (outputs, rows, part) computes `[BP, BN]` outputs over PART of the K inputs; partial sums are stored in float32.
 
-    Before it waits it asks for the first LINES lines of every output's weights.
+    Before it waits, it prefetches the first LINES lines of every output's weights.
     """
     if PDL:
         gdc_launch_dependents()
@@ -62,7 +63,7 @@ def _product(
 
 @triton.jit
 def _normed(x, gains, M: tl.constexpr, eps):
-    """The RMS norm of a row of M numbers, behind which zeros may stand, with its gain."""
+    """Compute the RMS norm of a row of M numbers, which may be padded with zeros, times its weights."""
     wide = x.to(tl.float32)
     return gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / M + eps), gains, x.dtype)
 
@@ -72,8 +73,11 @@ def _sum_norm(
     parts, bias, inner, residual, gain, y, h, B, eps, M: tl.constexpr, MP: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i: row i's sum of parts, plus bias, its norm with `inner`, plus residual, rounded where the plain functions round; and the
-    norm of all that with `gain`. What of `inner`, `residual`, and `gain` with `h`, is None is left out, of the kernel's arguments too."""
+    """Program i sums row i's parts, adds the bias, applies the norm `inner`, adds the residual, and stores the result and its norm `gain`.
+
+    It rounds where the plain functions round. `inner`, `residual`, and `gain` with `h`, may be None: then they are left out, also of the
+    compiled kernel's arguments.
+    """
     if PDL:
         gdc_launch_dependents()
     b, m = tl.program_id(0).to(tl.int64), tl.arange(0, MP)
@@ -121,7 +125,10 @@ def product(
     pdl: bool,
     act: str = "silu",
 ) -> Float[Tensor, "B N"]:
-    """`x @ weight.T + bias`, or of a stacked gate and up projection `act(gate) * up`; `tile.parts` is 1. All tensors are contiguous."""
+    """Compute `x @ weight.T + bias`, or `act(gate) * up` for a gate and an up projection stacked in `weight`.
+
+    All tensors are contiguous, and `tile.parts` is 1.
+    """
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, y, outputs, gated, tile, pdl, act)
@@ -129,7 +136,7 @@ def product(
 
 
 def partial_product(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], tile: WideTile, pdl: bool) -> Float32[Tensor, "parts B N"]:
-    """Sums over equal parts of K, whose sum is `x @ weight.T`; `tile.parts` is more than 1."""
+    """Compute `x @ weight.T` as partial sums over equal parts of K; `tile.parts` is more than 1."""
     y = torch.empty((tile.parts, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     _launch(x, weight, None, y, weight.shape[0], False, tile, pdl)
     return y
@@ -141,7 +148,7 @@ def _launch(
     rows, width = x.shape
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
     part = width // tile.parts
-    # A power of two; for gate and up the kernels ahead leave no time, and several programs over the same weights would all ask.
+    # A power of two. 0 for gate and up, because earlier kernels leave no time to prefetch, and if several programs share the weights.
     lines = 0 if gated or rows > tile.rows else min(MOST_ASKED, part & -part) // LINE
     kernel: Any = _product
     with torch.cuda.device_of(x):
@@ -152,7 +159,7 @@ def _launch(
 
 
 def gate(gate_up: Float[Tensor, "B 2*N"], pdl: bool, act: str = "silu") -> Float[Tensor, "B N"]:
-    """`act(gate) * up` of the two halves. Contiguous."""
+    """Compute `act(gate) * up` of the two halves of a contiguous tensor."""
     rows, width = gate_up.shape
     y = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     block, kernel = min(2048, triton.next_power_of_2(width // 2)), cast(Any, _gate)
@@ -170,8 +177,10 @@ def sum_norm(
     pdl: bool,
     inner: Float[Tensor, "M"] | None = None,
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    """`residual + (sum of parts + bias)`, or the RMS norm of that sum with `inner`, and the RMS norm of it all with `gain`. All tensors are
-    contiguous."""
+    """Compute `residual + (sum of parts + bias)` and its RMS norm with `gain`; with `inner`, the sum is normalised before the residual.
+
+    All tensors are contiguous.
+    """
     y, h = torch.empty_like(residual), torch.empty_like(residual)
     _rows(parts, bias, inner, residual, gain, y, h, eps, pdl)
     return y, h
@@ -180,9 +189,9 @@ def sum_norm(
 def norm_add(
     x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], residual: Float[Tensor, "B M"] | None, eps: float, pdl: bool
 ) -> Float[Tensor, "B M"]:
-    """The RMS norm of x with a gain, plus a residual where there is one. All tensors are contiguous."""
+    """Compute the RMS norm of x with weight `gain`, plus a residual if given. All tensors are contiguous."""
     y = torch.empty_like(x)
-    if len(x):  # of a prompt no logits may be asked for
+    if len(x):  # a step may need no logits, and then has no rows
         _rows(x.unsqueeze(0), None, gain, residual, None, y, None, eps, pdl)
     return y
 

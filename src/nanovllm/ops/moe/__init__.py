@@ -1,1 +1,1 @@
-"""Routing and the products of mixtures of experts."""
+"""Routing and matrix products of mixtures of experts."""

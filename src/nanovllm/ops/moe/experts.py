@@ -1,4 +1,4 @@
-"""`experts`: the feed-forward of a mixture of experts, each token through the few that a router chose for it."""
+"""`experts`: the feed-forward layer of a mixture of experts; each token runs through the few experts that a router chose."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +14,10 @@ from nanovllm.ops.linear.tiles import Tile, WideTile
 from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
 from nanovllm.types import Float, Int32, Int64, Tensor
 
-PIECE = 256  # inputs of one output that a warp reads in one load, 16 bytes a thread
-LOADS = 32  # of weights that a thread has in flight, where 8 warps or fewer an output are enough
-MOST_LOADS = 64  # the loop over them is unrolled
-ALONE = 1 << 14  # numbers of which torch gives no part to another thread
+PIECE = 256  # inputs of one output that a warp reads in one load: 16 bytes per thread
+LOADS = 32  # weight loads in flight per thread, if at most 8 warps per output are enough
+MOST_LOADS = 64  # upper limit: the loop over the loads is unrolled
+ALONE = 1 << 14  # torch gives an elementwise operation on so few numbers to one thread
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 
 
@@ -27,7 +27,7 @@ _LIBRARY.define(
 
 
 class ExpertsMismatchError(NanoVLLMError):
-    """`experts` was given tensors that do not fit together, an expert that there is not, or an unknown activation."""
+    """`experts` got tensors that do not fit together, the number of an expert that does not exist, or an unknown activation."""
 
 
 def experts(
@@ -38,17 +38,44 @@ def experts(
     weights: Float[Tensor, "T k"],
     act: str = "silu",
 ) -> Float[Tensor, "T M"]:
-    """The sum over j of `weights[t, j] * down[e] @ (act(gate) * up)` with `e = chosen[t, j]`, `gate, up = gate_up[e] @ x[t]`.
+    """Run each token through its chosen experts and return the weighted sum.
 
-    `gate_up` holds a gate and an up projection, stacked along axis 1, F2 = 2 F. A token's experts are distinct; `act` is one of `ACTS`.
-    `weights` may have a wider dtype than x. Gate, up, activation and their product are rounded to x's dtype, as plain functions round;
-    the weighted sum is made in float32 (float64 stays) and rounded once. A GPU's kernels for few tokens do not round before it.
+    Row t of the result is the sum over j of `weights[t, j] * down[e] @ (act(gate) * up)`. Here `e = chosen[t, j]`, and `gate` and `up`
+    are the halves of `gate_up[e] @ x[t]`. Nothing is written in place.
 
-    On a CPU a row is summed in ascending order of experts, and its bits do not depend on the other rows where `linear`'s do not.
-    On a GPU nothing waits for the device and launches depend on shapes alone, so a captured call serves any routing. Two launches for few
-    tokens, four for many; in float32, float64, without Triton or with weights that are not contiguous a loop over all experts, slow.
+    Schema: `nanovllm::experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, str act) -> Tensor`.
+    The reference is a loop over the chosen experts in plain torch.
 
-    Raises `ExpertsMismatchError`; for an expert outside 0 ... E - 1 on a CPU alone, on a GPU that is undefined.
+    Rounding: gate, up, activation and their product are rounded to the dtype of `x`, as the plain functions round. Each expert's output
+    is rounded too, except in the GPU kernels for few tokens. The weighted sum is made in float32 (in float64 for float64 inputs) and
+    rounded once.
+
+    On a CPU each row is summed in ascending order of experts. Its bits do not depend on the other rows if the bits of `linear` do not.
+    On a GPU the host never waits, and the launches depend on shapes only, so one captured call serves any routing. Few tokens take two
+    launches, many tokens four. A slow loop over all experts runs in float32 and float64, without Triton, and if weights are not
+    contiguous.
+
+    Args:
+        x: Inputs, `[T, M]`.
+        gate_up: Gate and up projections of each expert, stacked along axis 1, `[E, 2 F, M]`, in the dtype of `x`.
+        down: Down projections, `[E, M, F]`, in the dtype of `x`.
+        chosen: Numbers of the chosen experts, int32 or int64 `[T, k]`. The experts of one token are distinct.
+        weights: Weights of the chosen experts, `[T, k]`. Their dtype may be wider than that of `x`.
+        act: The activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
+
+    Returns:
+        The weighted sums, `[T, M]`, in the dtype of `x`.
+
+    Raises:
+        ExpertsMismatchError: Shapes or dtypes do not fit together, `act` is unknown, or, on a CPU, an expert is outside 0 ... E - 1.
+            On a GPU the result for such an expert is undefined.
+
+    Examples:
+        >>> from nanovllm.ops import experts
+        >>> x, gate_up, down = torch.ones(1, 2), torch.ones(3, 2, 2), torch.ones(3, 2, 1)
+        >>> y = experts(x, gate_up, down, torch.tensor([[2, 0]]), torch.tensor([[0.75, 0.25]]))
+        >>> [round(value, 3) for value in y[0].tolist()]  # silu(2) * 2, twice
+        [3.523, 3.523]
     """
     _require_fit(x, gate_up, down, chosen, weights, act)
     return torch.ops.nanovllm.experts.default(x, gate_up, down, chosen, weights, act)
@@ -59,7 +86,7 @@ def _require_fit(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weigh
         raise ExpertsMismatchError(f"activation {act!r} is not one of {', '.join(ACTS)}")
     dims = (x.dim(), gate_up.dim(), down.dim(), chosen.dim(), weights.dim())
     if dims != (2, 3, 3, 2, 2):
-        raise ExpertsMismatchError(f"x, gate_up, down, chosen and weights have 2, 3, 3, 2 and 2 axes, got {', '.join(map(str, dims))}")
+        raise ExpertsMismatchError(f"x, gate_up, down, chosen and weights need 2, 3, 3, 2 and 2 axes, got {', '.join(map(str, dims))}")
     (num, outputs, inner), (tokens, width) = down.shape, x.shape
     if outputs != width or gate_up.shape[0] != num or gate_up.shape[1] != 2 * inner or gate_up.shape[2] != width:
         raise ExpertsMismatchError(
@@ -70,9 +97,9 @@ def _require_fit(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weigh
             f"chosen {tuple(chosen.shape)} and weights {tuple(weights.shape)} are not both [T, k] of {tokens} tokens and {num} experts"
         )
     if not x.dtype == gate_up.dtype == down.dtype:
-        raise ExpertsMismatchError(f"x, gate_up and down are of one dtype, got {x.dtype}, {gate_up.dtype} and {down.dtype}")
+        raise ExpertsMismatchError(f"x, gate_up and down must have one dtype, got {x.dtype}, {gate_up.dtype} and {down.dtype}")
     if chosen.dtype not in (torch.int32, torch.int64) or not weights.dtype.is_floating_point:
-        raise ExpertsMismatchError(f"chosen is int32 or int64 and weights are floats, got {chosen.dtype} and {weights.dtype}")
+        raise ExpertsMismatchError(f"chosen must be int32 or int64 and weights floating-point, got {chosen.dtype} and {weights.dtype}")
 
 
 @torch.library.register_fake("nanovllm::experts", lib=_LIBRARY)
@@ -81,9 +108,9 @@ def _fake(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Ten
 
 
 def _reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
-    hit = chosen.unique().tolist()  # ascending: the order of every row's sum
+    hit = chosen.unique().tolist()  # ascending, which is the order of every row's sum
     if hit and not 0 <= hit[0] <= hit[-1] < down.shape[0]:
-        raise ExpertsMismatchError(f"experts {hit[0]} ... {hit[-1]} were chosen, there are 0 ... {down.shape[0] - 1}")
+        raise ExpertsMismatchError(f"experts {hit[0]} ... {hit[-1]} were chosen, but valid numbers are 0 ... {down.shape[0] - 1}")
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.new_zeros(x.shape, dtype=wide)
     for e in hit:
@@ -95,20 +122,23 @@ def _reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights
 
 
 def _by_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Of numbers in pieces that one thread takes alone, and that are whole vectors of its instructions where x has a multiple of 128: the
-    last few of another piece would be rounded in another way."""
+    """Apply an elementwise function in pieces that torch gives to one thread each.
+
+    If `x` has a multiple of 128 numbers, each piece fills whole vector registers. Numbers at the end of a partly filled piece would be
+    rounded in another way.
+    """
     return torch.cat([function(piece) for piece in x.contiguous().view(-1).split(ALONE)]).view_as(x)
 
 
 def _dense(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
-    """All rows through every expert: slow, but no shape depends on what was chosen, so the host need not wait for it."""
+    """Run all rows through every expert. This is slow, but no shape depends on the routing, so the host does not wait for the device."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.new_zeros(x.shape, dtype=wide)
     for e in range(down.shape[0]):
         mine = chosen == e
         share = torch.where(mine, weights.to(wide), 0).sum(1, keepdim=True)
         gate, up = linear(x, gate_up[e]).chunk(2, -1)
-        # not a product with a share of 0: what an expert makes of a row that is not its own may be infinite
+        # A mask, not a product with a share of 0: an expert's result for a row of another expert may be infinite.
         total += torch.where(mine.any(1, keepdim=True), linear(ACTS[act](gate) * up, down[e]).to(wide) * share, 0)
     return total.to(x.dtype)
 
@@ -127,10 +157,18 @@ def _cuda(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Ten
 
 
 def tiles_of(tokens: int, k: int, num: int, width: int, inner: int, memory: int) -> FewTiles | GroupedTiles:
-    """How `tokens` of `width` inputs through k of `num` experts of `inner` neurons each are cut; `memory` bounds a program's.
+    """Choose the tile configuration for a number of tokens.
 
-    A pair by itself reads its expert's weights, from L2 where another pair reads them at the same time. That pays while few pairs meet:
-    of half as many pairs as experts a fifth or so do.
+    With `FewTiles` each pair of a token and an expert reads its expert's weights by itself. If another pair reads the same weights at
+    the same time, they come from L2. This is faster while few pairs share an expert. With half as many pairs as experts about a fifth do.
+
+    Args:
+        tokens: Number of tokens.
+        k: Experts per token.
+        num: Number of experts.
+        width: Inputs and outputs of an expert, M.
+        inner: Neurons of an expert, F.
+        memory: Shared memory that one program may use, in bytes.
     """
     gate_up, down = _few_tile(2 * width), _few_tile(k * inner)
     if gate_up is not None and down is not None and (tokens == 1 or 2 * tokens * k <= num):
@@ -139,7 +177,7 @@ def tiles_of(tokens: int, k: int, num: int, width: int, inner: int, memory: int)
 
 
 def _few_tile(numbers: int) -> Tile | None:
-    """Programs of two warps or more, of which as few share an output's `numbers` weights as can hold them; None where 8 cannot."""
+    """Return a tile configuration in which as few warps as possible share the `numbers` weights of an output; None if 8 are too few."""
     for each in (1, 2, 4, 8):
         if numbers <= (MOST_LOADS if each == 8 else LOADS) * PIECE * each:
             return Tile(outputs=max(1, 2 // each), warps=max(2, each), depth=PIECE * each)
@@ -147,7 +185,7 @@ def _few_tile(numbers: int) -> Tile | None:
 
 
 def _grouped_tiles(pairs: float, memory: int) -> GroupedTiles:
-    """By the pairs of an expert, on average: blocks that hold most experts' pairs, and where these are many, large tiles."""
+    """Choose blocks that hold all pairs of most experts, given the average number of pairs per expert. Many pairs get large tiles."""
     rows = 16 if pairs <= 8 else 32 if pairs <= 24 else 64 if pairs <= 96 else 128
     while True:
         columns, stages, warps = (64, 5, 4) if rows <= 32 else (128, 4, 4) if rows == 64 else (256, 3, 8)

@@ -1,11 +1,11 @@
-"""`route`: which experts a router's logits choose for each token, and with which weights."""
+"""`route`: choose each token's experts and their weights from a router's logits."""
 
 import torch
 
 from nanovllm.ops.backends import dependent_launch, installed
 from nanovllm.types import Float, Int32, Int64, Tensor
 
-MOST = 1024  # experts that one program of the kernel looks at
+MOST = 1024  # experts that one program of the kernel can handle
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
@@ -17,10 +17,28 @@ _LIBRARY.define(
 def route(
     logits: Float[Tensor, "T E"], bias: Float[Tensor, "E"] | None, top_k: int, normalise: bool, least_sum: float = 0.0
 ) -> tuple[Int32[Tensor, "T k"] | Int64[Tensor, "T k"], Float[Tensor, "T k"]]:
-    """The `top_k` experts with the largest shares, the largest first, and their shares: a softmax over all experts, in float32 or wider.
+    """Choose the `top_k` experts with the largest probabilities, largest first, and return their numbers and weights.
 
-    `bias` is added to the shares for the choice alone. `normalise`: the weights are divided by their sum, taken as `least_sum` at least.
-    Of equal shares any may be chosen. E >= top_k >= 1.
+    The probabilities are a softmax over all experts, computed in float32 or wider. Nothing is written in place.
+
+    Schema: `nanovllm::route(Tensor logits, Tensor? bias, int top_k, bool normalise, float least_sum) -> (Tensor, Tensor)`.
+    The reference is `softmax` and `topk` in plain torch.
+
+    Args:
+        logits: The router's logits, `[T, E]`.
+        bias: Added to the probabilities for the choice only, `[E]`; the returned weights do not contain it.
+        top_k: Experts per token, 1 ... E. Of experts with equal probabilities any may be chosen.
+        normalise: Whether to divide a token's weights by their sum.
+        least_sum: The smallest divisor that `normalise` uses.
+
+    Returns:
+        Numbers of the experts `[T, k]`, int32 from the Triton kernel and int64 from the reference. Weights `[T, k]`, in float32 or wider.
+
+    Examples:
+        >>> from nanovllm.ops import route
+        >>> chosen, weights = route(torch.tensor([[0.0, 2.0, 1.0]]), None, top_k=2, normalise=True)
+        >>> chosen.tolist(), [round(value, 3) for value in weights[0].tolist()]
+        ([[1, 2]], [0.731, 0.269])
     """
     return torch.ops.nanovllm.route.default(logits, bias, top_k, normalise, least_sum)
 

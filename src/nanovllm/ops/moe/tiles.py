@@ -7,7 +7,7 @@ from nanovllm.ops.linear.tiles import Tile, WideTile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewTiles:
-    """Every pair of a token and an expert by itself: how the products with gate and up, and with down, are cut."""
+    """Tile configurations of the gate-and-up product and the down product, for kernels that run each pair of token and expert alone."""
 
     gate_up: Tile
     down: Tile
@@ -15,7 +15,7 @@ class FewTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedTiles:
-    """Pairs sorted by expert, in blocks of `gate_up.rows`, which are `down.rows`: how the products of a block are cut."""
+    """Tile configurations for pairs that are sorted by expert and grouped into blocks. `gate_up.rows` and `down.rows` are equal."""
 
     gate_up: WideTile
     down: WideTile

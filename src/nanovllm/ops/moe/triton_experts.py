@@ -1,14 +1,15 @@
-"""The Triton kernels of `experts`. Imported only where Triton is.
+"""The Triton kernels of `experts` and `route`. Import this module only if Triton is installed.
 
-Few tokens: every pair of a token and an expert reads its expert's weights by itself, in two launches. Many: pairs are sorted by expert on
-the device, cut into blocks of one expert each, and a block's products run on tensor cores, in four. How many blocks there are is known to
-the device alone, so as many programs start as there could be at most, and those without a block end at once.
+Few tokens take two launches: each pair of a token and an expert reads its expert's weights by itself. Many tokens take four launches:
+pairs are sorted by expert on the device and divided into blocks of one expert each, whose products run on tensor cores. Only the device
+knows the number of blocks. So the launch starts as many programs as there could be blocks, and programs without a block end at once.
 
-All wait for the kernel ahead of them before they read anything (programmatic dependent launch): which weights is in what it writes.
+Every kernel waits for the kernel before it before it reads anything (programmatic dependent launch). The kernel before it writes the
+routing, which decides which weights are read.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# (tuples that grow in an unrolled loop, what a compile-time branch makes, and the loop itself, whose range has no `__next__`)
+# (tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
 from nanovllm.ops.triton_parts import activated
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor
 
-GROUP = 8  # blocks that run side by side, so that those of one expert read its weights from L2
-SORTED, MOST_SORTED = 1024, 4096  # pairs that a program of the sort looks at together
-COMBINED = 1024  # outputs of a program that adds up
+GROUP = 8  # blocks that run at the same time, so that blocks of one expert read its weights from L2
+SORTED, MOST_SORTED = 1024, 4096  # pairs that a program of the sort reads at once
+COMBINED = 1024  # outputs of one program of `_combine`
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def _route(
     logits, bias, chosen, weights, least, E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr,
     NORMALISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program t: the TOP experts of a token and their weights."""
+    """Program t chooses the TOP experts of token t and their weights."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -42,7 +43,7 @@ def _route(
     score = tl.where(e < E, score, float("-inf"))
     ids, held = tl.zeros([KP], tl.int32), tl.zeros([KP], tl.float32)
     for k in tl.static_range(TOP):
-        best = tl.minimum(tl.argmax(score, 0), E - 1)  # where nothing compares, it must be an expert all the same
+        best = tl.minimum(tl.argmax(score, 0), E - 1)  # the result must be a valid expert even if all scores are NaN
         ids = tl.where(j == k, best, ids)
         held = tl.where(j == k, tl.sum(tl.where(e == best, shares, 0.0), 0), held)
         score = tl.where(e == best, float("-inf"), score)
@@ -57,7 +58,7 @@ def _few_gate_up(
     x, w, chosen, y, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair, outputs): `[BN]` of the pair's N neurons. Pairs are next to each other: those of one expert share L2."""
+    """Program (pair, outputs) computes `[BN]` of the pair's N neurons. Pairs run at the same time, so pairs of one expert share L2."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -66,7 +67,7 @@ def _few_gate_up(
     row = x + (pair // TOP).to(tl.int64) * K + k
     there = (n < N)[:, None]
     at = w + (tl.load(chosen + pair).to(tl.int64) * (2 * N) + n)[:, None] * K + k[None, :]
-    gates = ()  # all are asked for before the first is used
+    gates = ()  # all loads are issued before the first is used
     ups = ()
     for step in tl.static_range(STEPS):
         on = there & (step * BK + k < K)[None, :]
@@ -86,14 +87,14 @@ def _few_gate_up(
 def _few_down(
     h, w, chosen, weights, y, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, outputs): `[BN]` of the token's N outputs, summed over its TOP experts."""
+    """Program (token, outputs) computes `[BN]` of the token's N outputs, summed over its TOP experts."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     STEPS: tl.constexpr = (K + BK - 1) // BK
     token, n, k = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     there = (n < N)[:, None]
-    held = ()  # all are asked for before the first is used
+    held = ()  # all loads are issued before the first is used
     for j in tl.static_range(TOP):
         at = w + (tl.load(chosen + token * TOP + j).to(tl.int64) * N + n)[:, None] * K + k[None, :]
         for step in tl.static_range(STEPS):
@@ -109,11 +110,11 @@ def _few_down(
     tl.store(y + token.to(tl.int64) * N + n, tl.sum(acc, 1).to(y.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["P", "blocks"])  # as many as the tokens ask: one kernel for all
+@triton.jit(do_not_specialize=["P", "blocks"])  # they depend on the number of tokens: one kernel serves all
 def _sort(chosen, order, table, P, blocks, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program e: where the pairs of expert e stand in `order`, ascending, and its blocks in `table`: expert, first and stop in `order`.
+    """Program e writes the pairs of expert e into `order`, ascending, and its blocks into `table`: expert, first and stop in `order`.
 
-    Each program counts the pairs of all experts, which spares a launch; the last one writes the blocks that are none, from 0 to 0.
+    Each program counts the pairs of all experts, which saves a launch. The last program writes the unused blocks, from 0 to 0.
     """
     if PDL:
         gdc_launch_dependents()
@@ -140,14 +141,15 @@ def _sort(chosen, order, table, P, blocks, E: tl.constexpr, EP: tl.constexpr, BM
         tl.store(table + 2 * blocks + b, tl.where(mine, first + count, 0), mask=mine | none)
 
 
-@triton.jit(do_not_specialize=["blocks"])  # as many as the tokens ask: one kernel for all
+@triton.jit(do_not_specialize=["blocks"])  # depends on the number of tokens: one kernel serves all
 def _grouped(
     x, w, order, table, y, blocks, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, outputs), in groups of GROUP blocks: `[BM, BN]` outputs of one expert's product.
+    """Program (block, outputs) computes `[BM, BN]` outputs of one expert's product; programs are ordered in groups of GROUP blocks.
 
-    GATED: of rows of x that lie where tokens do, to rows that lie as `order` does; else from such rows to those of pairs.
+    With GATED, rows of x are in token order and results are in the order of `order`. Else rows of x are in the order of `order` and
+    results are in the order of pairs.
     """
     if PDL:
         gdc_launch_dependents()
@@ -190,7 +192,7 @@ def _weights(at, mask, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: t
 
 @triton.jit
 def _combine(parts, weights, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (token, outputs): the weighted sum of the token's parts, in the router's order."""
+    """Program (token, outputs) computes the weighted sum of the token's parts, in the router's order."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -205,7 +207,7 @@ def _combine(parts, weights, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.co
 def route(
     logits: Float[Tensor, "T E"], bias: Float32[Tensor, "E"] | None, top_k: int, normalise: bool, least_sum: float, pdl: bool
 ) -> tuple[Int32[Tensor, "T k"], Float32[Tensor, "T k"]]:
-    """See `ops.route.route`. Contiguous."""
+    """Launch the kernel of the op `route`. All tensors are contiguous; the numbers of experts are int32."""
     tokens, num = logits.shape
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -229,7 +231,7 @@ def launch(
     tiles: "FewTiles | GroupedTiles",
     pdl: bool,
 ) -> Float[Tensor, "T M"]:
-    """See `ops.experts.experts`; T >= 1. All tensors are contiguous."""
+    """Launch the kernels of the op `experts` in this tile configuration, for at least one token. All tensors are contiguous."""
     from nanovllm.ops.moe.tiles import FewTiles
 
     with torch.cuda.device_of(x):
@@ -275,19 +277,22 @@ def _launch_grouped(
 def sort(
     chosen: Int64[Tensor, "T k"] | Int32[Tensor, "T k"], num: int, rows: int, pdl: bool
 ) -> tuple[Int32[Tensor, "pairs"], Int32[Tensor, "table"], int]:
-    """Pairs by expert, the table of their blocks of `rows` (see `_sort`), and how many blocks it has room for. Contiguous."""
+    """Return pairs sorted by expert, the table of their blocks of `rows` pairs, and the number of blocks that the table has room for.
+
+    `_sort` describes the table. All tensors are contiguous.
+    """
     pairs = chosen.numel()
     blocks = most_blocks(pairs, num, rows)
     order, table = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (pairs, 3 * blocks))
     looked, warps = (SORTED, 4) if pairs <= MOST_SORTED else (MOST_SORTED, 8)
-    bins = max(32, triton.next_power_of_2(num + 1))  # one more than experts, for what is no pair
+    bins = max(32, triton.next_power_of_2(num + 1))  # one more than there are experts, for places after the last pair
     kernel: Any = _sort
     kernel[(num,)](chosen, order, table, pairs, blocks, num, bins, rows, looked, pdl, **_options(warps, pdl))
     return order, table, blocks
 
 
 def most_blocks(pairs: int, num: int, rows: int) -> int:
-    """Blocks of `rows` pairs of one of `num` experts that so many pairs fill at most, whatever was chosen."""
+    """Return the largest number of blocks of `rows` pairs that any routing of `pairs` pairs to `num` experts can fill."""
     return (pairs + (rows - 1) * min(num, pairs)) // rows
 
 

@@ -1,1 +1,1 @@
-"""Random numbers and the draw of tokens."""
+"""Random numbers and sampling of tokens."""

@@ -1,4 +1,4 @@
-"""`draw`: one token a row from its logits, by the Gumbel-max trick, without normalisation and without the host."""
+"""`draw`: sample one token per row from its logits with the Gumbel-max trick, without normalisation and without waiting for the device."""
 
 import torch
 
@@ -14,17 +14,25 @@ _LIBRARY.define("draw(Tensor logits, Tensor temperature, Tensor? least, Tensor k
 def draw(
     logits: Float[Tensor, "B V"], temperature: Float32[Tensor, "B"], least: Float32[Tensor, "B"] | None, keys: Int64[Tensor, "B 2"]
 ) -> Int32[Tensor, "B"]:
-    """argmax over v of `logits + temperature * g`, at temperature 0 of the logits; the lowest id of a tie.
+    """Sample one token per row: the argmax of `logits + temperature * g`, where g is Gumbel noise.
 
-    At a temperature above 0, tokens whose logit is less than `least` are left out. The noise g has the standard Gumbel distribution
-    (Gumbel, 1954) and is a function of `keys[b]` = (seed, position) and v, so a row's token does not depend on the other rows.
-    The token of a row that holds NaN is some id of the vocabulary; a row that is -inf throughout yields 0.
+    The noise has the standard Gumbel distribution (Gumbel, 1954). It is a function of the key and the token id, so a row's token does not
+    depend on the other rows. At temperature 0 the result is the argmax of the logits. A tie gives the lowest id.
+
+    Args:
+        logits: Logits, `[B, V]`.
+        temperature: Temperature of each row, float32 `[B]`.
+        least: If given, tokens with a smaller logit are left out in rows with a temperature above 0, float32 `[B]`.
+        keys: Seed and position of each row, int64 `[B, 2]`.
+
+    Returns:
+        Token ids, int32 `[B]`. A row with NaN gives some id of the vocabulary. A row in which all logits are -inf gives 0.
     """
     return torch.ops.nanovllm.draw.default(logits, temperature, least, keys)
 
 
 def highest(logits: Float[Tensor, "B V"]) -> Int32[Tensor, "B"]:
-    """The id of each row's largest logit, the lowest of a tie; some id of the vocabulary where a row holds NaN."""
+    """Return the id of each row's largest logit, the lowest id of a tie; a row with NaN gives some id of the vocabulary."""
     return torch.ops.nanovllm.highest.default(logits)
 
 
@@ -39,8 +47,8 @@ def _fake(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tenso
 
 
 def gumbel(uniform: Tensor) -> Tensor:
-    """Standard Gumbel noise from uniform numbers: -log(-log(1 - u)), for 1 - u is as uniform as u, and u is finest near 0."""
-    # 1 - u is exact where u >= 2**-9; below, three terms of log's series are as good as float32
+    """Return standard Gumbel noise from uniform numbers: -log(-log(1 - u)); 1 - u is uniform too, and u is finest near 0."""
+    # 1 - u is exact if u >= 2**-9. For smaller u, three terms of the series of log are as accurate as float32.
     exponential = torch.where(uniform < 2.0**-9, uniform + uniform * uniform * (0.5 + uniform / 3), -torch.log(1 - uniform))
     return -torch.log(exponential)
 
@@ -48,9 +56,9 @@ def gumbel(uniform: Tensor) -> Tensor:
 def _reference(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
     ids = logits.argmax(1)
     random = temperature > 0
-    if random.any():  # numbers are generated for the rows that need them only
+    if random.any():  # generate random numbers only for rows that need them
         x = logits[random].float()
-        if least is not None:  # compared before any rounding: the largest logit is never left out
+        if least is not None:  # compare before any rounding, so that the largest logit is never left out
             x = torch.where(x < least[random].unsqueeze(1), -torch.inf, x)
         ids[random] = (x + temperature[random].unsqueeze(1) * gumbel(uniforms(keys[random], x.shape[1]))).argmax(1)
     return ids.int()

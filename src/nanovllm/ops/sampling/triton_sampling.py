@@ -1,4 +1,4 @@
-"""The Triton kernels of `uniforms` and `draw`. Imported on a GPU only, or under Triton's interpreter (`TRITON_INTERPRET=1`)."""
+"""The Triton kernels of `uniforms`, `draw` and `highest`, for a GPU or Triton's interpreter (`TRITON_INTERPRET=1`)."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ import triton.language as tl
 from nanovllm.ops.sampling.philox import STREAM
 
 NUM_WARPS = 4
-BLOCK = 2048  # logits that one program of `highest` looks at
-COUNTERS = 512  # a program makes four numbers of each: 2,048 tokens
+BLOCK = 2048  # logits per program of `highest`
+COUNTERS = 512  # counters per program; each gives four numbers, so a program has 2,048 tokens
 _STREAM = tl.constexpr(STREAM)
 _FINE = tl.constexpr(2.0**-9)
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
@@ -19,14 +19,14 @@ _THIRD = tl.constexpr(1.0 / 3.0)
 
 @triton.jit
 def _uniforms(seed, position, first_counter, COUNTERS: tl.constexpr):
-    """Numbers 4 * first_counter ... of a key, in order; see `ops/sampling/uniforms.py` for the counter and for how bits become floats."""
+    """Return numbers 4 * first_counter, ... of a key, in order. `ops/sampling/uniforms.py` describes the counter and the conversion."""
     c0 = (first_counter + tl.arange(0, COUNTERS)).to(tl.uint32)
     zero = c0 * 0
     c2 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     c3 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, zero + _STREAM, c2, c3)  # pyright: ignore[reportGeneralTypeIssues]
     w = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    # 23 bits as the fraction of a float in [1, 2): all that follows is exact, and converting integers is slow
+    # 23 bits are the fraction of a float in [1, 2). The following operations are exact; converting integers to floats would be slow.
     fine = w < 8388608
     u = (tl.where(fine, w, w >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - _BELOW_ONE
     return tl.where(fine, u * _FINE, u)
@@ -43,7 +43,7 @@ def _uniforms_kernel(keys, out, num, COUNTERS: tl.constexpr):
 
 @triton.jit
 def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, HAS_LEAST: tl.constexpr, COUNTERS: tl.constexpr):
-    """The best token of one block of one row: grid (blocks, rows)."""
+    """Program (block, row) finds the best token of one block of a row."""
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * COUNTERS
     index = 4 * first + tl.arange(0, 4 * COUNTERS)
@@ -58,13 +58,13 @@ def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, H
     value = tl.max(y, 0)
     at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(best + at, value)
-    # NaN equals nothing, itself included: the bound keeps the id in the vocabulary
+    # NaN does not equal itself, so the bound keeps the id in the vocabulary.
     tl.store(best_id + at, tl.min(tl.where(y == value, index, num - 1), 0))
 
 
 @triton.jit
 def _highest_kernel(logits, stride, best, best_id, num, BLOCK: tl.constexpr):
-    """The largest of one block of one row: grid (blocks, rows)."""
+    """Program (block, row) finds the largest logit of one block of a row."""
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
@@ -85,7 +85,7 @@ def _merge_kernel(best, best_id, out, num, num_blocks, BLOCKS: tl.constexpr):
 
 
 def launch_uniforms(keys: torch.Tensor, num: int) -> torch.Tensor:
-    """See `ops.philox.uniforms`."""
+    """Launch the kernel of the op `uniforms`."""
     out = torch.empty((keys.shape[0], num), dtype=torch.float32, device=keys.device)
     if out.numel() > 0:
         with torch.cuda.device_of(keys):
@@ -96,7 +96,7 @@ def launch_uniforms(keys: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def launch_highest(logits: torch.Tensor) -> torch.Tensor:
-    """See `ops.draw.highest`; B is at most 65,535."""
+    """Launch the kernels of the op `highest`, for at most 65,535 rows."""
     rows, num = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows == 0:
@@ -114,7 +114,7 @@ def launch_highest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def launch_draw(logits: torch.Tensor, temperature: torch.Tensor, least: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
-    """See `ops.draw.draw`; B is at most 65,535."""
+    """Launch the kernels of the op `draw`, for at most 65,535 rows."""
     rows, num = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows == 0:

@@ -1,4 +1,4 @@
-"""`uniforms`: the random numbers of a draw, a pure function of (request seed, position, token id)."""
+"""`uniforms`: the random numbers for sampling, a pure function of (request seed, position, token id)."""
 
 import torch
 
@@ -12,13 +12,15 @@ _LIBRARY.define("uniforms(Tensor keys, SymInt num) -> Tensor", tags=(torch.Tag.p
 
 
 def uniforms(keys: Int64[Tensor, "B 2"], num: int) -> Float32[Tensor, "B V"]:
-    """`num` uniform numbers in the open interval (0, 1) for each key (seed, position); bitwise the same on a CPU and a GPU.
+    """Return `num` uniform numbers in the open interval (0, 1) for each key (seed, position), with the same bits on a CPU and a GPU.
 
-    Row b depends on `keys[b]` alone, and its first n numbers do not depend on `num`, which is at most 2**31 - 1.
-    The bits are Philox-4x32-10's (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). The key is the seed's low and
-    high 32 bits. The counter of number i is (i // 4, `STREAM`, the position's low and high 32 bits), and its output word i % 4 is used.
-    A word w becomes the midpoint of its cell, exact in float32: (w >> 9) + 1/2 in units of 2**-23, and where w < 2**23 the nine bits that
-    this drops are used as well, w + 1/2 in units of 2**-32, so that the numbers are finest near 0.
+    Row b depends only on `keys[b]`. Its first n numbers do not depend on `num`, which is at most 2**31 - 1.
+
+    The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). Its key is the low and high 32
+    bits of the seed. Number i uses output word i % 4 of the counter (i // 4, `STREAM`, low and high 32 bits of the position).
+
+    A word w becomes the midpoint of its cell, which is exact in float32: (w >> 9) + 1/2 in units of 2**-23. This drops nine bits. If
+    w < 2**23, they are used as well: w + 1/2 in units of 2**-32. So the numbers are finest near 0.
     """
     return torch.ops.nanovllm.uniforms.default(keys, num)
 

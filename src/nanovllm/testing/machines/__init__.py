@@ -1,1 +1,1 @@
-"""Hypothesis state machines over pages, caches, schedulers, engines and chunks."""
+"""Hypothesis state machines for pages, caches, schedulers, engines and chunks."""

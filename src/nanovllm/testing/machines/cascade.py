@@ -1,4 +1,4 @@
-"""Machines over engines that read shared pages once: requests and sessions in turns, and chunks of which some tokens run again."""
+"""Machines for engines with cascade attention, which reads pages that several rows share once for all of them."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -12,35 +12,52 @@ TURNS = st.lists(st.sampled_from(["step", "step", "decode", "begin", "commit"]),
 
 
 class CascadeMachine(EngineMachine):
-    """`EngineMachine` with room for rows that share pages; with the symbolic model, each must be read as its plan allows it to be."""
+    """`EngineMachine` with cascade attention on and more rows that share pages.
+
+    Pools have 24 to 60 tokens in pages of 1 to 4. Extra rules submit requests that continue one chunk and begin decode sessions over the
+    same chunk between their steps. Checks the invariants of `EngineMachine`. The symbolic model reads pages only as the attention plan
+    says, so a wrong plan gives wrong numbers.
+
+    Attributes:
+        world: The engine and model under test, with their oracle: a `World`. The default is `SymbolicWorld()`.
+        max_tokens: The largest number of tokens that a pool has room for.
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.testing import CascadeMachine, ModelWorld
+        >>> class RealModel(CascadeMachine):
+        ...     world = ModelWorld()
+        >>> run_state_machine_as_test(RealModel, settings=settings(max_examples=3, stateful_step_count=3, deadline=None))
+    """
 
     max_tokens = 60
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        """A fresh engine, of which chunks may pin about two thirds."""
+        """Start a fresh engine. Chunks may pin about two thirds of its pool."""
         self.state = self.world.init_state(data.draw(limits(self.max_tokens, 4, min_tokens=24, cascade=(True,))))
         self.most_pinned = self.state.config.num_pages * 2 // 3
 
     @rule(ids=IDS, tails=st.lists(token_ids(min_size=0, max_size=2), min_size=2, max_size=3), steps=STEPS, turns=TURNS, data=st.data())
     def branch(self, ids: list[int], tails: list[list[int]], steps: int, turns: list[str], data: st.DataObject) -> None:
-        """Requests that go on from one chunk, each in its way."""
+        """Submit requests that continue one chunk with different tokens."""
         self._take_turns(ids, tails, steps, turns, data)
 
     @rule(ids=IDS, count=st.integers(2, 3), steps=STEPS, turns=TURNS, data=st.data())
     def fan_out(self, ids: list[int], count: int, steps: int, turns: list[str], data: st.DataObject) -> None:
-        """Requests for the same chunk, whose last page they share until they write to it."""
+        """Submit equal requests for one chunk. They share its last page until they write to it."""
         self._take_turns(ids, [[]] * count, steps, turns, data)
 
     def _take_turns(self, ids: list[int], tails: list[list[int]], steps: int, turns: list[str], data: st.DataObject) -> None:
-        """Requests over a chunk, and sessions that begin between their steps and go on from it too."""
+        """Run requests over a chunk, and begin decode sessions over the same chunk between their steps."""
         options = self._options(data)
         for chunk in self._prefill(None, ids).values:
             for tail in tails:
                 self._submit(chunk, tail, options, False)
             for turn in ["step"] * steps + ["begin", *turns]:
                 if turn == "begin":
-                    rows = [*tails, [0]][: self.state.config.max_num_seqs]  # one more than requests, where that may be
+                    rows = [*tails, [0]][: self.state.config.max_num_seqs]  # one more row than requests, if the engine allows it
                     self._begin([(chunk, tail) for tail in rows], data.draw(st.integers(1, 4)), options)
                 elif turn == "decode" and self.sessions:
                     self._decode(self.sessions[-1], 1)
@@ -56,11 +73,26 @@ class CascadeMachine(EngineMachine):
 
 
 class CascadeChunkMachine(ChunkMachine):
-    """`ChunkMachine` over an engine that reads shared pages once: tokens that run again are rows over the same pages."""
+    """`ChunkMachine` with cascade attention on: tokens of composed chunks that run again are rows over shared pages.
+
+    Samples and invariants are those of `ChunkMachine`. An extra rule composes three or four chunks and runs their first tokens again in
+    one batch.
+
+    Attributes:
+        world: The engine and model under test, with their oracle: a `ModelWorld` or a `SymbolicWorld` (the default).
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.testing import CascadeChunkMachine
+        >>> class LongContexts(CascadeChunkMachine):
+        ...     max_tokens = 96
+        >>> run_state_machine_as_test(LongContexts, settings=settings(max_examples=3, stateful_step_count=5, deadline=None))
+    """
 
     cascade = (True,)
 
     @rule(data=st.data(), count=st.integers(3, 4), recompute=st.sampled_from([2, 3, 9]))
     def compose_heads(self, data: st.DataObject, count: int, recompute: int) -> None:
-        """Heads of several chunks run again in one batch."""
+        """Compose chunks so that the first tokens of several chunks run again in one batch."""
         self._compose([self._pick(data) for _ in range(count)], recompute)

@@ -1,4 +1,4 @@
-"""How `ChunkMachine` calls the engine: each call with the shadow's bookkeeping, and what must hold after it."""
+"""Calls of `ChunkMachine` into the engine: each call updates the shadow and compares the result with it."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -28,12 +28,12 @@ from nanovllm.testing.shadows.memory import expect, freeze, indexed_runs
 from nanovllm.testing.shadows.worlds import ChunkWorld, PlantedError, SymbolicWorld
 from nanovllm.testing.strategies import token_ids
 
-MOST_STEPS = 1000  # of a few requests: more means that they never end
+MOST_STEPS = 1000  # for a few requests; if they need more steps, they never end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """A live chunk, what the shadow says of it, and all that could be seen of it when it was made."""
+    """A live chunk, the expected chunk of the shadow (`told`), and its content and KV at the time when it was made."""
 
     chunk: Chunk
     told: ShadowChunk
@@ -43,7 +43,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Saved:
-    """A chunk file, and what the shadow says of the chunk."""
+    """A chunk file, and the expected chunk of the shadow (`told`)."""
 
     path: Path
     told: ShadowChunk
@@ -51,14 +51,14 @@ class Saved:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Asked:
-    """A request under way. After a preemption its KV comes back exact, so there may be two tellings of it."""
+    """A running or waiting request. After a preemption its KV becomes exact, so there may be two expected chunks (`tellings`)."""
 
     tellings: list[ShadowChunk]
     most_filled: int = 0
 
 
 class ChunkDriver(EngineHolder):
-    """One engine of `world`, a second one that shares files with it, and what the shadow knows of the chunks."""
+    """One engine of `world`, a second engine that shares files with it, and the shadow of the chunks."""
 
     world: ClassVar[ChunkWorld] = SymbolicWorld()
 
@@ -66,14 +66,14 @@ class ChunkDriver(EngineHolder):
         super().__init__()
         self.other: EngineState = self.world.init_state(SMALLEST)
         self.shadow = ChunkShadow(self.world)
-        self.held: dict[int, Held] = {}  # the oldest first
+        self.held: dict[int, Held] = {}  # live chunks by handle, the oldest first
         self.files: list[Saved] = []
         self.folder = TemporaryDirectory(prefix="nanovllm-")
         self.num_files = 0
         self.foreign: Chunk | None = None
 
     def _pick(self, data: st.DataObject) -> Held:
-        """A live chunk, every other time one with gaps; a new one where there is none, and now and then."""
+        """Return a live chunk, in half of the calls one with gaps. A new chunk is made if needed, and now and then."""
         while not self.held:
             ids = data.draw(token_ids(max_size=8))[: min(capacity(self.state), self.most_pinned * self.state.config.page_size)]
             self._make(lambda ids=ids: prefill(self.world.model, self.state, ids), self.shadow.exact(ids), needed=len(ids))
@@ -84,7 +84,7 @@ class ChunkDriver(EngineHolder):
         return self.held[data.draw(st.sampled_from(gapped if wanted else list(self.held)))]
 
     def _pick_file(self, data: st.DataObject) -> Saved:
-        """A chunk file, every other time a new one."""
+        """Return a chunk file, in half of the calls a new one."""
         if not self.files or data.draw(st.booleans()):
             held, path = self._pick(data), self._new_path()
             save_chunk(self.state, held.chunk, path)
@@ -92,7 +92,7 @@ class ChunkDriver(EngineHolder):
         return self.files[data.draw(st.integers(0, len(self.files) - 1))]
 
     def _leave_out(self, data: st.DataObject, base: Held) -> Held | None:
-        """A chunk with a gap: of whole pages every other time, pages behind it are shared then."""
+        """Make a chunk with a gap. In half of the calls the gap is whole pages, so that the pages after it are shared."""
         length, size = len(base.chunk), self.state.config.page_size if data.draw(st.booleans()) else 1
         if length <= size:
             return None
@@ -109,9 +109,9 @@ class ChunkDriver(EngineHolder):
     # Calls
 
     def _attempt(self, call: Callable[[], Any], most: int | None = None, offset: int = 0) -> Any:
-        """What a call returns; None where a planted failure or a legitimate refusal came in between: the old state then stands.
+        """Return a call's result, or None after a planted failure or a legitimate refusal, after which the old state stays valid.
 
-        `most` tokens, which end at a position `offset` later than their number says, are what the call needs room for.
+        The call needs room for `most` tokens, whose last position is `offset` larger than their number.
         """
         before, frozen = self.state, freeze(self.state.pool)
         self.kept.keep(before.pool)
@@ -131,14 +131,15 @@ class ChunkDriver(EngineHolder):
         if most is None:
             raise error
         if isinstance(error, InvalidRequestError):
-            return expect(most + offset > capacity(state), f"{most} tokens were refused: {error}")
+            return expect(most + offset > capacity(state), f"{most} tokens were refused without reason: {error}")
         wanted, room = pages_for(most, state.config.page_size) + 1, enter(state).pool.num_available
-        expect(wanted > room, f"{most} tokens were refused, {room} pages are there: {error}")
+        expect(wanted > room, f"{most} tokens were refused, but {room} pages are available: {error}")
 
     def _make(self, call: Callable[[], tuple[EngineState, Chunk]], told: ShadowChunk, needed: int, *, served: bool = False) -> Held | None:
-        """A call that makes one chunk; None where it failed, or the chunk cannot stay. `needed`: tokens that ran or were reused.
+        """Make one chunk by a call; return None if the call failed or the chunk was released at once.
 
-        `served`: where the index has exact pages, they may have taken the place of approximate ones.
+        `needed` is the number of tokens that ran or were reused. With `served`, exact pages of the index may have been reused instead of
+        approximate pages.
         """
         done = self._attempt(call, len(told.cells), offset_of(told))
         if done is None:
@@ -149,7 +150,7 @@ class ChunkDriver(EngineHolder):
         return self.held.get(chunk.liveness)
 
     def _adopt(self, chunk: Chunk, told: ShadowChunk, *, served: bool = False) -> None:
-        """Look at a new chunk, and hold it. Where too much is pinned the oldest are released, or little else could be made."""
+        """Check a new chunk and keep it. If too many pages are pinned, the oldest chunks are released to leave room."""
         if served and chunk.provenance.exact:
             told = self.shadow.exact(told.token_ids)
         self._require_told(self.state, chunk, told)
@@ -171,12 +172,12 @@ class ChunkDriver(EngineHolder):
         self._released(chunk)
 
     def _require_told(self, state: EngineState, chunk: Chunk, told: ShadowChunk) -> None:
-        expect(chunk.token_ids.tolist() == told.token_ids, f"{chunk!r} holds {chunk.token_ids.tolist()}, not {told.token_ids}")
+        expect(chunk.token_ids.tolist() == told.token_ids, f"{chunk!r} contains {chunk.token_ids.tolist()}, not {told.token_ids}")
         positions = [cell.position for cell in told.cells]
-        expect(chunk.positions.tolist() == positions, f"{chunk!r} stands at {chunk.positions.tolist()}, not at {positions}")
+        expect(chunk.positions.tolist() == positions, f"{chunk!r} has positions {chunk.positions.tolist()}, not {positions}")
         made = chunk.provenance.operations
-        expect(made == told.operations, f"{chunk!r} was made by {told.operations}")
-        expect(chunk.num_exact == told.num_exact, f"{chunk!r} calls {chunk.num_exact} tokens exact, not {told.num_exact}")
+        expect(made == told.operations, f"{chunk!r} has operations {made}, not {told.operations}")
+        expect(chunk.num_exact == told.num_exact, f"{chunk!r} labels {chunk.num_exact} tokens exact, not {told.num_exact}")
         self.world.require_cells(state.kv, list(chunk.pages), told.cells, state.pool.frames)
 
     def _keep_file(self, path: Path, told: ShadowChunk) -> None:
@@ -189,9 +190,9 @@ class ChunkDriver(EngineHolder):
         return Path(self.folder.name) / f"{self.num_files}.safetensors"
 
     def _drawn(self, told: ShadowChunk, token: int, logits: Seq[float]) -> ShadowChunk:
-        """A run after a token that was drawn greedily from these logits."""
+        """Return the expected chunk after a token that was sampled greedily from these logits."""
         self.world.require_logits(logits, told.cells, exact=not told.operations)
-        expect(self.world.likeliest(token, logits), f"{token} was drawn from {list(logits)}")
+        expect(self.world.likeliest(token, logits), f"{token} was sampled from {list(logits)}")
         return self.shadow.extended(told, [token])
 
     # Requests
@@ -208,7 +209,7 @@ class ChunkDriver(EngineHolder):
                 after, outputs = step(self.world.model, self.state)
             except PlantedError:
                 continue
-            except OutOfPagesError:  # live chunks leave no room for a prompt: the caller has to cancel it
+            except OutOfPagesError:  # live chunks leave no room for a prompt, so its request must be canceled
                 rid = min(asked)
                 self.state = cancel(self.state, rid)
                 self.needed += asked.pop(rid).most_filled
@@ -224,17 +225,17 @@ class ChunkDriver(EngineHolder):
         for token in out.token_ids:
             wanted = [self.world.logits_after(told.cells) for told in mine.tellings]
             drawn = any(self.world.likeliest(token, logits) for logits in wanted)
-            expect(drawn, f"request {out.request_id} drew {token} after {mine.tellings[0].token_ids}, where the logits are {wanted}")
+            expect(drawn, f"request {out.request_id} sampled {token} after {mine.tellings[0].token_ids}; the logits are {wanted}")
             mine.tellings = [self.shadow.extended(told, [token]) for told in mine.tellings]
         if out.output is not None:
             total = len(mine.tellings[0].cells)
             self.needed += total - 1 if out.token_ids else max(mine.most_filled, out.output.num_cached_tokens)
             del asked[out.request_id]
 
-    # What must hold after each rule
+    # Checks after each rule
 
     def _require_all(self) -> None:
-        """The engine's own check, counted tokens, and every value and every byte that a live chunk refers to as they were."""
+        """Run the engine's own check, and check token counts, old values, and that values and KV of live chunks have not changed."""
         state = enter(self.state)
         check(state)
         self.kept.require_unchanged()
@@ -250,12 +251,12 @@ class ChunkDriver(EngineHolder):
         self._require_index(state)
 
     def _require_index(self, state: EngineState) -> None:
-        """Every indexed page holds exact KV of the tokens that find it."""
+        """Check that each indexed page contains the exact KV of its tokens (invariants 4 and 10)."""
         size = state.config.page_size
         for run, page in indexed_runs(state.prefix):
             self.world.require_cells(state.kv, [page], self.shadow.exact(run).cells[-size:], state.pool.frames, 1)
 
 
 def offset_of(told: ShadowChunk) -> int:
-    """Positions that were left out."""
+    """Return the number of positions in the gaps of a chunk."""
     return told.cells[-1].position + 1 - len(told.cells)

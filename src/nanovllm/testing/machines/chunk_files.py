@@ -1,4 +1,4 @@
-"""Chunk files that were damaged, or made to say something else: none of them may be loaded."""
+"""Chunk files with damage or with changed metadata; none of them may be loaded."""
 
 import hashlib
 import json
@@ -6,28 +6,31 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-UNKNOWN = "0" * 64  # stands in the place of a head's own digest while that is computed
-LIES = ("key_form", "version", "fingerprint", "rope", "provenance")
+UNKNOWN = "0" * 64  # placeholder of a head's own digest while the digest is computed
+FALSIFIED = ("key_form", "version", "fingerprint", "rope", "provenance")  # metadata entries
 
 
 def damaged(raw: bytes, other: bytes, data: st.DataObject) -> dict[str, bytes]:
-    """A chunk file after every kind of damage, somewhere; `other` is a second one. Where that is equal, a mixture of both may be whole."""
+    """Return a chunk file with each kind of damage, by the name of the damage.
+
+    `other` is a second file, from which some damaged files take their end. If it is equal, such a file may be undamaged.
+    """
     head, mask = _head_size(raw), data.draw(st.integers(1, 255))
-    before, behind = data.draw(st.integers(0, head - 1)), data.draw(st.integers(head, len(raw) - 1))
+    in_head, in_kv = data.draw(st.integers(0, head - 1)), data.draw(st.integers(head, len(raw) - 1))
     return {
-        "a byte of its head changed": _changed(raw, before, mask),
-        "a byte of its KV changed": _changed(raw, behind, mask),
-        "cut off in its head": raw[:before],
-        "cut off in its KV": raw[:behind],
-        "too long": raw + raw[behind:],
-        "its KV of another file": raw[:head] + other[_head_size(other) :],
-        "continued by another file": raw[:behind] + other[behind:],
-        **{f"another {name}": told_otherwise(raw, name) for name in LIES},
+        "a byte of its head changed": _changed(raw, in_head, mask),
+        "a byte of its KV changed": _changed(raw, in_kv, mask),
+        "cut off in its head": raw[:in_head],
+        "cut off in its KV": raw[:in_kv],
+        "too long": raw + raw[in_kv:],
+        "KV of another file": raw[:head] + other[_head_size(other) :],
+        "continued by another file": raw[:in_kv] + other[in_kv:],
+        **{f"another {name}": falsified(raw, name) for name in FALSIFIED},
     }
 
 
-def told_otherwise(raw: bytes, name: str) -> bytes:
-    """A chunk file with another entry in its metadata, under a digest that fits."""
+def falsified(raw: bytes, name: str) -> bytes:
+    """Return a chunk file with another value of this metadata entry, and with a correct digest."""
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     metadata: dict[str, Any] = header["__metadata__"]
@@ -55,6 +58,6 @@ def _changed(raw: bytes, at: int, mask: int) -> bytes:
 
 
 def _head_size(raw: bytes) -> int:
-    """Bytes before the KV."""
+    """Return the number of bytes before the KV."""
     length = int.from_bytes(raw[:8], "little")
     return 8 + length + 8 * json.loads(raw[8 : 8 + length])["tokens"]["shape"][0]

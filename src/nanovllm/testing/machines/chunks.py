@@ -1,4 +1,4 @@
-"""`ChunkMachine`: the algebra of chunks. Anything may be made of anything, and every slot holds what its making says."""
+"""`ChunkMachine`: make chunks from tokens, files and other chunks in any way, and compare the KV of each with a shadow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,46 +34,67 @@ RECOMPUTE = st.sampled_from([0, 1, 2, 9, 0.5, "all"])
 
 
 class ChunkMachine(ChunkDriver):
-    """Chunks made by every call that makes them, over one engine of a few pages and the files of another, with planted failures.
+    """Test the functions that make chunks: prefill, fork, truncate, compose, drop, generate, commit, save and load.
 
-    A chunk that calls itself exact must hold what a full prefill holds, and give its logits; any other, what follows from the chunks
-    that it was made of. What a live chunk holds never changes. `world` is what runs: a subclass puts another in its place.
+    Pools have up to 48 tokens, and token ids are 0 and 1. A second engine with other page sizes loads and saves the same files. Files are
+    damaged in many ways and must then be refused. Device calls fail now and then. Donated states, released chunks and chunks of another
+    engine must be refused without changing the pool.
+
+    A chunk with the label exact must have the KV of a full prefill and give its logits. The KV of an approximate chunk must follow from
+    the chunks that it was made of. The machine checks invariants 1 to 6 and 8 to 10; the KV of a live chunk never changes.
+
+    Attributes:
+        world: The engine and model under test, with their oracle: a `ModelWorld` or a `SymbolicWorld` (the default).
+        max_tokens: The largest number of tokens that a pool has room for.
+        cascade: Values of the option `cascade` that runs may use: True reads shared pages once, None lets the engine decide.
+        num_frames: Smallest and largest number of frames (the KV memory of sliding-window pages). Set it if the model has sliding windows.
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.testing import ChunkMachine, SymbolicWorld
+        >>> class SmallPools(ChunkMachine):
+        ...     world, max_tokens = SymbolicWorld(vocab_size=3), 24
+        >>> run_state_machine_as_test(SmallPools, settings=settings(max_examples=2, stateful_step_count=5, deadline=None))
     """
 
-    max_tokens: ClassVar[int] = 48  # that a pool holds
-    cascade: ClassVar[tuple[bool | None, ...]] = (None, True)  # one of these is drawn
-    num_frames: ClassVar[tuple[int, int] | None] = None  # at least and at most, where the world's model has windows
+    max_tokens: ClassVar[int] = 48
+    cascade: ClassVar[tuple[bool | None, ...]] = (None, True)
+    num_frames: ClassVar[tuple[int, int] | None] = None
 
-    @initialize(data=st.data(), hoards=st.integers(0, 3))
-    def start(self, data: st.DataObject, hoards: int) -> None:
-        """Two fresh engines. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
+    @initialize(data=st.data(), pinning=st.integers(0, 3))
+    def start(self, data: st.DataObject, pinning: int) -> None:
+        """Start two fresh engines. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
         frames = None if self.num_frames is None else st.integers(*self.num_frames)
         mine = limits(self.max_tokens, min_tokens=8, min_model_len=12, cascade=self.cascade, num_frames=frames)
         self.state = self.world.init_state(data.draw(mine))
         other = limits(self.max_tokens, max_page_size=4, min_tokens=8, min_model_len=12, cascade=self.cascade, num_frames=frames)
         self.other = self.world.init_state(data.draw(other))
         room = room_of(self.state)
-        self.most_pinned = room if hoards == 3 else max(2, room * 2 // 3)
+        self.most_pinned = room if pinning == 3 else max(2, room * 2 // 3)
 
-    # Chunks made of tokens, and of other chunks
+    # Chunks made from tokens and from other chunks
 
     @rule(ids=token_ids(max_size=10))
     def prefill(self, ids: list[int]) -> None:
-        """A chunk of token ids."""
+        """Prefill a chunk from token ids."""
         self._make(lambda: prefill(self.world.model, self.state, ids), self.shadow.exact(ids), needed=len(ids))
 
     @rule(data=st.data(), ids=token_ids(min_size=0, max_size=4))
     def extend(self, data: st.DataObject, ids: list[int]) -> None:
-        """A chunk that continues another."""
+        """Prefill a chunk that continues another."""
         self._extend(self._pick(data), ids)
 
     def _extend(self, base: Held, ids: list[int]) -> None:
-        told = self.shadow.extended(base.told, ids)
-        self._make(lambda: prefill(self.world.model, self.state, ids, after=base.chunk), told, needed=len(told.cells), served=True)
+        expected = self.shadow.extended(base.told, ids)
+        self._make(lambda: prefill(self.world.model, self.state, ids, after=base.chunk), expected, needed=len(expected.cells), served=True)
 
     @rule(data=st.data(), ids=token_ids(min_size=0, max_size=4), follows=st.booleans())
     def truncate(self, data: st.DataObject, ids: list[int], follows: bool) -> None:
-        """A second handle, on the beginning: cut before, in and behind gaps, within a page and at its end; then it may go on otherwise."""
+        """Make a second handle by `truncate` or `fork`: its end may be before, in or after gaps, within a page or at its end.
+
+        The result may then be continued with other tokens and composed with another chunk.
+        """
         base = self._pick(data)
         length = data.draw(st.integers(1, len(base.chunk)))
         call = (lambda: truncate(self.state, base.chunk, length)) if length < len(base.chunk) else (lambda: fork(self.state, base.chunk))
@@ -86,19 +107,19 @@ class ChunkMachine(ChunkDriver):
 
     @rule(data=st.data(), count=st.integers(1, 4), recompute=RECOMPUTE)
     def compose(self, data: st.DataObject, count: int, recompute: Any) -> None:
-        """Chunks one after another, some of their tokens run again."""
+        """Compose chunks one after another; some of their tokens may run again."""
         self._compose([self._pick(data) for _ in range(count)], recompute)
 
     def _compose(self, bases: list[Held], recompute: Any) -> None:
-        bases = [base for base in bases if base.chunk.liveness in self.held]  # the others were released to make the last ones
-        told = self.shadow.composed([base.told for base in bases], recompute)
-        needed = 0 if len(bases) == 1 and not bases[0].chunk.gaps else len(told.cells)
+        bases = [base for base in bases if base.chunk.liveness in self.held]  # the other bases were released to make room
+        expected = self.shadow.composed([base.told for base in bases], recompute)
+        needed = 0 if len(bases) == 1 and not bases[0].chunk.gaps else len(expected.cells)
         chunks = [base.chunk for base in bases]
-        self._make(lambda: compose(self.world.model, self.state, chunks, recompute), told, needed)
+        self._make(lambda: compose(self.world.model, self.state, chunks, recompute), expected, needed)
 
     @rule(data=st.data(), mode=st.sampled_from(["shift", "recompute", *MODES]))  # `leave_out` makes more gaps
     def drop(self, data: st.DataObject, mode: Any) -> None:
-        """A span taken out, anywhere."""
+        """Drop a span anywhere in a chunk."""
         base = self._pick(data)
         length = len(base.chunk)
         if length < 2:
@@ -109,14 +130,14 @@ class ChunkMachine(ChunkDriver):
 
     @rule(data=st.data(), times=st.integers(1, 3))
     def leave_out(self, data: st.DataObject, times: int) -> None:
-        """Spans dropped by `gap`, one after another."""
+        """Drop spans with mode `gap`, one after another."""
         base: Held | None = self._pick(data)
         while times and base is not None:
             base, times = self._leave_out(data, base), times - 1
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def release(self, data: st.DataObject, count: int) -> None:
-        """Handles end."""
+        """Release chunks."""
         for _ in range(count):
             self._release(self._pick(data).chunk)
 
@@ -124,67 +145,70 @@ class ChunkMachine(ChunkDriver):
 
     @rule(data=st.data(), ids=token_ids(min_size=0, max_size=3), max_tokens=st.integers(1, 6))
     def generate(self, data: st.DataObject, ids: list[int], max_tokens: int) -> None:
-        """A reply to a chunk and some tokens, its log-probabilities looked at."""
+        """Generate a reply to a chunk and some tokens, and check its log-probabilities."""
         base, vocab_size = self._pick(data), self.world.model.config.vocab_size
         params = replace(GREEDY, max_tokens=max_tokens, logprobs=vocab_size)
-        told = self.shadow.extended(base.told, ids)
+        expected = self.shadow.extended(base.told, ids)
         call = lambda: generate(self.world.model, self.state, _context(base.chunk, ids), params)  # noqa: E731
-        done = self._attempt(call, len(told.cells) + 1, offset_of(told))
+        done = self._attempt(call, len(expected.cells) + 1, offset_of(expected))
         if done is None:
             return
         self.state, reply = done
-        if reply.chunk.provenance.exact:  # pages of the index served better
-            told = self.shadow.exact(told.token_ids)
+        if reply.chunk.provenance.exact:  # exact pages of the index were reused instead of approximate ones
+            expected = self.shadow.exact(expected.token_ids)
         for token, entry in zip(reply.token_ids, reply.logprobs, strict=True):
-            wanted, found = self.world.logits_after(told.cells), dict(entry.top)
-            error = np.abs(np.array([found[v] for v in range(vocab_size)]) - _log_softmax(wanted)).max()
-            expect(error < 1e-3 and self.world.likeliest(token, wanted), f"{token} was drawn by {found} where the logits are {wanted}")
-            told = self.shadow.extended(told, [token])
-        self.needed += len(told.cells)
-        self._adopt(reply.chunk, told)
+            wanted, logprobs = self.world.logits_after(expected.cells), dict(entry.top)
+            error = np.abs(np.array([logprobs[v] for v in range(vocab_size)]) - _log_softmax(wanted)).max()
+            expect(error < 1e-3 and self.world.likeliest(token, wanted), f"{token} was sampled from {logprobs}; the logits are {wanted}")
+            expected = self.shadow.extended(expected, [token])
+        self.needed += len(expected.cells)
+        self._adopt(reply.chunk, expected)
 
     @rule(data=st.data(), ids=token_ids(min_size=0, max_size=3), room=st.integers(1, 3))
     def decode(self, data: st.DataObject, ids: list[int], room: int) -> None:
-        """Decode steps by hand, their logits looked at: those of exact chunks are those of a full prefill."""
+        """Run decode steps by hand and check their logits; logits of exact chunks must equal those of a full prefill."""
         base = self._pick(data)
-        told = self.shadow.extended(base.told, ids)
+        expected = self.shadow.extended(base.told, ids)
         call = lambda: begin(self.world.model, self.state, [_context(base.chunk, ids)], GREEDY, room=room)  # noqa: E731
-        done = self._attempt(call, len(told.cells) + room, offset_of(told))
+        done = self._attempt(call, len(expected.cells) + room, offset_of(expected))
         if done is None:
             return
         self.state, carry = done
         (session,) = self.state.sessions.values()
         if session.sequences[0].provenance.exact:
-            told = self.shadow.exact(told.token_ids)
+            expected = self.shadow.exact(expected.token_ids)
         for _ in range(room):
             carry, out = self.world.decode(carry)
-            told = self._drawn(told, int(out.token_ids[0]), out.logits[0].tolist())
+            expected = self._drawn(expected, int(out.token_ids[0]), out.logits[0].tolist())
         while (done := self._attempt(lambda: commit(self.world.model, self.state, carry))) is None:
             pass
         self.state, (reply,) = done
-        self.needed += len(told.cells)
-        self._adopt(reply.chunk, told)
+        self.needed += len(expected.cells)
+        self._adopt(reply.chunk, expected)
 
     @rule(data=st.data(), count=st.integers(1, 4), max_tokens=st.integers(1, 4))
     def serve(self, data: st.DataObject, count: int, max_tokens: int) -> None:
-        """Requests that press on the pool beside what is alive, to the end of all of them."""
+        """Submit requests, which compete with live chunks for pages, and step until all of them have ended."""
         asked: dict[int, Asked] = {}
         for _ in range(count):
             base = self._pick(data) if data.draw(st.booleans()) else None
             ids = data.draw(token_ids(min_size=base is None, max_size=8))
-            told = self.shadow.exact(ids) if base is None else self.shadow.extended(base.told, ids)
+            expected = self.shadow.exact(ids) if base is None else self.shadow.extended(base.told, ids)
             context = ids if base is None else _context(base.chunk, ids)
             params = replace(GREEDY, max_tokens=max_tokens)
             call = partial(submit, self.world.model, self.state, context, params)
-            done = self._attempt(call, len(told.cells) + 1, offset_of(told))
+            done = self._attempt(call, len(expected.cells) + 1, offset_of(expected))
             if done is not None:
                 self.state, rid = done
-                asked[rid] = Asked(tellings=[told, *([self.shadow.exact(told.token_ids)] if told.operations else [])])
+                asked[rid] = Asked(tellings=[expected, *([self.shadow.exact(expected.token_ids)] if expected.operations else [])])
         self._run(asked)
 
     @rule(data=st.data(), ids=token_ids(max_size=6), alone=st.booleans())
     def evict(self, data: st.DataObject, ids: list[int], alone: bool) -> None:
-        """A run as long as there is room, and its end, beside all chunks or one `alone`: what only the index holds leaves it."""
+        """Prefill as many tokens as there is room for and release them. This evicts pages that only the index refers to.
+
+        With `alone`, all chunks but one are released first.
+        """
         if alone:
             base = self._pick(data)
             for held in [held for held in self.held.values() if held is not base]:
@@ -200,13 +224,13 @@ class ChunkMachine(ChunkDriver):
 
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
-        """A file to a chunk of the engine that saved it, or of the one with other pages."""
+        """Load a file that either of the two engines saved into the first engine."""
         file = self._pick_file(data)
         self._make(lambda: load_chunk(self.world.model, self.state, file.path), file.told, needed=len(file.told.cells))
 
     @rule(data=st.data())
     def pass_on(self, data: st.DataObject) -> None:
-        """A file to a chunk of an engine with other pages, and from there to a file again."""
+        """Load a file into the second engine, whose page size may differ, and save the chunk to a file again."""
         file, path = self._pick_file(data), self._new_path()
         try:
             self.other, chunk = load_chunk(self.world.model, self.other, file.path)
@@ -221,7 +245,7 @@ class ChunkMachine(ChunkDriver):
 
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
-        """A file that was changed in any way is refused, and nothing else happens."""
+        """Change a file in many ways: each changed file is refused, and nothing else happens."""
         file, path = self._pick_file(data), self._new_path()
         raw, other = file.path.read_bytes(), self._pick_file(data).path.read_bytes()
         before = freeze(enter(self.state).pool)
@@ -236,7 +260,7 @@ class ChunkMachine(ChunkDriver):
             except (InvalidRequestError, OutOfPagesError) as error:
                 self._require_reason(error, self.state, len(file.told.cells), offset_of(file.told))
             else:
-                expect(False, f"a file is loaded after this: {name}")
+                expect(False, f"a damaged file was loaded: {name}")
         expect(freeze(enter(self.state).pool) == before, "a refused file changed the pool")
         path.unlink(missing_ok=True)
 
@@ -244,12 +268,12 @@ class ChunkMachine(ChunkDriver):
 
     @rule(countdown=st.integers(0, 2), late=st.booleans())
     def plant_failure(self, countdown: int, late: bool) -> None:
-        """A device call of the near future raises."""
+        """Let one of the next device calls raise."""
         self._executor.arm(countdown, late)
 
     @rule()
     def misuse(self) -> None:
-        """Donated states, released chunks and those of another engine are refused by every call, and change nothing."""
+        """Call every function with a donated state, a released chunk and a chunk of another engine: all are refused."""
         live = next((held.chunk for held in self.held.values()), None)
         before = freeze(enter(self.state).pool)
         for error, state, chunk in (
@@ -264,11 +288,11 @@ class ChunkMachine(ChunkDriver):
                     call(state, chunk)
                 except error:
                     continue
-                expect(False, f"{name} was to raise {error.__name__}")
+                expect(False, f"{name} should have raised {error.__name__}")
         expect(freeze(enter(self.state).pool) == before, "a refused call changed the pool")
 
     def _calls(self) -> dict[str, Callable[[EngineState, Chunk], Any]]:
-        """Every call that takes a chunk."""
+        """Return every call that takes a chunk, by name."""
         model, path = self.world.model, self._new_path()
         return {
             "fork": fork,
@@ -287,11 +311,11 @@ class ChunkMachine(ChunkDriver):
 
     @invariant()
     def agrees(self) -> None:
-        """All that must hold."""
+        """Run all checks after each rule."""
         self._require_all()
 
     def teardown(self) -> None:
-        """With all handles released all pages come back."""
+        """Check that all pages return when all chunks are released."""
         self.folder.cleanup()
         for chunk in list(self.state.chunks.values()):
             self.state = release(self.state, chunk)
@@ -301,7 +325,23 @@ class ChunkMachine(ChunkDriver):
 
 
 class ModelChunkMachine(ChunkMachine):
-    """The same over a real model, whose keys turn, against a decoder in numpy."""
+    """`ChunkMachine` over a real model with rotary keys, compared with a decoder in numpy and float64.
+
+    Samples and invariants are those of `ChunkMachine`. The symbolic model has no rotation, so only this machine finds keys that are
+    rotated wrongly.
+
+    Attributes:
+        world: A `ModelWorld` of a model with plain rotary positions (`config.rope.kind == "default"`).
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.testing import ModelChunkMachine, ModelWorld
+        >>> from nanovllm.testing.models import random_model, tiny_config
+        >>> class Llama(ModelChunkMachine):
+        ...     world = ModelWorld(random_model(tiny_config("LlamaForCausalLM", vocab_size=8)))
+        >>> run_state_machine_as_test(Llama, settings=settings(max_examples=3, stateful_step_count=3, deadline=None))
+    """
 
     world = ModelWorld()
 

@@ -1,4 +1,4 @@
-"""`EngineMachine`: every public call of the engine, in any order, against an oracle (all invariants of the architecture)."""
+"""`EngineMachine`: call every public function of the engine in any order and compare the results with an oracle (all invariants)."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -25,53 +25,70 @@ from nanovllm.testing.strategies import limits, token_ids
 
 
 class EngineMachine(SessionDriver):
-    """Chunks, requests, replies and sessions over one engine of a few pages, with planted failures, stale states and released chunks.
+    """Test an engine: chunks, requests, replies and decode sessions in any order, with failures and misuse.
 
-    After each rule all of the engine's values, and the KV that any of them refers to, are compared with the shadow's. `world` is what
-    runs: a subclass puts another model, or another engine, in its place.
+    Pools have up to 18 tokens in pages of 1 to 3, and token ids are 0 and 1. So sharing, eviction and preemption are common. Now and then
+    a device call fails, before or after it did its work. Donated states, released chunks, chunks of another engine and impossible requests
+    must be refused without changing the pool.
+
+    After each rule the machine compares all values of the engine, and the KV that they refer to, with its shadow. It checks invariants 1
+    to 7, 9 and 10. Replies must equal those of the request alone in a fresh engine (invariant 8).
+
+    Attributes:
+        world: The engine and model under test, with their oracle: a `World`. The default is `SymbolicWorld()`.
+        max_tokens: The largest number of tokens that a pool has room for.
+        num_frames: Smallest and largest number of frames (the KV memory of sliding-window pages). Set it if the model has sliding windows.
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.testing import EngineMachine, SymbolicWorld
+        >>> class WideVocabulary(EngineMachine):
+        ...     world = SymbolicWorld(vocab_size=16)
+        >>> run_state_machine_as_test(WideVocabulary, settings=settings(max_examples=2, stateful_step_count=5, deadline=None))
     """
 
-    max_tokens: ClassVar[int] = 18  # that the pool holds
-    num_frames: ClassVar[tuple[int, int] | None] = None  # at least and at most, where the world's model has windows
+    max_tokens: ClassVar[int] = 18
+    num_frames: ClassVar[tuple[int, int] | None] = None
     chunks = Bundle("chunks")
 
-    @initialize(data=st.data(), hoards=st.integers(0, 3))
-    def start(self, data: st.DataObject, hoards: int) -> None:
-        """A fresh engine. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
+    @initialize(data=st.data(), pinning=st.integers(0, 3))
+    def start(self, data: st.DataObject, pinning: int) -> None:
+        """Start a fresh engine. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
         frames = None if self.num_frames is None else st.integers(*self.num_frames)
         self.state = self.world.init_state(data.draw(limits(self.max_tokens, num_frames=frames)))
         room = room_of(self.state)
-        self.most_pinned = room if hoards == 3 else max(2, room * 2 // 3)
+        self.most_pinned = room if pinning == 3 else max(2, room * 2 // 3)
 
     # Chunks
 
     @rule(target=chunks, ids=token_ids(max_size=6))
     def prefill(self, ids: list[int]):
-        """A chunk of token ids."""
+        """Prefill a chunk from token ids."""
         return self._prefill(None, ids)
 
     @rule(target=chunks, after=chunks, ids=token_ids(min_size=0, max_size=4))
     def prefill_after(self, after: Chunk, ids: list[int]):
-        """A chunk that continues another."""
+        """Prefill a chunk that continues another."""
         return self._prefill(after, ids)
 
     @rule(target=chunks, chunk=chunks, cut=st.integers(0, 5))
     def fork(self, chunk: Chunk, cut: int):
-        """A second handle, perhaps a shorter one."""
+        """Make a second handle by `fork`, or a shorter one by `truncate`."""
         length = max(1, len(chunk) - cut)
         call = (lambda: truncate(self.state, chunk, length)) if cut else (lambda: fork(self.state, chunk))
         return self._new_chunk(self._attempt(call), chunk.token_ids.tolist()[:length])
 
     @rule(chunk=consumes(chunks))
     def release(self, chunk: Chunk) -> None:
-        """A handle ends."""
+        """Release a chunk."""
         self._release(chunk)
 
-    # Requests, a step at a time
+    # Requests, step by step
 
     @rule(prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4), steps=st.integers(0, 4), data=st.data())
     def submit(self, prompts: list[list[int]], steps: int, data: st.DataObject) -> None:
-        """Requests for prompts, and some steps."""
+        """Submit requests for prompts, then run some steps."""
         options, keep = self._options(data), data.draw(st.integers(0, 6))
         for place, ids in enumerate(prompts):
             self._submit(None, ids, options, keep == place)
@@ -79,7 +96,7 @@ class EngineMachine(SessionDriver):
 
     @rule(chunk=chunks, more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3), steps=st.integers(0, 4), data=st.data())
     def submit_context(self, chunk: Chunk, more: list[list[int]], steps: int, data: st.DataObject) -> None:
-        """Requests that go on from a chunk, and some steps."""
+        """Submit requests that continue a chunk, then run some steps."""
         options, keep = self._options(data), data.draw(st.integers(0, 6))
         for place, ids in enumerate(more):
             self._submit(chunk, ids, options, keep == place)
@@ -88,11 +105,11 @@ class EngineMachine(SessionDriver):
     @precondition(lambda self: self.pending)
     @rule(count=st.integers(1, 5))
     def run(self, count: int) -> None:
-        """Steps of all requests."""
+        """Run steps."""
         self.step(count)
 
     def step(self, count: int) -> None:
-        """Some steps, each looked at."""
+        """Run some steps and check the KV memory after each."""
         for at in range(count):
             if at:
                 self.memory_agrees()
@@ -101,7 +118,7 @@ class EngineMachine(SessionDriver):
     @precondition(lambda self: self.pending)
     @rule(count=st.integers(0, 3), late=st.booleans())
     def failing_step(self, count: int, late: bool) -> None:
-        """A step, of which one device call fails, and one that does not."""
+        """Run a step in which a device call fails, then a step without failure."""
         self._executor.arm(count, late)
         self._step()
         self._executor.disarm()
@@ -112,7 +129,7 @@ class EngineMachine(SessionDriver):
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        """A request is dropped in whatever state it is."""
+        """Cancel a running or waiting request."""
         rid = data.draw(st.sampled_from(sorted(self.pending)))
         done = self._attempt(lambda: (cancel(self.state, rid), None))
         if done is not None:
@@ -122,7 +139,7 @@ class EngineMachine(SessionDriver):
     @precondition(lambda self: self.ended or self.pending)
     @rule(target=chunks, data=st.data())
     def detach(self, data: st.DataObject):
-        """A request becomes a chunk of what is filled."""
+        """Turn a kept request into a chunk of its filled tokens."""
         rid = data.draw(st.sampled_from(self.ended + [i for i, p in sorted(self.pending.items()) if p.request.keep] or [-1]))
         if rid == -1:
             return multiple()
@@ -140,16 +157,16 @@ class EngineMachine(SessionDriver):
             return multiple()
         return self._new_chunk(done, tokens)
 
-    # Replies by one call
+    # Replies in one call
 
     @rule(target=chunks, ids=token_ids(max_size=6), data=st.data())
     def generate(self, ids: list[int], data: st.DataObject):
-        """One reply to a prompt."""
+        """Generate one reply to a prompt."""
         return self._generate([(None, ids, self._options(data))])
 
     @rule(target=chunks, chunk=chunks, data=st.data(), count=st.integers(1, 3))
     def generate_from(self, chunk: Chunk, data: st.DataObject, count: int):
-        """Replies to contexts of which some share a chunk."""
+        """Generate replies to contexts, some of which share a chunk."""
         bases = st.just(chunk) if count == 1 else st.sampled_from([None, chunk])
         rows = []
         for _ in range(count):
@@ -161,26 +178,26 @@ class EngineMachine(SessionDriver):
 
     @rule(room=st.integers(1, 4), ids=token_ids(max_size=4), twice=st.booleans(), steps=st.integers(0, 4), data=st.data())
     def begin(self, room: int, ids: list[int], twice: bool, steps: int, data: st.DataObject) -> None:
-        """Pages are reserved for steps over one or two prompts, and some steps run."""
+        """Begin a decode session over one or two prompts and run some steps."""
         if self._begin([(None, ids), (None, ids[:1] + ids)][: 1 + twice], room, self._options(data)):
             self._decode(self.sessions[-1], steps)
 
     @rule(chunk=chunks, room=st.integers(1, 4), more=token_ids(min_size=0, max_size=2), twice=st.booleans(), data=st.data())
     def begin_from(self, chunk: Chunk, room: int, more: list[int], twice: bool, data: st.DataObject) -> None:
-        """Pages are reserved for steps that go on from a chunk."""
+        """Begin a decode session that continues a chunk."""
         self._begin([(chunk, more), (chunk, [])][: 1 + twice], room, self._options(data))
 
     @precondition(lambda self: any(s.done < s.room for s in self.sessions))
     @rule(count=st.integers(1, 4), data=st.data())
     def decode(self, count: int, data: st.DataObject) -> None:
-        """Steps of one session, within its room."""
+        """Run steps of one session, as far as its room allows."""
         going = [s for s in self.sessions if s.done < s.room]
         self._decode(going[data.draw(st.integers(0, len(going) - 1))], count)
 
     @precondition(lambda self: self.sessions)
     @rule(target=chunks, data=st.data())
     def commit(self, data: st.DataObject):
-        """A session ends."""
+        """Commit a session."""
         return self._commit(data.draw(st.integers(0, len(self.sessions) - 1)))
 
     # Misuse and failure
@@ -188,14 +205,14 @@ class EngineMachine(SessionDriver):
     @precondition(lambda self: self.quiet >= 5)
     @rule(countdown=st.integers(0, 4), late=st.booleans())
     def plant_failure(self, countdown: int, late: bool) -> None:
-        """A device call of the near future raises."""
+        """Let one of the next device calls raise."""
         self._executor.arm(countdown, late)
         self.quiet = 0
 
     @precondition(lambda self: self.quiet >= 5)
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
-        """Donated states, released and foreign chunks and impossible requests are refused, and change nothing."""
+        """Call with a donated state, a released chunk, a chunk of another engine or an impossible request: all are refused."""
         self.quiet = 0
         kind = data.draw(st.integers(0, 2))
         if kind == 0:
@@ -241,7 +258,7 @@ class EngineMachine(SessionDriver):
 
     @invariant()
     def values_agree(self) -> None:
-        """The engine's own check, the shadow's counts of tokens, and old values."""
+        """Run the engine's own check; check that old values have not changed, and the token counts (invariant 9)."""
         self.quiet += 1
         check(enter(self.state))
         self.kept.require_unchanged()
@@ -255,7 +272,7 @@ class EngineMachine(SessionDriver):
 
     @invariant()
     def memory_agrees(self) -> None:
-        """Every slot that a value refers to holds the KV of its tokens, and a live chunk's bytes never change."""
+        """Check that each slot that a value refers to contains its token's KV, and that the bytes of live chunks have not changed."""
         state = enter(self.state)
         frames = state.pool.frames
         for chunk in state.chunks.values():
@@ -266,12 +283,12 @@ class EngineMachine(SessionDriver):
             self.world.require_kv(state.kv, list(sequence.pages), filled, frames, sequence.retired)
         pages_of, size = dict(indexed_runs(state.prefix)), state.config.page_size
         for run in pages_of:
-            if not any(other != run and other[: len(run)] == run for other in pages_of):  # the longest covers those it begins with
+            if not any(other != run and other[: len(run)] == run for other in pages_of):  # the longest prefixes cover the shorter ones
                 pages = [pages_of[run[: end + size]] for end in range(0, len(run), size)]
                 self.world.require_kv(state.kv, pages, run, frames, len(pages))
 
     def teardown(self) -> None:
-        """Invariant 6: everything ends, and all pages come back."""
+        """Check invariant 6: all requests and sessions end, and all pages return."""
         self._executor.disarm()
         while self.sessions:
             self._commit(0)

@@ -1,6 +1,6 @@
-"""How `EngineMachine` calls the engine: each call with the shadow's bookkeeping, and what the shadow expects of its result.
+"""Calls of `EngineMachine` into the engine: each call updates the shadow and compares the result with it.
 
-Steps that a machine runs between `begin` and `commit` are in `session_driver.py`.
+`session_driver.py` has the decode steps between `begin` and `commit`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from nanovllm.testing.strategies import sampling_options
 
 @dataclass(slots=True)
 class Pending:
-    """A submitted request as the shadow sees it. `most_filled` is what its KV cost, run or reused, so far."""
+    """A submitted request as the shadow sees it. `most_filled` is the number of tokens run or reused for its KV so far."""
 
     request: Request
     prompt: list[int]
@@ -41,7 +41,7 @@ class Pending:
 
 
 class EngineDriver(EngineHolder):
-    """One engine of `world`, and what the shadow knows of its chunks and requests."""
+    """One engine of `world`, and the shadow of its chunks and requests."""
 
     world: ClassVar[World] = SymbolicWorld()
 
@@ -49,8 +49,8 @@ class EngineDriver(EngineHolder):
         super().__init__()
         self.chunk_kv: dict[int, bytes] = {}
         self.pending: dict[int, Pending] = {}
-        self.ended: list[int] = []  # ids of kept requests that have ended and hold their pages
-        self.quiet = 0  # rules since the last misuse or planted failure: these are to be rarer than the others
+        self.ended: list[int] = []  # ids of kept requests that have ended and still have their pages
+        self.quiet = 0  # rules since the last misuse or planted failure, which must be rarer than other rules
 
     def _options(self, data: st.DataObject) -> SamplingParams:
         return SamplingParams(**data.draw(sampling_options(greedy_only=self.world.greedy_only)))
@@ -61,7 +61,7 @@ class EngineDriver(EngineHolder):
         return [*state.running, *state.waiting, *state.kept.values(), *inside]
 
     def _attempt(self, call: Callable[[], Any], fails: type[NanoVLLMError] | None = None) -> Any:
-        """What a call returns; None where a planted failure, or a legitimate refusal, came in between: the old state then stands."""
+        """Return a call's result, or None after a planted failure, or the error of type `fails`. After both the old state stays valid."""
         before = self.state
         self.kept.keep(before.pool)
         self.kept.keep(before.running)
@@ -88,7 +88,7 @@ class EngineDriver(EngineHolder):
         return self._hold(chunk)
 
     def _hold(self, *chunks: Chunk):
-        """The chunks that stay; where too much is pinned they are released at once."""
+        """Keep these chunks, or release them at once if too many pages are pinned."""
         if self._pinned() <= self.most_pinned:
             return multiple(*chunks)
         for chunk in chunks:
@@ -100,12 +100,12 @@ class EngineDriver(EngineHolder):
         return len({page for holder in (*self.state.chunks.values(), *self.state.kept.values(), *inside) for page in holder.pages})
 
     def _adopt(self, chunk: Chunk, tokens: list[int]) -> None:
-        expect(chunk.token_ids.tolist() == tokens, f"{chunk!r} holds {chunk.token_ids.tolist()}, not {tokens}")
+        expect(chunk.token_ids.tolist() == tokens, f"{chunk!r} contains {chunk.token_ids.tolist()}, not {tokens}")
         self.chunk_kv[chunk.liveness] = kv_bytes(self.state, chunk)
         self.kept.keep(chunk)
 
     def _available(self, base: Chunk | None) -> int:
-        """Pages that a request over this chunk can count on: those available and the whole ones it shares."""
+        """Return the number of pages that a request over this chunk can use: available pages and the chunk's whole pages."""
         return enter(self.state).pool.num_available + (0 if base is None else len(base) // self.state.config.page_size)
 
     def _prefill(self, after: Chunk | None, ids: list[int]):
@@ -117,7 +117,7 @@ class EngineDriver(EngineHolder):
         done = self._attempt(lambda: prefill(self.world.model, self.state, ids, after), OutOfPagesError)
         if isinstance(done, OutOfPagesError):
             wanted = pages_for(len(tokens), self.state.config.page_size)
-            expect(wanted > room, f"{wanted} pages were wanted and {room} are there: {done}")
+            expect(wanted > room, f"OutOfPagesError for {wanted} pages, but {room} are available: {done}")
             return multiple()
         if done is not None:
             self.needed += len(tokens)
@@ -139,8 +139,8 @@ class EngineDriver(EngineHolder):
             done = self._attempt(lambda: submit_many(self.world.model, self.state, [context], [params], keep=True))
         else:
             done = self._attempt(lambda: submit(self.world.model, self.state, context, params))
-        self.state, found = done
-        rid = found[0] if isinstance(found, list) else found
+        self.state, ids_or_id = done
+        rid = ids_or_id[0] if isinstance(ids_or_id, list) else ids_or_id
         self.pending[rid] = Pending(self.state.waiting.items[rid].request, tokens)
 
     def _observe(self) -> None:
@@ -170,17 +170,17 @@ class EngineDriver(EngineHolder):
                 self._release(chunk)
 
     def _drop_stuck(self, pinned: int, error: OutOfPagesError) -> None:
-        """The oldest request can never begin its reply beside what is pinned: the caller has to cancel it, or to release chunks."""
+        """Cancel the oldest request, which can never begin its reply while so many pages are pinned."""
         rid = min(self.pending)
         mine = self.pending.pop(rid)
         short = self._too_much(mine.request, len(mine.prompt), pinned)
-        told = f"request {rid} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and a step raised {error}"
-        expect(not mine.drawn and short, told)
+        message = f"request {rid} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and a step raised {error}"
+        expect(not mine.drawn and short, message)
         self.state = cancel(self.state, rid)
         self.needed += mine.most_filled
 
     def _too_much(self, request: Request, num_tokens: int, pinned: int) -> bool:
-        """Whether a request of so many tokens may want more pages, or frames at once, than there are beside the pinned ones."""
+        """Return whether a request of so many tokens may need more pages or frames than the pool has besides pinned pages."""
         config, frames = self.state.config, self.state.pool.frames
         wanted = pages_for(num_tokens, config.page_size)
         if wanted > config.num_pages - pinned or frames is None:
@@ -193,8 +193,8 @@ class EngineDriver(EngineHolder):
         self.world.require_reply(mine.prompt, mine.drawn, mine.request, len(mine.drawn) - len(out.token_ids))
         if out.output is None:
             over = out.finish_reason or ends(mine.request, mine.drawn)
-            return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, which is its {over}")
-        expect(out.output.token_ids == mine.drawn, f"request {out.request_id} drew {mine.drawn} and returned {out.output.token_ids}")
+            return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, but should end with {over!r}")
+        expect(out.output.token_ids == mine.drawn, f"request {out.request_id} sampled {mine.drawn}, returned {out.output.token_ids}")
         total = len(mine.prompt) + len(mine.drawn)
         if out.finish_reason != ends(mine.request, mine.drawn):
             expect(out.finish_reason == "length", f"request {out.request_id} ended with {out.finish_reason} after {mine.drawn}")
@@ -221,7 +221,7 @@ class EngineDriver(EngineHolder):
         done = self._attempt(call, OutOfPagesError)
         if isinstance(done, OutOfPagesError):
             wanted = pages_for(len(prompts[0]) + 1, size) if len(rows) == 1 else sum(pages_for(limit, size) for limit in limits)
-            expect(wanted > room + shared, f"{wanted} pages were wanted, {room} are available and {shared} shared: {done}")
+            expect(wanted > room + shared, f"OutOfPagesError for {wanted} pages, but {room} are available and {shared} shared: {done}")
             return multiple()
         if done is None:
             return multiple()
@@ -241,7 +241,7 @@ class EngineDriver(EngineHolder):
         self.needed += len(prompt) + len(generation.token_ids)
 
     def _request(self, request_id: int, num_prompt: int, params: SamplingParams, max_len: int) -> Request:
-        """What the engine makes of a request, but for what the oracle does not look at."""
+        """Return the request that the engine makes, except for fields that the oracle does not use."""
         seed = request_seed(self.state.config.seed, request_id) if params.seed is None else params.seed
         ends = () if params.ignore_eos else self.world.model.config.eos_token_ids
         return Request(
@@ -256,17 +256,17 @@ class EngineDriver(EngineHolder):
 
 
 def ends(request: Request, drawn: list[int]) -> str | None:
-    """Why a reply ends here; None where it goes on."""
+    """Return the reason why a reply ends after these tokens; None if it goes on."""
     if drawn and drawn[-1] in request.stop_ids:
         return "stop"
     return "length" if request.num_prompt + len(drawn) >= request.max_len else None
 
 
 def context_of(base: Chunk | None, ids: list[int]) -> Any:
-    """A chunk, if any, and ids behind it, as a call takes them."""
+    """Return a chunk, if any, followed by token ids, in the form that the engine's functions take as context."""
     return ids if base is None else [base, ids] if ids else base
 
 
 def tokens_of(base: Chunk | None, ids: list[int]) -> list[int]:
-    """The tokens of the same."""
+    """Return the token ids of a chunk, if any, followed by token ids."""
     return ids if base is None else base.token_ids.tolist() + ids

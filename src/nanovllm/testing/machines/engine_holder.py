@@ -1,4 +1,4 @@
-"""The engine that a machine holds, and what is kept of its past: values that must not change, states and chunks that must be refused."""
+"""The engine under test, and older values: values that must not change, and states and chunks that must be refused."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,17 +18,17 @@ SMALLEST = Limits(num_pages=2, page_size=1, max_model_len=2, max_num_seqs=1, max
 
 
 class EngineHolder(RuleBasedStateMachine):
-    """One engine of `world`, the last states and chunks that are over, and values of any age."""
+    """One engine of `world`, its last donated states and released chunks, and old values of any age."""
 
-    world: ClassVar[Any]  # a `World`: a subclass says which it needs
+    world: ClassVar[Any]  # a `World` or `ChunkWorld`, depending on the subclass
 
     def __init__(self) -> None:
         super().__init__()
         self.state: EngineState = self.world.init_state(SMALLEST)
-        self.stale: list[EngineState] = []
-        self.dead: list[Chunk] = []
-        self.most_pinned = 0
-        self.needed = 0  # tokens whose KV was needed by what is over
+        self.stale: list[EngineState] = []  # donated states
+        self.dead: list[Chunk] = []  # released chunks
+        self.most_pinned = 0  # pages that chunks may pin, at most
+        self.needed = 0  # tokens whose KV was needed by requests and calls that have ended
         self.kept = KeptValues()
 
     @property
@@ -38,11 +38,11 @@ class EngineHolder(RuleBasedStateMachine):
         return executor
 
     def _replaced(self, before: EngineState) -> None:
-        """A call put another state in the place of this one."""
+        """Remember a state that a call has donated."""
         self.stale = [*self.stale[-3:], before]
 
     def _released(self, chunk: Chunk) -> None:
-        """A chunk was released."""
+        """Remember a released chunk."""
         self.dead = [*self.dead[-3:], chunk]
 
     def _refused(self, error: type[NanoVLLMError], call: Callable[[], Any]) -> None:
@@ -50,21 +50,21 @@ class EngineHolder(RuleBasedStateMachine):
         try:
             call()
         except error as raised:
-            expect(bool(str(raised)), f"{error.__name__} says nothing")
+            expect(bool(str(raised)), f"{error.__name__} has no message")
         else:
-            expect(False, f"{error.__name__} was to be raised")
+            expect(False, f"the call should have raised {error.__name__}")
         expect(freeze(self.state.pool) == before, "a refused call changed the pool")
 
 
 def room_of(state: EngineState) -> int:
-    """Pages that can have KV in all layers."""
+    """Return the number of pages that can have KV in all layers at the same time."""
     return min(state.config.num_pages, state.config.num_frames or state.config.num_pages)
 
 
 def kv_bytes(state: EngineState, chunk: Chunk) -> bytes:
-    """The KV of a chunk's tokens."""
-    at, size, held, frames, parts = np.arange(len(chunk)), state.config.page_size, chunk.pages.array(), state.pool.frames, []
+    """Return the KV of a chunk's tokens as bytes."""
+    at, size, pages, frames, parts = np.arange(len(chunk)), state.config.page_size, chunk.pages.array(), state.pool.frames, []
     for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
-        table = frames.of(held) if framed and frames is not None else held
+        table = frames.of(pages) if framed and frames is not None else pages
         parts.append(pool.numpy()[:, table[at // size], :, :, at % size].tobytes())
     return b"".join(parts)

@@ -1,4 +1,4 @@
-"""`PageMachine`: reference counts and the free list against a dict (invariants 1, 2, 3 and 5)."""
+"""`PageMachine`: compare reference counts and the free list with a dict (invariants 1, 2, 3 and 5)."""
 
 from types import ModuleType
 
@@ -12,9 +12,25 @@ from nanovllm.testing.shadows.memory import KeptValues, ShadowPages, expect
 
 
 class PageMachine(RuleBasedStateMachine):
-    """Any order of allocations, retains and releases, and steps back to older values, which must have stayed what they were.
+    """Test a page allocator: allocate, retain and release pages in any order, and go back to older values.
 
-    `ops` is the module under test: another with the same five functions can be put in its place by a subclass.
+    Pools have 1 to 8 pages. Each call takes 0 to 9 pages, so allocations often fail. Releasing a free page and writing to a shared page
+    must raise `BrokenInvariantError`.
+
+    Checks invariants 1 (counts), 2 (free pages), 3 (one owner before a write) and 5 (old values do not change).
+
+    Attributes:
+        ops: The module under test. A subclass may set any object with `init_pages`, `allocate`, `retain`, `release`,
+            `require_writable` and `free_pages`.
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.state import pages
+        >>> from nanovllm.testing import PageMachine
+        >>> class MyPages(PageMachine):
+        ...     ops = pages  # your module here
+        >>> run_state_machine_as_test(MyPages, settings=settings(max_examples=5, deadline=None))
     """
 
     ops: ModuleType = page_ops
@@ -29,14 +45,14 @@ class PageMachine(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 8))
     def start(self, num_pages: int) -> None:
-        """An empty pool."""
+        """Start with an empty pool."""
         self.pages, self.shadow = self.ops.init_pages(num_pages), ShadowPages(num_pages)
 
     @rule(target=held, count=st.integers(0, 9))
     def allocate(self, count: int):
-        """All that was asked for, from the free pages, or None and nothing taken."""
+        """Allocate pages: the call returns as many free pages as requested, or None and takes nothing."""
         taken = self.ops.allocate(self.pages, count)
-        expect((taken is None) == (count > len(self.shadow.free)), f"{count} of {len(self.shadow.free)} free pages gave {taken}")
+        expect((taken is None) == (count > len(self.shadow.free)), f"allocating {count} of {len(self.shadow.free)} free pages gave {taken}")
         if taken is None:
             return multiple()
         self._move(taken[0])
@@ -46,7 +62,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(target=held, run=held)
     def retain(self, run: tuple[int, ...]):
-        """One more owner; a free page is refused."""
+        """Add an owner to each page of a run; a free page is refused."""
         if not set(run) <= set(self.shadow.owners):
             self._refused(self.ops.retain, run)
             return multiple()
@@ -56,7 +72,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(run=consumes(held))
     def release(self, run: tuple[int, ...]) -> None:
-        """One owner less; a free page is a double free."""
+        """Remove an owner from each page of a run; a free page is refused as a double free."""
         if not set(run) <= set(self.shadow.owners):
             return self._refused(self.ops.release, run)
         self._move(self.ops.release(self.pages, run))
@@ -88,13 +104,13 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(page=st.integers(0, 7))
     def release_free(self, page: int) -> None:
-        """A double free raises, whatever stands before it in the call."""
+        """A double free raises, also if valid pages come before it in the call."""
         if page in self.shadow.free:
             self._refused(self.ops.release, (*list(self.shadow.owners)[:1], page))
 
     @rule()
     def write(self) -> None:
-        """A page is writable while it has exactly one owner."""
+        """A page is writable if it has exactly one owner."""
         for page in range(self.shadow.num_pages):
             if self.shadow.owners.get(page, 0) == 1:
                 self.ops.require_writable(self.pages, [page])
@@ -103,17 +119,17 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(target=versions)
     def bookmark(self):
-        """A value to come back to."""
+        """Remember a value to go back to."""
         return self.pages, self.shadow.copy()
 
     @rule(version=versions)
     def go_back(self, version: tuple[PageState, ShadowPages]) -> None:
-        """Work goes on from an older value; the newer one stays what it is."""
+        """Continue from an older value; the newer value does not change."""
         self.pages, self.shadow = version[0], version[1].copy()
 
     @invariant()
     def agrees(self) -> None:
-        """Counts and free pages are the shadow's."""
+        """Compare counts and free pages with the shadow."""
         counts = dict(self.pages.refcounts.items())
         expect(counts == self.shadow.owners, f"counts {counts}, owners {self.shadow.owners}", invariant=1)
         free = self.ops.free_pages(self.pages)
@@ -122,7 +138,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @invariant()
     def old_values_stand(self) -> None:
-        """Invariant 5."""
+        """Check invariant 5: old values have not changed."""
         self.kept.require_unchanged()
 
     def _move(self, pages: PageState) -> None:
@@ -134,4 +150,4 @@ class PageMachine(RuleBasedStateMachine):
             call(self.pages, run)
         except BrokenInvariantError:
             return
-        expect(False, f"{call.__name__}({run}) was accepted; owners are {self.shadow.owners}")
+        expect(False, f"{call.__name__}({run}) should have raised BrokenInvariantError; owners are {self.shadow.owners}")

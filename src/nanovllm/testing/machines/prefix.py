@@ -1,4 +1,4 @@
-"""`PrefixMachine`: the prefix index over a pool against a dict of whole token runs (invariants 1, 2, 4 and 5, and eviction)."""
+"""`PrefixMachine`: compare the prefix index of a pool with a dict of whole token prefixes (invariants 1, 2, 4, 5 and eviction order)."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,14 +17,27 @@ from nanovllm.testing.strategies import token_ids
 
 @dataclass(slots=True)
 class Run:
-    """A holder of pages: the tokens whose KV is there, and the pages in order."""
+    """A holder of pages: the tokens whose KV the pages contain, and the pages in order."""
 
     tokens: list[int]
     pages: list[int]
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Runs of tokens take matched and fresh pages, index them, share them, give them back and lose them, in any order."""
+    """Test the prefix index: token runs match, allocate, index, share, return and lose pages in any order.
+
+    Pools have 1 to 8 pages of 1 to 3 tokens. Token ids are 0 and 1, so prefixes often agree.
+
+    Checks invariants 1 (counts), 2 (free pages), 4 (whole prefixes) and 5 (old values do not change). Also checks that the longest-idle
+    pages are evicted first, and that a look-up changes nothing. The code under test is `nanovllm.state.pool`; patch its functions to test
+    a change.
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.testing import PrefixMachine
+        >>> run_state_machine_as_test(PrefixMachine, settings=settings(max_examples=5, deadline=None))
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +50,13 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 8), page_size=st.integers(1, 3))
     def start(self, num_pages: int, page_size: int) -> None:
-        """An empty pool."""
+        """Start with an empty pool."""
         self.size, self.num_pages = page_size, num_pages
         self.pool, self.shadow = pools.init_pool(num_pages, page_size), ShadowIndex(page_size)
 
     @rule(tokens=token_ids(max_size=9), index=st.booleans())
     def begin(self, tokens: list[int], index: bool) -> None:
-        """A new run: what is indexed is shared, the rest gets pages of its own, evicting the oldest idle ones."""
+        """Begin a run: it shares indexed pages and allocates the others, which may evict the longest-idle pages."""
         matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
         expect(matched == self.shadow.match(tokens), f"{tokens} matched {matched}, not {self.shadow.match(tokens)}", invariant=4)
         for page, key in zip(matched, self.shadow.keys(tokens), strict=False):
@@ -62,7 +75,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(token_ids(max_size=5), min_size=1, max_size=5))
     def serve(self, prompts: list[list[int]]) -> None:
-        """Runs that are indexed and over at once: their pages stay as long as nobody needs them."""
+        """Index several runs and end them at once: their pages stay in the index until another run needs them."""
         for tokens in prompts:
             before = len(self.runs)
             self.begin(tokens, True)
@@ -72,7 +85,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.runs)
     @rule(data=st.data())
     def index_later(self, data: st.DataObject) -> None:
-        """A run is indexed from any of its pages on; nothing happens where what stands before is not indexed."""
+        """Index a run from any of its pages on; nothing happens if the page before is not indexed."""
         run = data.draw(st.sampled_from(self.runs))
         self.index(run, data.draw(st.integers(0, len(run.pages))))
 
@@ -86,7 +99,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.runs)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """A second holder of the beginning of a run."""
+        """Add a second holder of the beginning of a run."""
         run = data.draw(st.sampled_from(self.runs))
         length = data.draw(st.integers(1, len(run.tokens)))
         twin = Run(run.tokens[:length], run.pages[: pages_for(length, self.size)])
@@ -96,19 +109,19 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.runs)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """A holder gives its pages back."""
+        """End a run: its pages are released."""
         self._give_back(self.runs.pop(data.draw(st.integers(0, len(self.runs) - 1))))
 
     @rule(count=st.integers(1, 8))
     def press(self, count: int) -> None:
-        """Pages are taken and given back unindexed: the oldest idle ones lose their place in the index."""
+        """Allocate pages and release them without indexing: the longest-idle pages leave the index."""
         fresh = self._allocate(self.pool, count)
         if fresh is not None:
             self._move(pools.release(self.pool, fresh))
 
     @rule(lost=st.frozensets(st.integers(0, 7), max_size=3))
     def lose(self, lost: frozenset[int]) -> None:
-        """Idle pages whose KV was overwritten, and all behind them, leave the index."""
+        """Forget idle pages whose KV was overwritten: they and all pages after them leave the index."""
         doomed = self.shadow.behind(lost & frozenset(self.shadow.idle))
         self._move(pools.forget(self.pool, lost & frozenset(self.shadow.idle)))
         for page in doomed:
@@ -116,7 +129,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(tokens=token_ids(max_size=9))
     def look_up(self, tokens: list[int]) -> None:
-        """A look-up changes nothing."""
+        """Look tokens up: nothing changes."""
         before = freeze(self.pool)
         found = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
         expect(found == self.shadow.match(tokens), f"{tokens} matched {found}, not {self.shadow.match(tokens)}", invariant=4)
@@ -124,29 +137,29 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Keys, pages, idle pages and their order are the shadow's, and the pool's own invariants hold."""
+        """Compare keys, pages, idle pages and their order with the shadow, and check the pool's own invariants."""
         check_pool(self.pool, Counter(page for run in self.runs for page in run.pages))
-        found = dict(indexed_runs(self.pool.prefix))
-        expect(found == self.shadow.pages, f"the index holds {found}, expected {self.shadow.pages}")
+        indexed = dict(indexed_runs(self.pool.prefix))
+        expect(indexed == self.shadow.pages, f"the index contains {indexed}, expected {self.shadow.pages}")
         idle = self.pool.prefix.idle_pages()
         expect(idle == self.shadow.idle, f"idle pages {idle}, expected {self.shadow.idle}")
         expect(self.pool.num_available == self.num_pages - len({p for r in self.runs for p in r.pages}), "pages are missing")
 
     @invariant()
     def old_values_stand(self) -> None:
-        """Invariant 5."""
+        """Check invariant 5: old values have not changed."""
         self.kept.require_unchanged()
 
     def _allocate(self, pool: Pool, count: int) -> list[int] | None:
         short = count - pool.pages.num_free
         taken = pools.allocate(pool, count)
-        expect((taken is None) == (count > pool.num_available), f"{count} of {pool.num_available} available pages gave {taken}")
+        expect((taken is None) == (count > pool.num_available), f"allocating {count} of {pool.num_available} available pages gave {taken}")
         if taken is None:
             self._move(pool)
             return None
         self._move(taken[0])
         for page in self.shadow.idle[: max(0, short)]:
-            expect(page in taken[1], f"page {page} was idle for longest and is not among the evicted {taken[1]}")
+            expect(page in taken[1], f"page {page} was idle longest, but the evicted pages are {taken[1]}")
             self.shadow.drop(page)
         return list(taken[1])
 

@@ -1,4 +1,4 @@
-"""`ScheduleMachine`: the pure scheduler, driven without a model; the KV memory is a dict (invariants 1 to 4, 6 and 7, order of arrival)."""
+"""`ScheduleMachine`: drive the pure scheduler without a model; the KV memory is a dict (invariants 1 to 7, order of arrival)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,16 +24,32 @@ from nanovllm.testing.strategies import Limits, limits, token_ids
 
 @dataclass(slots=True)
 class Hold:
-    """What a live chunk is to the scheduler: pages that nobody may write or take."""
+    """A live chunk as the scheduler sees it: pages that no request may write to or take."""
 
     tokens: IntVector
     pages: IntVector
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Requests arrive, with and without filled contexts, are cancelled, run a step at a time and end; others keep their pages alive.
+    """Test a scheduler: requests arrive, continue filled contexts, run step by step, are cancelled and end. No model runs.
 
-    `scheduler` is the function under test.
+    Pools have up to 18 tokens in pages of 1 to 3. Limits on rows and tokens per step are small, so preemption is common. The sampled
+    tokens are the bits of a random number.
+
+    Checks invariants 1 to 5, 6 (all requests end and all pages return) and 7 (tokens per request). Also checks that a plan respects the
+    limits and the order of arrival, and that the oldest request always advances.
+
+    Attributes:
+        scheduler: The function under test, with the signature of `nanovllm.engine.scheduler.schedule`, as a `staticmethod`.
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.engine.scheduler import schedule
+        >>> from nanovllm.testing import ScheduleMachine
+        >>> class MyScheduler(ScheduleMachine):
+        ...     scheduler = staticmethod(schedule)  # your function here
+        >>> run_state_machine_as_test(MyScheduler, settings=settings(max_examples=3, deadline=None))
     """
 
     scheduler: Callable[..., Plan] = staticmethod(schedule)
@@ -54,13 +70,13 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @initialize(drawn=limits())
     def start(self, drawn: Limits) -> None:
-        """An empty pool."""
+        """Start with an empty pool."""
         self.limits, self.memory = drawn, ShadowMemory(drawn.page_size)
         self.pool = pools.init_pool(drawn.num_pages, drawn.page_size)
 
     @rule(prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4), max_tokens=st.integers(1, 8), keep=st.integers(0, 4))
     def arrive(self, prompts: list[list[int]], max_tokens: int, keep: int) -> None:
-        """Requests for prompts."""
+        """Submit requests for prompts."""
         for place, tokens in enumerate(prompts):
             self._arrive(IntVector.of(tokens), IntVector.of(), 0, max_tokens, keep == place)
 
@@ -72,7 +88,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         keep=st.integers(0, 3),
     )
     def arrive_on_context(self, data: st.DataObject, more: list[list[int]], max_tokens: int, keep: int) -> None:
-        """Requests that go on from filled pages; nothing, or something, comes after them."""
+        """Submit requests that continue filled pages, with or without more tokens."""
         hold = self.holds[data.draw(st.integers(0, len(self.holds) - 1))]
         for place, tokens in enumerate(more):
             self._arrive(hold.tokens.extend(tokens), hold.pages, len(hold.tokens), max_tokens, keep == place)
@@ -80,7 +96,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        """A request goes away in whatever state it is."""
+        """Cancel a running or waiting request."""
         sequence = data.draw(st.sampled_from([*self.running, *self.waiting]))
         self._move(give_up_pages(self.pool, sequence))
         if sequence in self.running:
@@ -90,7 +106,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @rule(tokens=token_ids(max_size=5))
     def fill(self, tokens: list[int]) -> None:
-        """A chunk is prefilled outside the scheduler."""
+        """Prefill a chunk outside the scheduler."""
         size, run = self.limits.page_size, IntVector.of(tokens)
         matched = pools.match(self.pool, run.array()).tolist()
         pool = pools.acquire(self.pool, matched)
@@ -105,21 +121,21 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
-        """A chunk is released."""
+        """Release a chunk."""
         hold = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
         self._move(pools.release(self.pool, hold.pages))
 
     @precondition(lambda self: self.holds)
     @rule()
     def let_go_of_all(self) -> None:
-        """All chunks are released."""
+        """Release all chunks."""
         while self.holds:
             self._move(pools.release(self.pool, self.holds.pop().pages))
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        """A second, perhaps shorter, chunk over the same pages."""
+        """Make a second chunk over the same pages, perhaps a shorter one."""
         hold = data.draw(st.sampled_from(self.holds))
         length = data.draw(st.integers(1, len(hold.tokens)))
         twin = Hold(hold.tokens.truncate(length), hold.pages.truncate(pages_for(length, self.limits.page_size)))
@@ -129,7 +145,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.waiting)
     @rule(draws=st.integers(0, 255))
     def step(self, draws: int) -> None:
-        """One step: the plan is checked, its tokens are run in the dict, drawn tokens are `draws`' bits."""
+        """Run one step: check the plan and run its tokens in the dict. The sampled tokens are the bits of `draws`."""
         before = (*self.running, *self.waiting)
         plan = self.scheduler(self.pool, self.running, self.waiting, self.limits.config())
         self._check_plan(plan, before)
@@ -140,13 +156,13 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.waiting)
     @rule(draws=st.integers(0, 255), count=st.integers(2, 8))
     def run(self, draws: int, count: int) -> None:
-        """Several steps."""
+        """Run several steps."""
         for i in range(count):
             self.step(draws >> i % 8)
 
     @invariant()
     def owners_agree(self) -> None:
-        """Invariants 1 and 2; and every filled slot holds what its tokens say (invariant 4)."""
+        """Check invariants 1 and 2, and that each filled slot contains the KV of its tokens (invariant 4)."""
         owners = Counter(page for holder in (*self.running, *self.waiting, *self.holds) for page in holder.pages)
         check_pool(self.pool, owners)
         for sequence in (*self.running, *self.waiting):
@@ -161,11 +177,11 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @invariant()
     def old_values_stand(self) -> None:
-        """Invariant 5."""
+        """Check invariant 5: old values have not changed."""
         self.kept.require_unchanged()
 
     def teardown(self) -> None:
-        """Invariant 6: the workload ends within a bound, and all pages come back."""
+        """Check invariant 6: the workload ends within a bound, and all pages return."""
         sequences = (*self.running, *self.waiting)
         total = sum(s.request.max_len for s in sequences)
         bound = (total + 1) * (len(sequences) + 2)
@@ -203,7 +219,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         rows = [*((s, 1) for s in plan.decode), *plan.prefill]
         ids = [s.request.request_id for s, _ in rows]
         running, waiting = ([s.request.request_id for s in group] for group in (plan.running, plan.waiting))
-        expect(len(set(ids)) == len(ids) and set(ids) <= set(running), f"requests {ids} run, {running} are running")
+        expect(len(set(ids)) == len(ids) and set(ids) <= set(running), f"the plan runs requests {ids}, but {running} are running")
         everyone = [*running, *waiting, *(s.request.request_id for s in plan.stuck)]
         expect(sorted(everyone) == sorted(old), f"requests {sorted(old)} became {everyone}")
         expect(all(a < b for a, b in pairwise(running + waiting)), f"running {running} and waiting {waiting} are not in order of arrival")
@@ -223,7 +239,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         check_pool(plan.pool, held)
         for sequence in plan.stuck:
             alone = not plan.running and not any(len(s.pages) for s in plan.waiting)
-            expect(alone, f"request {sequence.request.request_id} was given up while others hold pages")
+            expect(alone, f"request {sequence.request.request_id} was given up while others have pages")
             nothing = reserve(plan.pool, sequence, sequence.num_filled + min(1, sequence.todo), size) is None
             expect(nothing, f"request {sequence.request.request_id} was given up although it could go on")
 

@@ -1,4 +1,4 @@
-"""Decode steps that `EngineMachine` runs by itself, between `begin` and `commit`: what they draw, and what becomes of it."""
+"""Decode sessions of `EngineMachine`: the steps between `begin` and `commit`, their sampled tokens and their results."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from nanovllm.testing.shadows.memory import expect
 
 @dataclass(slots=True)
 class Steps:
-    """Decode steps between `begin` and `commit`."""
+    """One decode session: the carry, its requests, and the tokens sampled so far."""
 
     carry: Any
     requests: list[Request]
@@ -30,7 +30,7 @@ class Steps:
 
 
 class SessionDriver(EngineDriver):
-    """An engine, and the decode steps over it that are not committed yet."""
+    """One engine, and its decode sessions that are not committed yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class SessionDriver(EngineDriver):
         done = self._attempt(call, OutOfPagesError)
         if isinstance(done, OutOfPagesError):
             wanted = sum(pages_for(len(p) + room, size) for p in prompts)
-            expect(wanted > available + shared, f"{wanted} pages were wanted, {available} are available and {shared} shared: {done}")
+            expect(wanted > available + shared, f"OutOfPagesError for {wanted} pages; {available} are available, {shared} shared: {done}")
             return False
         if done is None:
             return False
@@ -79,7 +79,7 @@ class SessionDriver(EngineDriver):
         for generation, prompt, request, drawn in zip(made, session.prompts, session.requests, session.drawn, strict=True):
             self.world.require_reply(prompt, drawn, request)
             count = next((i for i in range(1, len(drawn) + 1) if ends(request, drawn[:i])), len(drawn))
-            expect(generation.token_ids == drawn[:count], f"{drawn} were drawn, {generation.token_ids} returned")
+            expect(generation.token_ids == drawn[:count], f"{drawn} were sampled, {generation.token_ids} returned")
             reason = ends(request, drawn[:count]) or "length"
             expect(generation.finish_reason == reason, f"{drawn} ended with {generation.finish_reason}, not {reason}")
             self._adopt(generation.chunk, prompt + drawn[:count])

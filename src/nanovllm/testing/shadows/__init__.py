@@ -1,1 +1,1 @@
-"""Simple models that the machines compare an engine with."""
+"""Shadows: simple models in plain Python that the machines compare an engine with."""

@@ -1,4 +1,4 @@
-"""Chunks as plain tuples of cells: what every call of the chunk algebra ought to make, written out token by token."""
+"""The shadow of chunks: plain tuples of cells, one per token, that say what each function on chunks must make."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -11,7 +11,7 @@ from nanovllm.state.window_frames import Frames
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cell:
-    """A token of a chunk: its position, and what its slot must hold, but for the rotation of its keys, which the position gives."""
+    """One token of a chunk: its position, and the KV that its slot must contain. Keys in `kv` are not rotated yet."""
 
     token: int
     position: int
@@ -23,33 +23,32 @@ Cells: TypeAlias = tuple[Cell, ...]
 
 @runtime_checkable
 class Oracle(Protocol):
-    """What a model makes of tokens whose KV came about in any way."""
+    """Computes KV and logits of tokens whose earlier tokens have any KV, exact or approximate."""
 
     def kv_of(self, before: Cells, token: int, position: int) -> Any:
-        """What a token's slot holds after it ran behind these."""
+        """Return the KV of a token that runs after the cells `before`."""
         ...
 
     def logits_after(self, cells: Cells) -> list[float]:
-        """The logits of the next token; the last one attends to its slot as it is."""
+        """Return the logits of the next token; the last token attends to its own cell as it is."""
         ...
 
     def require_cells(self, kv: KVState, pages: Seq[int], cells: Cells, frames: Frames | None = None, retired: int = 0) -> None:
-        """Raise `ShadowMismatchError` unless the pages hold these cells, and so do their frames, which those from place `retired` on must
-        have."""
+        """Raise `ShadowMismatchError` unless pages and their frames contain these cells; pages from index `retired` on need frames."""
         ...
 
     def require_logits(self, found: Seq[float], cells: Cells, *, exact: bool) -> None:
-        """Raise `ShadowMismatchError` unless these are the logits after the cells; where they are `exact`, those of a full prefill too."""
+        """Raise `ShadowMismatchError` unless `found` are the logits after the cells; with `exact`, also those of a full prefill."""
         ...
 
     def likeliest(self, token: int, logits: Seq[float]) -> bool:
-        """Whether greedy decoding may draw this token."""
+        """Return whether greedy decoding may sample this token: it is the most probable token, or equally probable."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShadowChunk:
-    """A chunk as its making says: cells, how many of the first are exact, and the operations that made the others approximate."""
+    """The expected chunk: its cells, the number of exact cells at its beginning, and the operations that made the others approximate."""
 
     cells: Cells
     num_exact: int
@@ -57,24 +56,24 @@ class ShadowChunk:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens in order."""
+        """The token ids in order."""
         return [cell.token for cell in self.cells]
 
     @property
     def gapped(self) -> bool:
-        """Whether positions were left out."""
+        """Whether the positions have gaps."""
         return any(cell.position != at for at, cell in enumerate(self.cells))
 
 
 @dataclass(slots=True)
 class ChunkShadow:
-    """The algebra. Every method returns what the call of that name ought to make."""
+    """Computes expected chunks: each method returns the chunk that the corresponding function must make."""
 
     oracle: Oracle
-    known: dict[tuple[int, ...], Cell] = field(default_factory=dict)  # the last cell of exact runs
+    known: dict[tuple[int, ...], Cell] = field(default_factory=dict)  # exact prefix -> the cell of its last token
 
     def exact(self, tokens: Iterable[int]) -> ShadowChunk:
-        """A full prefill."""
+        """Return the chunk of a full prefill."""
         cells: Cells = ()
         run: tuple[int, ...] = ()
         for at, token in enumerate(tokens):
@@ -85,7 +84,7 @@ class ChunkShadow:
         return ShadowChunk(cells=cells, num_exact=len(cells))
 
     def extended(self, base: ShadowChunk, tokens: Seq[int]) -> ShadowChunk:
-        """Tokens run behind a chunk, at the positions that follow its last."""
+        """Return a chunk followed by tokens that run at the positions after its last position."""
         if not base.operations:
             return self.exact([*base.token_ids, *tokens])
         cells = base.cells
@@ -95,11 +94,14 @@ class ChunkShadow:
         return _labelled(cells, base.num_exact, base.operations)
 
     def cut(self, base: ShadowChunk, length: int) -> ShadowChunk:
-        """The first tokens of a chunk."""
+        """Return the first `length` tokens of a chunk."""
         return _labelled(base.cells[:length], base.num_exact, base.operations)
 
     def composed(self, bases: Seq[ShadowChunk], recompute: int | float | str) -> ShadowChunk:
-        """Chunks one after another. A fraction runs all of the later ones: the two layers that choose tokens are the whole model here."""
+        """Return chunks composed one after another.
+
+        A fraction as `recompute` runs all tokens of the later chunks again: the two layers that choose tokens are the whole model here.
+        """
         if len(bases) == 1 and not bases[0].gapped:
             return bases[0]
         cells = tuple(cell for base in bases for cell in base.cells)
@@ -114,7 +116,7 @@ class ChunkShadow:
         return _labelled(self._rerun(_placed(cells, 0), places), bases[0].num_exact, operations)
 
     def dropped(self, base: ShadowChunk, start: int, stop: int, mode: str) -> ShadowChunk:
-        """A chunk without a span."""
+        """Return a chunk without the span `start ... stop - 1`."""
         head, tail = self.cut(base, start), base.cells[stop:]
         if not tail:
             return head
@@ -124,7 +126,7 @@ class ChunkShadow:
         return _labelled(head.cells + moved, min(base.num_exact, start), _joined([base], f"dropped by {mode}"))
 
     def _rerun(self, cells: Cells, places: Iterable[int]) -> Cells:
-        """Tokens run again in place, in order."""
+        """Run the tokens at these indices again in place, in order."""
         made = list(cells)
         for at in places:
             token, position = made[at].token, made[at].position
@@ -142,5 +144,5 @@ def _joined(bases: Seq[ShadowChunk], operation: str) -> tuple[str, ...]:
 
 
 def _placed(cells: Cells, start: int) -> Cells:
-    """The same cells at positions `start ...`."""
+    """Return the same cells at positions `start, start + 1, ...`."""
     return tuple(Cell(token=cell.token, position=start + i, kv=cell.kv) for i, cell in enumerate(cells))

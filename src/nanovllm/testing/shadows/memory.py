@@ -1,4 +1,4 @@
-"""Shadow models: plain Python that says what the engine's values ought to be, and what the KV memory ought to hold."""
+"""Shadows of the engine's values and of the KV memory, in plain Python."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ def expect(holds: bool, what: str, *, invariant: int | None = None) -> None:
 
 @no_type_check
 def freeze(value: Any) -> Any:
-    """All that can be seen of a persistent value, as plain immutable Python: equal later if and only if nothing changed."""
+    """Return the content of a persistent value as plain immutable Python. A later result is equal if and only if nothing changed."""
     match value:
         case IntVector():
             return tuple(value.array().tolist())
@@ -54,8 +54,8 @@ def freeze(value: Any) -> Any:
             return freeze(value.pages), freeze(value.prefix), value.frames and freeze(value.frames)
         case Frames():
             spare = value.spare
-            told = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))
-            return freeze(value.used), told, tuple(spare.pages()), spare.count, spare.oldest, spare.now
+            arrays = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))
+            return freeze(value.used), arrays, tuple(spare.pages()), spare.count, spare.oldest, spare.now
         case Chunk():
             parts = (freeze(value.tokens), freeze(value.pages), value.provenance, value.num_exact, value.gaps)
             return (*parts, value.fingerprint, value.engine, value.liveness)
@@ -71,75 +71,75 @@ def freeze(value: Any) -> Any:
 
 @dataclass(slots=True)
 class KeptValues:
-    """Old values beside what they looked like (invariant 5). Only the `limit` youngest are kept."""
+    """Old values with their content at that time (invariant 5). Only the `limit` newest values are kept."""
 
     limit: int = 12
     kept: list[tuple[Any, Any]] = field(default_factory=list)
 
     def keep(self, value: Any) -> None:
-        """Remember a value as it is now."""
+        """Remember a value and its content."""
         self.kept.append((value, freeze(value)))
         del self.kept[: -self.limit]
 
     def require_unchanged(self) -> None:
-        """Raise `ShadowMismatchError` if an old value looks different from when it was kept."""
+        """Raise `ShadowMismatchError` if the content of an old value has changed since it was kept."""
         for value, before in self.kept:
             expect(freeze(value) == before, f"an old {type(value).__name__} changed from {before} to {freeze(value)}", invariant=5)
 
 
 @dataclass(slots=True)
 class ShadowPages:
-    """Owners of each page, counted in a dict."""
+    """Counts the owners of each page in a dict."""
 
     num_pages: int
     owners: dict[int, int] = field(default_factory=dict)
 
     @property
     def free(self) -> set[int]:
-        """Pages without an owner."""
+        """The pages without an owner."""
         return set(range(self.num_pages)) - set(self.owners)
 
     def add(self, pages: Iterable[int]) -> None:
-        """One more owner of each."""
+        """Add an owner to each page."""
         for page in pages:
             self.owners[page] = self.owners.get(page, 0) + 1
 
     def remove(self, pages: Iterable[int]) -> None:
-        """One owner of each less."""
+        """Remove an owner from each page."""
         for page in pages:
             self.owners[page] -= 1
             if not self.owners[page]:
                 del self.owners[page]
 
     def copy(self) -> "ShadowPages":
-        """Independent of this one."""
+        """Return an independent copy."""
         return ShadowPages(self.num_pages, dict(self.owners))
 
 
 @dataclass(slots=True)
 class ShadowIndex:
-    """The prefix index as a dict from whole token prefixes to pages, and the idle pages in a list, the next to be evicted first."""
+    """The prefix index as a dict from token prefixes of whole pages to pages. `idle` lists idle pages in the order of eviction."""
 
     page_size: int
     pages: dict[tuple[int, ...], int] = field(default_factory=dict)
     idle: list[int] = field(default_factory=list)
 
     def keys(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every prefix of whole pages."""
+        """Return every prefix of whole pages."""
         size = self.page_size
         return [tuple(tokens[: end * size]) for end in range(1, len(tokens) // size + 1)]
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The pages of the longest indexed prefix."""
-        found = []
+        """Return the pages of the longest indexed prefix."""
+        matched = []
         for key in self.keys(tokens):
             if key not in self.pages:
                 break
-            found.append(self.pages[key])
-        return found
+            matched.append(self.pages[key])
+        return matched
 
     def insert(self, tokens: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Index a run's pages as far as they are the ones that a look-up finds; returns the new ones."""
+        """Index pages of a run until a prefix is already indexed with another page, and return the newly indexed pages."""
         added = []
         for key, page in zip(self.keys(tokens), held, strict=False):
             if key not in self.pages and page not in self.pages.values():
@@ -151,24 +151,24 @@ class ShadowIndex:
 
     def drop(self, page: int) -> None:
         """Forget one page."""
-        self.pages = {key: found for key, found in self.pages.items() if found != page}
-        self.idle = [found for found in self.idle if found != page]
+        self.pages = {key: other for key, other in self.pages.items() if other != page}
+        self.idle = [other for other in self.idle if other != page]
 
     def behind(self, lost: Iterable[int]) -> set[int]:
-        """The given indexed pages and all whose prefix goes through one of them."""
+        """Return the given indexed pages and all pages whose prefix contains one of them."""
         keys = [key for key, page in self.pages.items() if page in set(lost)]
         return {page for key, page in self.pages.items() if any(key[: len(k)] == k for k in keys)}
 
 
 @dataclass(slots=True)
 class ShadowMemory:
-    """What each slot of the KV memory was computed from: the whole run of tokens up to its own."""
+    """The KV memory as a dict: each slot maps to the tokens that its KV was computed from, its own token included."""
 
     page_size: int
     slots: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def copy_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy whole pages, all at once, as one op does."""
+        """Copy whole pages at the same time, like the op `copy_pages`."""
         pairs, before = list(pairs), dict(self.slots)
         targets = [target for _, target in pairs]
         expect(len(set(targets)) == len(targets), f"two copies into one page: {pairs}")
@@ -178,14 +178,14 @@ class ShadowMemory:
                 self.slots[target, offset] = before.get((source, offset), ())
 
     def run(self, tokens: np.ndarray, pages: Sequence[int], start: int, count: int) -> None:
-        """Run tokens `start ... start + count - 1`: everything before is read, they themselves are written."""
+        """Run tokens `start ... start + count - 1`: their slots are written, then all slots up to the last are read and checked."""
         run = tuple(tokens.tolist())
         for at in range(start, start + count):
             self.slots[pages[at // self.page_size], at % self.page_size] = run[: at + 1]
         self.require(tokens, pages, start + count)
 
     def require(self, tokens: np.ndarray, pages: Sequence[int], count: int) -> None:
-        """Raise unless the first `count` tokens' slots hold just what a prefill of them writes."""
+        """Raise `ShadowMismatchError` unless the slots of the first `count` tokens contain the KV that a prefill of them writes."""
         run = tuple(tokens.tolist())
         for at in range(count):
             place = (pages[at // self.page_size], at % self.page_size)
@@ -193,13 +193,13 @@ class ShadowMemory:
 
 
 def indexed_runs(index: PrefixIndex) -> list[tuple[tuple[int, ...], int]]:
-    """Every indexed page with the whole run of tokens that its key commits to."""
+    """Return every indexed page with all tokens up to its end. Raises `BrokenInvariantError` if the index lacks an earlier page."""
     runs = []
     for page in index.pages():
         parts, at = list[np.ndarray](), page
         while at != ROOT:
             if at not in index:
-                raise BrokenInvariantError(f"page {page} is indexed behind page {at}, which is not")
+                raise BrokenInvariantError(f"page {page} is indexed after page {at}, which is not indexed")
             start = index.place_of[at] * index.page_size
             parts.append(index.runs[index.run_of[at]].tokens[start : start + index.page_size])
             at = index.before(at)

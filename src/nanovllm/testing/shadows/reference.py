@@ -1,8 +1,8 @@
-"""A decoder written out once more, in numpy and float64, one token at a time: what the model is compared with where KV is not exact.
+"""A decoder in numpy and float64 that runs one token at a time. Tests compare the model with it when KV is approximate.
 
-It shares nothing with the engine but the weights. Keys are kept as they are before rotation, and rotated anew, all of them, whenever a
-token attends to them: so a key that was moved wrongly cannot agree by accident. Shapes: n tokens · L layers · H query heads ·
-K key/value heads · D head_dim · V vocabulary · M hidden_size.
+It shares only the weights with the engine. It stores keys before rotation and rotates all of them each time a token attends to them. So a
+key that the engine moved wrongly cannot agree by accident. Shapes: n tokens · L layers · H query heads · K key/value heads · D head_dim ·
+V vocabulary · M hidden_size.
 """
 
 import math
@@ -16,16 +16,16 @@ import torch
 from nanovllm.models.common.params import Layer
 from nanovllm.models.model import Model
 
-KeysValues = np.ndarray  # of one token: `[L, 2, K, D]`, its keys before rotation
+KeysValues = np.ndarray  # keys before rotation, and values, of one token: `[L, 2, K, D]`
 
 
 class Reference:
-    """A model's weights as float64 arrays. Rotary positions without scaling only."""
+    """A decoder with a model's weights as float64 arrays. It supports only plain rotary positions; else it raises `ValueError`."""
 
     def __init__(self, model: Model):
         config, params = model.config, model.params
         if config.rope.kind != "default":
-            raise ValueError(f"rope kind {config.rope.kind!r} is not written out here, only 'default'")
+            raise ValueError(f"the numpy reference does not support rope kind {config.rope.kind!r}; use a model with rope kind 'default'")
         self.config = config
         self.embed, self.final_norm = _array(params.embed), _array(params.final_norm)
         self.head = self.embed if params.head is None else _array(params.head)
@@ -33,18 +33,23 @@ class Reference:
         self.speeds = np.array([config.rope.theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
 
     def rotate(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Vectors `[n, ..., D]` turned for the positions `[n]`: channels i and i + D/2 are the parts of one complex number."""
+        """Rotate vectors `[n, ..., D]` for the positions `[n]`; channels i and i + D/2 are the two parts of one complex number."""
         half = x.shape[-1] // 2
         angles = positions.reshape(-1, *[1] * (x.ndim - 1)) * self.speeds
-        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
-        return np.concatenate((turned.real, turned.imag), -1)
+        rotated = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+        return np.concatenate((rotated.real, rotated.imag), -1)
 
     def run(
         self, before: Seq[tuple[int, KeysValues]], token: int, position: int, held: KeysValues | None = None
     ) -> tuple[KeysValues, np.ndarray]:
-        """Keys and values of a token after (position, keys and values) of those before it, and the logits `[V]` that follow it.
+        """Run one token after earlier tokens, and return its keys and values and the logits `[V]` of the next token.
 
-        `held`: the token attends to this as its own, as one does that runs again for its logits alone.
+        Args:
+            before: Position, and keys and values, of each earlier token.
+            token: The token id.
+            position: The token's position.
+            held: If given, the token attends to these keys and values as its own. The engine does so when a token runs again only for
+                its logits.
         """
         positions = np.array([*(p for p, _ in before), position])
         x_M, made = self.embed[token], []
@@ -61,7 +66,7 @@ class Reference:
         return np.stack(made), self.head @ self._norm(x_M, self.final_norm)
 
     def _qkv(self, w: Layer[Any], x_M: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rotated queries `[H, D]`; keys, not rotated, and values `[2, K, D]`."""
+        """Return rotated queries `[H, D]`, and keys before rotation and values `[2, K, D]`."""
         heads = _linear(self._norm(x_M, w.input_norm), w.qkv, w.qkv_bias).reshape(-1, self.config.head_dim)
         q_HD, k_KD, v_KD = np.split(heads, (self.config.num_heads, self.config.num_heads + self.config.num_kv_heads))
         if w.q_norm is not None and w.k_norm is not None:

@@ -1,4 +1,7 @@
-"""An executor that runs steps before they are asked for, as the one for GPUs does, over any other: what it runs in vain must not show."""
+"""An executor that runs decode steps before the engine asks for them, like the executor for GPUs, on top of any other executor.
+
+Results of steps that ran in vain must not be visible.
+"""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from nanovllm.types import Int64
 
 @dataclass(slots=True)
 class AheadExecutor:
-    """`ready` is the result of a step that nobody has asked for."""
+    """Runs one decode step ahead. `ready` is the result of a step that the engine has not asked for yet."""
 
     inner: Executor
     page_size: int
@@ -27,21 +30,21 @@ class AheadExecutor:
 
     @classmethod
     def over(cls, inner: Executor, page_size: int) -> "AheadExecutor":
-        """The executor with nothing run yet."""
+        """Wrap an executor; no step has run ahead yet."""
         return cls(inner, page_size, RunAhead(page_size))
 
     def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], **options: Any) -> tuple[Drawn | None, KVState]:
-        """See `Executor`."""
+        """Donates `kv`: run prompt tokens, and sample for sequences that are complete afterwards."""
         return self.inner.prefill(model, kv, rows, **options)
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
+        """Drop the step ahead, and make a carry for a new batch in which the longest rows come first."""
         self.ahead.drop()
         places = longest_first(rows)
         return self._restarted(self.inner.load(model, kv, placed(rows, places), frames=frames), rows, places)
 
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `carry`: drop the step ahead, and update the carry after some rows got other pages."""
         if len(rows) != len(carry.active):
             return self.load(model, carry.kv, rows, frames=frames)
         self.ahead.drop()
@@ -49,7 +52,7 @@ class AheadExecutor:
         return self._restarted(self.inner.refresh(model, carry, placed(rows, places), frames=frames), rows, places)
 
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
-        """See `Executor`."""
+        """Donates `carry`: go on with the rows at the indices `keep`, ascending; the other rows have ended and must not write any more."""
         newest = self.ready[0] if self.ready is not None and self.ahead.launched else carry
         if newest.batch.plan or newest.sampling.penalties is not None:
             return self.load(model, carry.kv, rows, frames=frames)
@@ -58,23 +61,24 @@ class AheadExecutor:
         return carry
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """See `Executor`."""
+        """Donates `carry`: return the result of the step ahead, or run a step; then run the next step ahead if that is allowed."""
         after, drawn = self.ready if self.ahead.take() and self.ready is not None else self.inner.decode(model, carry)
         self.ready = self.inner.decode(model, after) if self.ahead.next() else None
         return after, drawn.at(self.ahead.places)
 
     def take_discarded_count(self) -> int:
-        """See `Executor`."""
+        """The number of tokens that steps ahead ran in vain since the last call; counting starts again."""
         return self.ahead.take_discarded_count() + self.inner.take_discarded_count()
 
     def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, **options: Any) -> DecodeCarry:
-        """See `Executor`."""
+        """Make a carry with tensors of its own for a decode session; its resources live until `end(ticket)`."""
         return self.inner.begin(model, kv, rows, ticket, **options)
 
     def end(self, ticket: int) -> None:
-        """See `Executor`."""
+        """Let go of the resources of a decode session."""
         self.inner.end(ticket)
 
     def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> DecodeCarry:
-        self.ahead.restart(rows, places, allowed=carry.sampling.penalties is None)  # whose counts are written in place
+        # Penalty counts are written in place, so a step ahead could not be undone.
+        self.ahead.restart(rows, places, allowed=carry.sampling.penalties is None)
         return carry

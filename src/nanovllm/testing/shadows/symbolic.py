@@ -1,14 +1,15 @@
-"""A symbolic model: the KV of a token is a number that commits to every token before it, so that wrong KV is seen at once and exactly.
+"""A symbolic model: the KV of a token is a number computed from all tokens before it, so wrong KV is found at once and exactly.
 
-The engine, its pages and its page copies are the real ones; only the model and its attention are replaced. A token's number is made of
-its id, of its position where that differs from its index, and of the numbers that are read for all earlier tokens through the page
-table; logits are made of the newest number. Keys that move are not turned: the model's rotation speeds are 0.
+The engine, its pages and its page copies are real. Only the model and its attention are replaced. A token's number depends on its id and on
+the numbers of all earlier tokens, read through the page table. It also depends on the position, if that differs from the index. The logits
+depend on the newest number. Keys that move are not rotated: the model's rotation speeds are 0.
 
-Layers with a window have a pool of their own, found by frames, and read of it the numbers in the window. What a number is made of is folded
-from what both kinds of layers read, so a frame that was taken over, or freed too early, shows like a wrong page.
+Sliding-window layers have a pool of their own, addressed by frames (the KV memory of sliding-window pages). They read the numbers in
+their window. A token's number depends on the numbers that both kinds of layers read. So a frame that was freed too early, or that another
+page took, gives wrong numbers like a wrong page.
 
-Where a plan says what rows share, pages are read by the plan, as a kernel would: each run through the table of its first row. A page that
-the plan leaves out is not read, one that it has twice counts twice, and no query may see a shared run in part.
+With an attention plan, pages are read as a kernel would read them: each shared run of pages through the page table of its first row. A
+page that the plan leaves out is not read, and a page that it lists twice counts twice. A query must see a shared run as a whole.
 """
 
 from collections.abc import Sequence as Seq
@@ -29,25 +30,25 @@ from nanovllm.sampling.tensors import build
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Tensor
 
-MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 is a slot that was never written
+MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 means that the slot was never written
 START = 1
 
 
-@no_type_check  # called for every slot, as are the next ones: run-time checks would cost more than all else
+@no_type_check  # this and the next functions are called for every slot: run-time type checks would cost more than the rest of the test
 def fold(before: int, number: int) -> int:
-    """What the numbers up to one come to."""
+    """Combine the hash of earlier numbers with the next number."""
     return (before * 1000003 + number) % 2147483647
 
 
 @no_type_check
 def number_of(before: int, token: int, offset: int = 0) -> int:
-    """The number of a token after what its predecessors fold to; `offset` is its position less its index."""
+    """Return the number of a token, given the hash of the numbers before it; `offset` is its position minus its index."""
     return ((before * 31 + token * 7919 + offset * 104729 + 12345) * 2654435761 >> 7) % MODULUS + 1
 
 
 @no_type_check
 def folded(earlier: Seq[int], config: ModelConfig | None = None) -> int:
-    """What the numbers of all earlier tokens come to for the next one: those that layers without a window read, then those with one."""
+    """Return the hash of all earlier numbers for the next token: first the numbers for full attention, then those in the window."""
     before = START
     if config is None or not config.all_windowed:
         for number in earlier:
@@ -59,25 +60,28 @@ def folded(earlier: Seq[int], config: ModelConfig | None = None) -> int:
 
 
 def numbers(tokens: Seq[int], config: ModelConfig | None = None) -> list[int]:
-    """The numbers that a prefill of these tokens writes."""
-    found, before = list[int](), START
+    """Return the numbers that a prefill of these tokens writes."""
+    made, before = list[int](), START
     window, alone = (0, False) if config is None else (config.widest_window, config.all_windowed)
     for token in tokens:
         seen = START if alone else before
-        for number in found[max(0, len(found) - window + 1) :] if window else ():
+        for number in made[max(0, len(made) - window + 1) :] if window else ():
             seen = fold(seen, number)
-        found.append(number_of(seen, int(token)))
-        before = fold(before, found[-1])
-    return found
+        made.append(number_of(seen, int(token)))
+        before = fold(before, made[-1])
+    return made
 
 
 def logits_of(number: int, vocab_size: int) -> list[float]:
-    """The logits after the token with this number: multiples of 1/2048 below 2, so that drawn tokens vary."""
+    """Return the logits after the token with this number: multiples of 1/2048 below 2, so that sampled tokens vary."""
     return [((number * 40503 + (v + 1) * 2654435761) * 2246822519 >> 9) % 4096 / 2048 for v in range(vocab_size)]
 
 
 def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
-    """Donates `kv`. The model's signature; host memory only. Raises `BrokenInvariantError` for a position before its index."""
+    """Donates `kv`: run a batch with the signature of a model's forward pass, in host memory only.
+
+    Raises `BrokenInvariantError` if a token's position is smaller than its index.
+    """
     starts = list(range(batch.seq_lens.shape[0] + 1)) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, positions = batch.input_ids.tolist(), batch.positions.tolist()
     window, views = config.widest_window, (batch, batch if batch.windowed is None else batch.windowed)
@@ -91,19 +95,19 @@ def symbolic_forward(params: object, kv: KVState, batch: Batch, config: ModelCon
         for at in range(first, seq_len):
             token = starts[row] + at - first
             if positions[token] < at:
-                raise BrokenInvariantError(f"the token at place {at} of row {row} runs at position {positions[token]}")
+                raise BrokenInvariantError(f"token {at} of row {row} runs at position {positions[token]}, which must be at least {at}")
             before = START
             for group in groups:
                 before = group.before(before, token, at)
             number = number_of(before, ids[token], positions[token] - at)
             seen = {group.write(token, at, number) for group in groups}
             logits.append(logits_of(seen.pop() if len(seen) == 1 else 0, config.vocab_size))
-    found = torch.tensor(logits, dtype=torch.float32)
-    return (found if batch.logit_indices is None else found[batch.logit_indices.long()].view(-1, config.vocab_size)), kv
+    rows = torch.tensor(logits, dtype=torch.float32)
+    return (rows if batch.logit_indices is None else rows[batch.logit_indices.long()].view(-1, config.vocab_size)), kv
 
 
 class Group:
-    """One KV pool while a batch runs, and what its layers read of it, all (`window` 0) or the last `window` tokens."""
+    """One KV pool while a batch runs. Its layers read the last `window` tokens of a row; 0 means all."""
 
     @no_type_check
     def __init__(self, pool, view, starts, window: int):
@@ -114,14 +118,14 @@ class Group:
 
     @no_type_check
     def begin(self, row: int, first: int) -> None:
-        """A row, whose first token to run is at place `first`."""
+        """Begin a row, whose first token to run has index `first`."""
         self.row, self.sum = row, START
         for at in range(0 if self.plan is None and not self.window else first, first):
             self.sum = fold(self.sum, read(self.memory, self.tables[row][at // self.size], at % self.size))
 
     @no_type_check
     def before(self, before: int, token: int, at: int) -> int:
-        """What other pools' numbers came to, and then those that this token reads here."""
+        """Add the numbers that a token reads from this pool to the hash `before`, which includes the numbers of the pools before."""
         table, since = self.tables[self.row], max(0, at - self.window + 1) if self.window else 0
         self.page = table[at // self.size]
         if self.plan is not None:
@@ -130,12 +134,12 @@ class Group:
             for place in range(since, at):
                 before = fold(before, read(self.memory, table[place // self.size], place % self.size))
         else:
-            before = self.sum  # the first pool
+            before = self.sum  # a pool with full attention is the first pool, so the hash starts here
         return before
 
     @no_type_check
     def write(self, token: int, at: int, number: int) -> int:
-        """The token's number into its slot; returns what the token finds in its own place."""
+        """Write the token's number into its slot, and return the number that the token then reads at its own index."""
         slot = self.slots[token]
         self.memory[:, slot // self.size, :, :, slot % self.size, :] = number
         seen = 0 if self.page is None else read(self.memory, self.page, at % self.size)
@@ -144,15 +148,15 @@ class Group:
 
 
 class PlannedReads:
-    """What each token of a batch reads by an attention plan. `starts` are the first tokens of the rows."""
+    """The pages that each token of a batch reads according to an attention plan. `starts` has the first token of each row."""
 
     @no_type_check
     def __init__(self, handle: int, tables: list[list[int]], starts: list[int], size: int):
         plan, self.size = lookup(handle), size
         if not isinstance(plan, CascadePlan | PromptCascade):
-            raise BrokenInvariantError(f"plan {handle} is a {type(plan).__name__}")
+            raise BrokenInvariantError(f"plan {handle} is a {type(plan).__name__}, which the symbolic model cannot follow")
         row_of = [row for row in range(len(starts) - 1) for _ in range(starts[row], starts[row + 1])]
-        self.runs = {token: [] for token in range(len(row_of))}  # of a token: first page, its pages, whether other rows read them too
+        self.runs = {token: [] for token in range(len(row_of))}  # per token: first page, pages, whether other rows read them too
         for run in plan.runs:
             tokens = run.rows.tolist()
             rows = [row_of[token] for token in tokens]
@@ -162,13 +166,15 @@ class PlannedReads:
 
     @no_type_check
     def follow(self, memory: np.ndarray, token: int, at: int, since: int = 0, before: int = START) -> tuple[int, int | None]:
-        """What a token at place `at`, which sees what stands from place `since` on, folds behind `before` and ahead of its own number, and
-        the page of its own slot; None where the plan leaves it out."""
+        """Add the numbers that a token reads to the hash `before`, and return the hash and the page of the token's own slot.
+
+        The token has index `at` and sees tokens from index `since` on. The page is None if the plan leaves it out.
+        """
         own, size = None, self.size
         for start, pages, shared in sorted(self.runs[token]):
             stop = (start + len(pages)) * size
             if shared and stop > at + 1:
-                raise BrokenInvariantError(f"a token at place {at} sees pages {pages}, which rows share, in part: they reach to {stop}")
+                raise BrokenInvariantError(f"token {at} sees only a part of the shared pages {pages}, which end at token {stop}")
             for place in range(max(start * size, since), min(stop, at + 1)):
                 page = pages[place // size - start]
                 if place == at:
@@ -180,7 +186,7 @@ class PlannedReads:
 
 @no_type_check
 def read(memory: np.ndarray, page: int, offset: int) -> int:
-    """The number in a slot; 0 unless all layers, keys and values, heads and dimensions agree on it."""
+    """Return the number in a slot; 0 if layers, keys and values, heads or dimensions differ."""
     values = memory[:, page, :, :, offset, :]
     first = int(values.flat[0])
     return first if (values == first).all() else 0
@@ -189,7 +195,7 @@ def read(memory: np.ndarray, page: int, offset: int) -> int:
 def next_token(
     tokens: Seq[int], num_prompt: int, params: SamplingParams, seed: int, vocab_size: int, config: ModelConfig | None = None
 ) -> int:
-    """What a request alone in a fresh engine draws after `tokens`, of which the first `num_prompt` are its prompt."""
+    """Return the token that a request alone in a fresh engine samples after `tokens`; the first `num_prompt` are its prompt."""
     ids = np.array(tokens, np.int32)
     logits = torch.tensor([logits_of(numbers(tokens, config)[-1], vocab_size)], dtype=torch.float32)
     sampling = build([(params, seed, ids[:num_prompt], ids[num_prompt:])], vocab_size, "cpu")
