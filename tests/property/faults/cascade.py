@@ -85,8 +85,8 @@ def _moves_one_slot_too_far(move_kv):
     return lambda kv, source, target, shift, inv_freq: move_kv(kv, source, target.roll(1), shift, inv_freq)
 
 
-def _fault(name, faulty, *targets, machine):
-    return Fault(name=name, machine=machine, targets=targets, faulty=faulty)
+def _fault(name, faulty, *targets, machine, draw=0):
+    return Fault(name=name, machine=machine, targets=targets, faulty=faulty, draw=draw)
 
 
 CASCADE_FAULTS: tuple[Fault, ...] = (
@@ -95,7 +95,7 @@ CASCADE_FAULTS: tuple[Fault, ...] = (
     _fault("a plan deleted before its session ends", _lets_plans_go_at_once, (EagerExecutor, "begin"), machine=CascadeMachine),
     _fault("shared pages that some queries see in part", _shares_up_to_the_end, (CascadePolicy, "prompts"), machine=CascadeChunkMachine),
     _fault("the last page of rows shared", _shares_the_last_page, (CascadePolicy, "decode"), machine=CascadeMachine),
-    _fault("parts weighed in another base", _weighs_in_another_base, (cascade, "attend_part"), machine=ModelChunkMachine),
+    _fault("parts weighed in another base", _weighs_in_another_base, (cascade, "attend_part"), machine=ModelChunkMachine, draw=1),
     _fault("an insertion that starts one too far", _starts_one_too_far, (prefix, "_new_pages"), machine=PrefixMachine),
     _fault("moved to other pages than are allocated", _moves_to_other_pages, (pages, "upcoming"), machine=ChunkMachine),
     _fault("moved to other slots", _moves_one_slot_too_far, (ops, "move_kv"), machine=ChunkMachine),

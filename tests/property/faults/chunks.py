@@ -208,8 +208,8 @@ def _loads_all_as_exact(chunk_of):
     return lambda model, state, sequence: chunk_of(model, state, replace(sequence, provenance=EXACT))
 
 
-def _fault(name, faulty, *targets, machine: type[RuleBasedStateMachine] = ChunkMachine):
-    return Fault(name=name, machine=machine, targets=targets, faulty=faulty)
+def _fault(name, faulty, *targets, machine: type[RuleBasedStateMachine] = ChunkMachine, draw=0):
+    return Fault(name=name, machine=machine, targets=targets, faulty=faulty, draw=draw)
 
 
 def _turning(name, faulty, *targets):
@@ -221,9 +221,9 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("tokens after a gap at wrong positions", _forgets_gaps, (request, "offset_after")),
     _fault("gaps after the end of a truncated chunk", _keeps_gaps_behind_the_end, (chunks, "cut")),
     _fault("a gap that forgets earlier gaps", _forgets_older_gaps, (compose, "gapped")),
-    _fault("a step ahead that writes into a shared page", _runs_ahead_of_copies, (run_ahead, "steps_ahead"), machine=AheadMachine),
+    _fault("a step ahead that writes into a shared page", _runs_ahead_of_copies, (run_ahead, "steps_ahead"), machine=AheadMachine, draw=2),
     _fault("a step ahead of rows that changed", _keeps_what_it_ran, (RunAhead, "drop"), machine=AheadMachine),
-    _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine),
+    _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine, draw=2),
     _fault("the results of a row that ended", _takes_the_first_rows, (RunAhead, "narrow"), machine=AheadMachine),
     _fault("results in the order of the batch", _gives_results_to_other_rows, (ahead, "placed"), machine=AheadMachine),
     _fault("a token that is not moved", _moves_all_but_one, (ops, "move_kv")),

@@ -324,7 +324,9 @@ FAULTS: tuple[Fault, ...] = (
         name="page copies left out", machine=EngineMachine, targets=((engine, "copy_pages"), (fill, "copy_pages")), faulty=_copies_nothing
     ),
     Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated),
-    Fault(name="randomness that depends on the batch", machine=EngineMachine, targets=((carry, "sampling_of"),), faulty=_draws_by_row),
+    Fault(
+        name="randomness that depends on the batch", machine=EngineMachine, targets=((carry, "sampling_of"),), faulty=_draws_by_row, draw=2
+    ),
     Fault(name="tokens of a sibling overwritten", machine=EngineMachine, targets=((IntVector, "extend"),), faulty=_overwrites_siblings),
     Fault(name="reruns not counted", machine=EngineMachine, targets=((engine, "counted"),), faulty=_counts_no_reruns),
     Fault(name="more reserved than there is", machine=EngineMachine, targets=((generate, "_bounded"),), faulty=_promises_too_much),

@@ -93,8 +93,8 @@ def _writes_on_where_it_was(advance):
     return faulty
 
 
-def _fault(name, faulty, *targets, machine):
-    return Fault(name=name, machine=machine, targets=targets, faulty=faulty)
+def _fault(name, faulty, *targets, machine, draw=0):
+    return Fault(name=name, machine=machine, targets=targets, faulty=faulty, draw=draw)
 
 
 WINDOW_FAULTS: tuple[Fault, ...] = (
@@ -113,12 +113,17 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
         _as_if_the_last_did_not_run_again,
         (requests, "num_retired"),
         machine=WindowMachine,
+        draw=1,
     ),
     _fault("a retired page given up twice", _forgets_what_is_retired, (scheduler, "give_up_pages"), machine=WindowMachine),
-    _fault("a copy without its frame", _copies_pages_as_frames, (scheduler, "frames_of_copies"), machine=WindowChunkMachine),
+    _fault("a copy without its frame", _copies_pages_as_frames, (scheduler, "frames_of_copies"), machine=WindowChunkMachine, draw=2),
     _fault("a chunk's copy without its frame", _copies_pages_as_frames, (fill, "frames_of_copies"), machine=WindowChunkMachine),
     _fault(
-        "frames that a failed call overwrote still trusted", _forgets_overwritten_frames, (donation, "pages_with"), machine=WindowMachine
+        "frames that a failed call overwrote still trusted",
+        _forgets_overwritten_frames,
+        (donation, "pages_with"),
+        machine=WindowMachine,
+        draw=3,
     ),
     _fault("slots of frames that do not move on", _writes_on_where_it_was, (decode, "advance"), machine=MixedWindowMachine),
     _fault("pages taken for frames", _takes_pages_for_frames, (batch, "frame_tables"), machine=MixedWindowMachine),
