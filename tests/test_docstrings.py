@@ -77,9 +77,19 @@ def faults_of(value: Any) -> list[str]:
             faults.append(f"Raises: {name} is not an exception")
     if "Raises" in sections and not entries(sections["Raises"]):
         faults.append("Raises: names no exception")
+    if inspect.isclass(value):
+        fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else getattr(value, "_fields", ())
+        explained = entries([*sections.get("Attributes", []), *sections.get("Args", [])])
+        faults += [f"Attributes: {name} is missing" for name in fields if name not in explained]
+        faults += [] if has_example(sections) else ["it has no example"]
     if inspect.isfunction(value):
         faults += faults_of_function(value, sections)
     return faults
+
+
+def has_example(sections: dict[str, list[str]]) -> bool:
+    """Whether the section `Examples` has a doctest."""
+    return any(line.strip().startswith(">>>") for line in sections.get("Examples", []))
 
 
 def faults_of_function(function: Callable[..., Any], sections: dict[str, list[str]]) -> list[str]:
@@ -92,7 +102,7 @@ def faults_of_function(function: Callable[..., Any], sections: dict[str, list[st
     returns = signature.return_annotation not in (None, "None", inspect.Signature.empty)
     if parameters and returns and not {"Returns", "Yields"} & set(sections):
         faults.append("it has no Returns")
-    if parameters and not any(line.strip().startswith(">>>") for line in sections.get("Examples", [])):
+    if parameters and not has_example(sections):
         faults.append("it has no example")
     return faults
 
@@ -156,6 +166,18 @@ def incomplete(count: int, name: str = "") -> int:
     return count + len(name)
 
 
+@dataclasses.dataclass
+class Incomplete:
+    """A number.
+
+    Attributes:
+        count: a number.
+    """
+
+    count: int
+    name: str
+
+
 def test_the_rules_find_faults_that_are_planted():
     assert faults_of(complete) == []
     assert faults_of(incomplete) == [
@@ -166,6 +188,7 @@ def test_the_rules_find_faults_that_are_planted():
         "it has no Returns",
         "it has no example",
     ]
+    assert faults_of(Incomplete) == ["Attributes: name is missing", "it has no example"]
     assert faults_of(lambda: 1) == ["it has no docstring"]
 
 

@@ -14,11 +14,25 @@ class NanoVLLMError(Exception):
 
 
 class InvalidRequestError(NanoVLLMError, ValueError):
-    """An argument, a request or an option that can never be served. It is raised before anything is written."""
+    """An argument, a request or an option that can never be served. It is raised before anything is written.
+
+    Examples:
+        >>> nv.prefill(model, state, "")
+        Traceback (most recent call last):
+        nanovllm.errors.InvalidRequestError: the prompt is empty: it must hold at least one token
+    """
 
 
 class OutOfPagesError(NanoVLLMError):
-    """The page pool is too small for a call, even without idle pages of the prefix index, or the device ran out of memory."""
+    """The page pool is too small for a call, even without idle pages of the prefix index, or the device ran out of memory.
+
+    Examples:
+        >>> small = nv.init_state(model, num_pages=2)
+        >>> small, first = nv.prefill(model, small, [1] * 20)
+        >>> nv.prefill(model, small, [2] * 20)
+        Traceback (most recent call last):
+        nanovllm.errors.OutOfPagesError: a context of 20 tokens needs 2 more pages; 0 of 2 pages are available...
+    """
 
 
 class DonatedStateError(NanoVLLMError):
@@ -33,24 +47,61 @@ class DonatedStateError(NanoVLLMError):
 
 
 class ReleasedChunkError(NanoVLLMError):
-    """A chunk was used, or released again, after its release."""
+    """A chunk was used, or released again, after its release.
+
+    Examples:
+        >>> state, chunk = nv.prefill(model, state, "Hello")
+        >>> state = nv.release(state, chunk)
+        >>> nv.fork(state, chunk)
+        Traceback (most recent call last):
+        nanovllm.errors.ReleasedChunkError: ... was released: fork it before its release if it is needed longer
+    """
 
 
 class ForeignChunkError(NanoVLLMError):
-    """A chunk was used with an engine that did not make it."""
+    """A chunk was used with an engine that did not make it.
+
+    Examples:
+        >>> state, chunk = nv.prefill(model, state, "Hello")
+        >>> other = nv.init_state(model, num_pages=64)
+        >>> nv.fork(other, chunk)
+        Traceback (most recent call last):
+        nanovllm.errors.ForeignChunkError: ... belongs to another engine: ...
+    """
 
 
 class CheckpointError(NanoVLLMError):
-    """A model folder is missing, incomplete or malformed, or has an unknown architecture."""
+    """A model folder is missing, incomplete or malformed, or has an unknown architecture.
+
+    Examples:
+        >>> nv.load_model("./missing")
+        Traceback (most recent call last):
+        nanovllm.errors.CheckpointError: ...
+    """
 
 
 class ChunkFileError(NanoVLLMError):
-    """A chunk file, or the index of a `ChunkStore`, is damaged, belongs to another model, or cannot be read or written."""
+    """A chunk file, or the index of a `ChunkStore`, is damaged, belongs to another model, or cannot be read or written.
+
+    Examples:
+        >>> nv.load_chunk(model, state, "missing.safetensors")
+        Traceback (most recent call last):
+        nanovllm.errors.ChunkFileError: missing.safetensors: could not be opened: No such file or directory
+    """
 
 
 class TuningFileError(NanoVLLMError):
-    """A file of `nanovllm tune` is missing, damaged, or made for another GPU, model or version."""
+    """A file of `nanovllm tune` is missing, damaged, or made for another GPU, model or version.
+
+    Examples:
+        >>> issubclass(nv.TuningFileError, nv.NanoVLLMError)
+        True
+    """
 
 
 class BrokenInvariantError(NanoVLLMError):
-    """`nv.check` found a state that no sequence of calls should reach. The message names the invariant."""
+    """`nv.check` found a state that no sequence of calls should reach. The message names the invariant.
+
+    Examples:
+        >>> nv.check(state)  # raises nothing, because the state is valid
+    """

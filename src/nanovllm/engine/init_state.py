@@ -45,8 +45,9 @@ def init_state(
 
     Args:
         model: The model that `load_model` returned.
-        num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, but at most 4 GiB on a
-            CPU, and on a GPU at most the rest of `memory_fraction` after the weights and the largest steps, which are measured. If every
+        num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, within a limit. The
+            limit is 4 GiB on a CPU. On a GPU it is the rest of `memory_fraction` after the weights and the largest steps, which are
+            measured. If every
             layer has a sliding window, this counts the pages inside the windows. A reply ends with `finish_reason` `"length"` if its
             request alone fills all pages.
         num_frames: For models with some sliding-window layers: the number of pages with KV in those layers. Requests give up pages outside

@@ -208,7 +208,7 @@ class ChunkStore:
             verify: Whether to read the whole file and check its digests. False: check only its head.
 
         Returns:
-            The key, or None if there is no such chunk.
+            The key, or None if no chunk matches.
 
         Raises:
             InvalidRequestError: `tokens` is neither a text nor valid token ids.
