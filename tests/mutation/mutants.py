@@ -162,7 +162,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "if room - filled < steps and room < request.max_len - 1:",
             "if room - filled < steps:",
         ),
-        ("tokens run again count as reused", "self.num_reused += max(0, there - sequence.most_filled)", "self.num_reused += there"),
+        ("tokens run again count as reused", "self.num_reused += max(0, reused - sequence.most_filled)", "self.num_reused += reused"),
         ("pages ahead of need while one waits to come back", "back = first is not None and first.most_filled > 0", "back = False"),
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
     ),
@@ -416,6 +416,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "ops/attention/cascade.py",
         CASCADE,
-        ("the window is a token wider", "hidden |= at < visible[:, None] - window", "hidden |= at < visible[:, None] - window - 1"),
+        ("the window is a token wider", "masked |= at < visible[:, None] - window", "masked |= at < visible[:, None] - window - 1"),
     ),
 )

@@ -36,7 +36,8 @@ class CascadeMachine(EngineMachine):
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         """Start a fresh engine. Chunks may pin about two thirds of its pool."""
-        self.state = self.world.init_state(data.draw(limits(self.max_tokens, 4, min_tokens=24, cascade=(True,))))
+        frames = None if self.num_frames is None else st.integers(*self.num_frames)
+        self.state = self.world.init_state(data.draw(limits(self.max_tokens, 4, min_tokens=24, cascade=(True,), num_frames=frames)))
         self.most_pinned = self.state.config.num_pages * 2 // 3
 
     @rule(ids=IDS, tails=st.lists(token_ids(min_size=0, max_size=2), min_size=2, max_size=3), steps=STEPS, turns=TURNS, data=st.data())
