@@ -45,17 +45,21 @@ lint: $(DEV)
 # In several processes with a thread each: threads of their own would spin for cores that the other processes need.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
+HOOK := --jaxtyping-packages=nanovllm,beartype.beartype
+
 # Three runs. In the first, jaxtyping's import hook checks shapes and types. The second runs without the hook, which torch.compile cannot
-# trace and which would double the time of the property machines.
+# trace and which would double the time of the property machines; `make test-long` runs the machines with it.
 # Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
 test: lint
-	$(PYTEST) -m "not compile and not unhooked and not gpu and not interpret and not long" --jaxtyping-packages=nanovllm,beartype.beartype
+	$(PYTEST) -m "not compile and not unhooked and not gpu and not interpret and not long" $(HOOK)
 	$(PYTEST) -m "(compile or unhooked) and not gpu and not long"
 	TRITON_INTERPRET=1 $(PYTEST) -m "interpret and not long"
 
 # Minutes of work that `make test` leaves out: the widest sweeps, the mutation run, the package built and installed in a fresh environment.
 test-long: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long and not gpu and not interpret"
+	$(PYTEST) -m "(unhooked or long) and not compile and not gpu and not interpret" --ignore=tests/mutation $(HOOK)
+	$(PYTEST) -m "long and compile and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long tests/mutation  # has processes of its own
 	TRITON_INTERPRET=1 $(PYTEST) -m "long and interpret"
 
 test-gpu: $(DEV)

@@ -62,7 +62,7 @@ def filled(text: str, results: Path) -> str:
         result = read(file)
         if kind == "brief":
             return f"{begin}{brief(result)}\n{end}"
-        picture = f"![Workloads beside the roofline, and how a step's time grows](performance-{name}.svg)"
+        picture = f"![Workloads compared with the roofline, and how a step's time grows](performance-{name}.svg)"
         return f"{begin}{picture}\n\n{markdown(result)}\n{end}"
 
     return BLOCK.sub(block, text)

@@ -21,6 +21,12 @@ def test_no_files_import_each_other() -> None:
     assert circles((i.source, i.target) for i in read_imports(PACKAGE)) == []
 
 
+def test_no_rooms_inside_of_a_folder_import_each_other_in_a_circle() -> None:
+    inside = [(i.source.split("/"), i.target.split("/")) for i in read_imports(PACKAGE)]
+    pairs = {(f"{a[0]}/{a[1]}", f"{b[0]}/{b[1]}") for a, b in inside if len(a) > 1 and len(b) > 1 and a[0] == b[0] and a[1] != b[1]}
+    assert circles(pairs) == []
+
+
 def test_few_files_lie_at_the_top() -> None:
     assert figures(PACKAGE)["files at the top of the package"] <= 8
 

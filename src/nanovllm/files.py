@@ -1,4 +1,4 @@
-"""Files written as a whole, and the folder in the user's cache for results that later processes reuse."""
+"""Paths and files: opened safely, written as a whole; and the folder in the user's cache for results that later processes reuse."""
 
 import errno
 import os

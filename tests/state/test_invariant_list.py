@@ -75,3 +75,8 @@ def test_messages_have_number_values_and_sentence():
     with pytest.raises(ShadowMismatchError, match=r"^3 tokens of 4$"):
         expect(False, "3 tokens of 4")
     expect(True, "nothing", invariant=9)
+
+
+def test_no_other_list_of_invariants_is_in_the_machines():
+    for path in sorted((PACKAGE / "testing").rglob("*.py")):
+        assert not re.search(r"^\d+\. ", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "", re.M), path

@@ -1,4 +1,4 @@
-"""Handles on KV by function calls that never run the model: `fork`, `truncate` and `release`."""
+"""Handles on KV: `fork`, `truncate`, `release`, which never run the model; `detach`, and a sequence handed over as a chunk."""
 
 import operator
 from dataclasses import replace
@@ -125,7 +125,7 @@ def released(state: EngineState, chunk: Chunk) -> EngineState:
 
 
 def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
-    """The first `length` tokens of a chunk, as a chunk that owns no page: its `liveness` is still that of `chunk`."""
+    """The first `length` tokens of a chunk, as a chunk that owns no page. It keeps the `liveness` of `chunk`."""
     exact = min(chunk.num_exact, length)
     return replace(
         chunk,

@@ -47,9 +47,8 @@ def init_state(
         model: The model that `load_model` returned.
         num_pages: KV memory in pages of `page_size` tokens. None: enough for `max_num_seqs` requests of full length, within a limit. The
             limit is 4 GiB on a CPU. On a GPU it is the rest of `memory_fraction` after the weights and the largest steps, which are
-            measured. If every
-            layer has a sliding window, this counts the pages inside the windows. A reply ends with `finish_reason` `"length"` if its
-            request alone fills all pages.
+            measured. If every layer has a sliding window, this counts the pages inside the windows. A reply ends with `finish_reason`
+            `"length"` if its request alone fills all pages.
         num_frames: For models with some sliding-window layers: the number of pages with KV in those layers. Requests give up pages outside
             the window; a chunk needs one for each of its pages. None: enough for `max_num_seqs` windows and a chunk of full length.
         page_size: Tokens per page.
@@ -66,8 +65,8 @@ def init_state(
         check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. A layer beyond the error
             bound runs in plain torch, with a warning. None: on a GPU. True: on a CPU too, but not together with `compile=True` there.
             This option is not `nv.check`.
-        tuning: The tile configurations of the GPU's kernels. None: those of the file that `nanovllm tune` wrote for this GPU, model and
-            version, if it exists. True: the same, and it must exist. False: the defaults. A path: those of that file.
+        tuning: The tile configurations of the GPU's kernels. None: use the file that `nanovllm tune` wrote for this GPU, model and
+            version, if it exists. True: the same, and it must exist. False: the defaults. A path: use this file.
         progress: Whether to draw progress bars. None: only on a terminal.
 
     Returns:

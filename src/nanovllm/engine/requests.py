@@ -1,4 +1,4 @@
-"""The requests of an engine: `submit` queues them and `cancel` drops them."""
+"""The requests of an engine: `submit` and `submit_many` queue them, `cancel` drops them; sequences, capacity and seeds of requests."""
 
 import time
 from collections.abc import Sequence as Seq

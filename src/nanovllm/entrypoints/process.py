@@ -1,4 +1,4 @@
-"""Ctrl-C is delivered between calls that donate a state, never between such a call and the assignment of its result."""
+"""A program that runs an engine: Ctrl-C only between calls that donate a state, and a garbage collector that leaves the engine alone."""
 
 import gc
 import signal

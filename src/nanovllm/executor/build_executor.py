@@ -39,7 +39,9 @@ def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning:
     if not _captures(model, limits, compile):
         if tuning is None or tuning is False:
             return None
-        raise InvalidRequestError(f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; this engine captures none: leave it out")
+        raise InvalidRequestError(
+            f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; on {model.device} this engine captures none: use tuning=None"
+        )
     return cuts_for(model, tuning)
 
 

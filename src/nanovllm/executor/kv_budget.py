@@ -1,4 +1,4 @@
-"""Measures how much memory the largest steps of an engine hold on a GPU, before the KV pool takes the rest."""
+"""How many bytes are left for KV: the device's free memory, and what the largest steps hold, measured before the KV pool is made."""
 
 from collections import Counter
 from collections.abc import Callable

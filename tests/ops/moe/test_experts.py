@@ -170,7 +170,15 @@ def grouped(rows: int, outputs: int, depth: int) -> GroupedTiles:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("tiles", "act"), [(grouped(16, 16, 16), "silu"), (grouped(32, 32, 32), "gelu")])
+@pytest.mark.parametrize(
+    ("tiles", "act"),
+    [
+        (grouped(16, 16, 16), "silu"),
+        (grouped(32, 32, 32), "gelu"),
+        pytest.param(grouped(16, 16, 16), "gelu", marks=pytest.mark.long),
+        pytest.param(grouped(32, 32, 32), "silu", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("sizes", [*SIZES, (33, 1, 1, 16, 16), (70, 5, 40, 48, 20)])
 def test_many_tokens_interpreted(sizes: tuple[int, ...], routing: str, act: str, tiles: GroupedTiles) -> None:

@@ -29,7 +29,8 @@ examples:
   nanovllm check Qwen/Qwen3-0.6B --download                say whether a model will run, and compare its fast kernels with plain PyTorch
   nanovllm tune --model Qwen/Qwen3-0.6B                    find the fastest tile configurations for this GPU, once per model
 
-A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. Give --download the first time.
+A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. The first time, give --download to generate, chat,
+check, memory or eval-reuse; tune and bench then find the model in the cache.
 """
 
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        argv: The arguments after `nanovllm`; None takes those of the process.
+        argv: The arguments after `nanovllm`. None: use `sys.argv`.
 
     Returns:
         0: success. 1: a finding of `check` or `tune`, as their `--help` says. 2: an error, printed as one line on stderr. 130: Ctrl-C.
