@@ -120,7 +120,6 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
             if len(group) > 1:
                 found.append(sorted(group))
 
-    sys.setrecursionlimit(10_000)
     for node in sorted(after):
         if node not in number:
             visit(node)
