@@ -85,7 +85,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a second copy is indexed after an indexed page",
-            "if key in index.heads or key[1] == _behind(index, run.parent):",
+            "if key in index.heads or key[1] == _tokens_after(index, run.parent):",
             "if key in index.heads:",
         ),
     ),

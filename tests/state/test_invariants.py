@@ -103,12 +103,15 @@ def the_same_tokens_twice(state, chunk):
     run = prefix.runs[head]
     key, twin = (head, run.tokens[2:4].tobytes()), Run(head, run.tokens[2:4], np.array([15], np.int32))
     return with_prefix(
-        state, heads=prefix.heads.set(key, 15), runs=prefix.runs.set(15, twin), num_behind=prefix.num_behind.put(chunk.pages.array(0, 1), 1)
+        state,
+        heads=prefix.heads.set(key, 15),
+        runs=prefix.runs.set(15, twin),
+        num_children=prefix.num_children.put(chunk.pages.array(0, 1), 1),
     )
 
 
 def a_wrong_count_of_runs_behind(state, chunk):
-    return with_prefix(state, num_behind=state.prefix.num_behind.put(chunk.pages.array(0, 1), 5))
+    return with_prefix(state, num_children=state.prefix.num_children.put(chunk.pages.array(0, 1), 5))
 
 
 def a_page_in_use_called_idle(state, chunk):

@@ -151,8 +151,8 @@ def test_pages_take_the_places_of_others():
 def test_runs_are_looked_through_once_an_eviction(monkeypatch):
     """However many idle pages stand before some that are held."""
     calls = []
-    found = prefix_ops._runs_behind
-    monkeypatch.setattr(prefix_ops, "_runs_behind", lambda index: calls.append(1) or found(index))
+    found = prefix_ops._children
+    monkeypatch.setattr(prefix_ops, "_children", lambda index: calls.append(1) or found(index))
     monkeypatch.setattr(prefix_ops, "NEAR", 3)
     index = prefix_ops.init_prefix(40, 1)
     for chain in range(20):  # the first page of each idle, the second held

@@ -143,7 +143,7 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     require_fresh(carry.log)
     num_steps = min(num_run, session.room)
     sampled = carry.log.token_ids.cpu().numpy()[:, :num_steps]
-    rows = [_settled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, sampled, strict=True)]
+    rows = [_with_sampled(model, sequence, tokens) for sequence, tokens in zip(session.sequences, sampled, strict=True)]
     prompt = rerun = 0
     if num_steps:
         counts = [counted(s, 1) for s in session.sequences]
@@ -191,7 +191,7 @@ def _logprobs(log: TokenLog, row: int, token_ids: list[int]) -> list[TokenLogpro
     return [TokenLogprobs(token_id=token, logprob=value) for token, value in zip(token_ids, values, strict=True)]
 
 
-def _settled(model: Model, sequence: Sequence, tokens: np.ndarray) -> tuple[Sequence, str]:
+def _with_sampled(model: Model, sequence: Sequence, tokens: np.ndarray) -> tuple[Sequence, str]:
     """The sequence with its sampled tokens up to the first that ends it, and the finish reason. All tokens except the newest are filled."""
     reason, filled = None, sequence.num_filled
     for token in tokens.tolist():

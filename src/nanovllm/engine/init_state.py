@@ -11,7 +11,7 @@ from nanovllm.engine.donation import model_key, require_model
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.build_executor import build_executor, checked_choice, step_bytes_needed, tuned_cuts
 from nanovllm.executor.executor import Runtime
-from nanovllm.executor.kv_budget import default_tokens, device_budget
+from nanovllm.executor.kv_budget import device_budget
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import require_tuning
 from nanovllm.sampling.keywords import explain_unknown_keywords
@@ -123,9 +123,8 @@ def init_state(
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
-    choice, cuts = checked_choice(
-        model, limits, compile, check, cuts, tuning
-    )  # before the KV pool is allocated, because the check needs memory for a moment
+    # The check needs memory for a moment, so it comes before the KV pool.
+    choice, cuts = checked_choice(model, limits, compile, check, cuts, tuning)
     budget = None
     if num_pages is None:
         needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
@@ -144,3 +143,9 @@ def init_state(
     windows = {"window": config.widest_window, "alone": config.all_windowed}
     pool = init_pool(num_pages, page_size, init_frames(frames, num_pages, **windows) if frames else None)
     return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)
+
+
+def default_tokens(device: torch.device) -> int:
+    """The default of `max_num_batched_tokens` on this device."""
+    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 64 << 30
+    return 16384 + 512 if large else 8192

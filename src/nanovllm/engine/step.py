@@ -91,7 +91,7 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
         # The device already runs the step, so this work on the host overlaps it.
         if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, state.config)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
-    return _settle(model, state, plan, kv, prefilled, loaded, decoded)
+    return _finish_step(model, state, plan, kv, prefilled, loaded, decoded)
 
 
 def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: Any, decoded: Drawn) -> tuple[EngineState, list[StepOutput]]:
@@ -145,7 +145,7 @@ def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
     return places if all(a < b for a, b in pairwise([-1, *places])) else None
 
 
-def _settle(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
+def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
     """Append the sampled tokens, end finished requests, index filled pages, and count the tokens that ran."""
     now, pool, page_size = time.perf_counter(), plan.pool, state.config.page_size
     moved: dict[int, tuple[Sequence, int | None]] = {}  # by request id: the new sequence, and the token that it sampled

@@ -65,10 +65,10 @@ def checked_choice(
     runs_fast = _captures(model, limits, compile) if cuda else compile is None  # otherwise compiled layers run
     if not (runs_fast and (cuda if check is None else check)):
         return None, cuts
-    (choice, warning), cuts = _by_cuts(partial(_looked, model, limits), cuts, tuning)
+    (choice, warning), cuts = _by_cuts(partial(_choose, model, limits), cuts, tuning)
     if cuts is not None and choice is not None and not choice.whole:
         warnings.warn(f"ignoring tuning file {cuts.source}, using the default tile configurations: with it, {warning}", stacklevel=4)
-        (choice, warning), cuts = _looked(model, limits, None), None
+        (choice, warning), cuts = _choose(model, limits, None), None
     if warning:
         warnings.warn(warning, stacklevel=4)
     return None if choice is None or choice.whole else choice, cuts
@@ -90,7 +90,7 @@ def _by_cuts(make: Callable[[Cuts | None], R], cuts: Cuts | None, tuning: bool |
     return make(None), None
 
 
-def _looked(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[FastChoice | None, str]:
+def _choose(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[FastChoice | None, str]:
     """Return the result of `choose`, or no choice and a warning if memory does not suffice."""
     try:
         return choose(model, limits.page_size, cuts)

@@ -206,7 +206,7 @@ def check_prefix(index: PrefixIndex) -> None:
     """Check the invariants of the prefix index by itself."""
     size = index.page_size
     _require(len(index.heads) == len(index.runs), "index", f"{len(index.heads)} keys lead to {len(index.runs)} nodes")
-    behind = Counter(run.parent for run in index.runs.values())
+    children = Counter(run.parent for run in index.runs.values())
     keys = dict(index.heads.items())
     for head, run in index.runs.items():
         pages, parts = run.pages.tolist(), [part.tobytes() for part in np.split(run.tokens, range(size, len(run.tokens), size))]
@@ -217,7 +217,7 @@ def check_prefix(index: PrefixIndex) -> None:
         for place, page in enumerate(pages):
             noted = index.run_of[page], index.place_of[page]
             _require(noted == (head, place), "index", f"page {page} is at {place} of the node of {head} and says {noted}")
-            counted, real = index.num_behind[page], behind[page]
+            counted, real = index.num_children[page], children[page]
             _require(counted == real, "index", f"page {page} counts {counted} nodes after it and has {real}")
         for page, part in zip(pages, parts[1:], strict=False):
             _require((page, part) not in keys, "index", f"two pages with the same tokens come after page {page}")

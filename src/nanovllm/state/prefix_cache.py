@@ -50,7 +50,7 @@ class PrefixIndex:
         runs: The radix-tree nodes by their first page.
         run_of: For each page the first page of its node; -1 if it is not indexed.
         place_of: For each page its place in its node.
-        num_behind: For each page the number of nodes that follow it.
+        num_children: For each page the number of nodes that follow it.
         idle: Groups of pages that became idle at the same time, by time. The first page of a group is evicted first.
         idle_since: For each page the time at which it became idle; -1 if it is not idle.
         num_idle: The number of idle pages.
@@ -70,7 +70,7 @@ class PrefixIndex:
     runs: Map[int, Run]
     run_of: IntArray
     place_of: IntArray
-    num_behind: IntArray
+    num_children: IntArray
     idle: Map[int, np.ndarray]
     idle_since: IntArray
     num_idle: int
@@ -155,7 +155,7 @@ def init_prefix(num_pages: int, page_size: int) -> PrefixIndex:
     """An empty index for `num_pages` pages of `page_size` tokens."""
     return PrefixIndex(
         page_size=page_size, heads=Map(), runs=Map(), run_of=IntArray.full(num_pages, -1), place_of=IntArray.full(num_pages),
-        num_behind=IntArray.full(num_pages), idle=Map(), idle_since=IntArray.full(num_pages, -1, np.int64), num_idle=0, oldest=0, now=0,
+        num_children=IntArray.full(num_pages), idle=Map(), idle_since=IntArray.full(num_pages, -1, np.int64), num_idle=0, oldest=0, now=0,
     )  # fmt: skip
 
 
@@ -203,18 +203,18 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int
         pages=np.array(pages[first:stop], np.int32),
     )
     key = run.parent, run.tokens[:size].tobytes()
-    if key in index.heads or key[1] == _behind(index, run.parent):
+    if key in index.heads or key[1] == _tokens_after(index, run.parent):
         return index, NO_PAGES
-    head, num_behind = int(run.pages[0]), index.num_behind
+    head, num_children = int(run.pages[0]), index.num_children
     if first:
-        num_behind = _add(num_behind, run.parent, 1)
+        num_children = _add(num_children, run.parent, 1)
     index = _replace(
         index,
         heads=index.heads.set(key, head),
         runs=index.runs.set(head, run),
         run_of=index.run_of.put(run.pages, head),
         place_of=index.place_of.put(run.pages, np.arange(len(run.pages), dtype=np.int32)),
-        num_behind=num_behind,
+        num_children=num_children,
     )
     return index, run.pages
 
@@ -225,11 +225,11 @@ def _new_pages(index: PrefixIndex, pages: np.ndarray, start: int, stop: int) -> 
     if known.all():
         return stop, stop
     first = int(known.argmin())
-    behind = known[first:]
-    return start + first, start + first + int(behind.argmax()) if behind.any() else stop
+    later = known[first:]
+    return start + first, start + first + int(later.argmax()) if later.any() else stop
 
 
-def _behind(index: PrefixIndex, page: int) -> bytes:
+def _tokens_after(index: PrefixIndex, page: int) -> bytes:
     """The tokens of the page after this one in the same node; empty if there is no such page."""
     if page == ROOT:
         return b""
@@ -249,12 +249,12 @@ def swap(index: PrefixIndex, old: np.ndarray, new: np.ndarray) -> PrefixIndex:
         raise BrokenInvariantError(f"pages {old[:8]} are to leave the index, and {new[:8]} to take their places")
     index, to = set_busy(index, old), dict(zip(old.tolist(), new.tolist(), strict=True))
     touched = dict.fromkeys(index.run_of.get(old).tolist())
-    if index.num_behind.get(old).any():
-        behind = _runs_behind(index)
-        touched.update(dict.fromkeys(head for page in to for head in behind.get(page, ())))
+    if index.num_children.get(old).any():
+        children = _children(index)
+        touched.update(dict.fromkeys(head for page in to for head in children.get(page, ())))
     heads, runs = index.heads, index.runs
     place_of = index.place_of.put(new, index.place_of.get(old))
-    num_behind = index.num_behind.put(new, index.num_behind.get(old)).put(old, 0)
+    num_children = index.num_children.put(new, index.num_children.get(old)).put(old, 0)
     run_of = index.run_of.put(old, -1)
     for head in touched:
         run = runs[head]
@@ -263,7 +263,7 @@ def swap(index: PrefixIndex, old: np.ndarray, new: np.ndarray) -> PrefixIndex:
         first, tokens = pages.item(0), run.tokens[: index.page_size].tobytes()
         heads = heads.delete((run.parent, tokens)).set((moved.parent, tokens), first)
         runs, run_of = runs.delete(head).set(first, moved), run_of.put(pages, first)
-    return _replace(index, heads=heads, runs=runs, run_of=run_of, place_of=place_of, num_behind=num_behind)
+    return _replace(index, heads=heads, runs=runs, run_of=run_of, place_of=place_of, num_children=num_children)
 
 
 def set_idle(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
@@ -311,15 +311,15 @@ def evict(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarray]:
     if index.num_idle <= wanted:
         return index, NO_PAGES
     index, due = _longest_idle(index, index.num_idle - wanted)
-    behind: dict[int, list[int]] | None = None  # computed at most once: pages that leave the index do not return
+    children: dict[int, list[int]] | None = None  # computed at most once: pages that leave the index do not return
     while len(due):
         near = due[:NEAR]
         leaves = near[: _num_leaves(index, near)]
         if len(leaves):
             doomed = leaves
         else:
-            behind = _runs_behind(index) if behind is None else behind
-            doomed = _with_those_behind(index, due[:1].tolist(), behind)
+            children = _children(index) if children is None else children
+            doomed = _with_descendants(index, due[:1].tolist(), children)
         index = _unlink(index, doomed)
         evicted.append(doomed)
         due = due[index.contains(due)][: index.num_idle - wanted]  # pages after the evicted ones may have been idle, but not yet due
@@ -341,18 +341,18 @@ def _longest_idle(index: PrefixIndex, count: int) -> tuple[PrefixIndex, np.ndarr
 
 def _num_leaves(index: PrefixIndex, pages: np.ndarray) -> int:
     """How many of these pages, from the first one on, have no page after them once the pages before them in this order are gone."""
-    of, places, behind = index.run_of.get(pages), index.place_of.get(pages), index.num_behind.get(pages)
+    of, places, counts = index.run_of.get(pages), index.place_of.get(pages), index.num_children.get(pages)
     starts = np.flatnonzero((of[1:] != of[:-1]) | (places[1:] != places[:-1] - 1)) + 1
     left: dict[int, int] = {}  # how many pages a node keeps
     gone: dict[int, int] = {}  # how many of the nodes after a page are gone
-    branching = dict.fromkeys(np.flatnonzero(behind).tolist())
+    branching = dict.fromkeys(np.flatnonzero(counts).tolist())
     for start, stop in pairwise([0, *starts.tolist(), len(pages)]):
         head = of.item(start)
         run = index.runs[head]
         if places.item(start) + 1 != left.get(head, len(run.pages)):
             return start
         for at in range(start, stop) if branching else ():
-            if at in branching and gone.get(pages.item(at), 0) != behind.item(at):
+            if at in branching and gone.get(pages.item(at), 0) != counts.item(at):
                 return at
         left[head] = places.item(stop - 1)
         if not left[head]:
@@ -368,20 +368,20 @@ def forget(index: PrefixIndex, pages: frozenset[int]) -> tuple[PrefixIndex, np.n
     lost = [page for page in pages if page in index]
     if not lost:
         return index, NO_PAGES
-    doomed = _with_those_behind(index, lost, _runs_behind(index))
+    doomed = _with_descendants(index, lost, _children(index))
     return _unlink(index, doomed), doomed
 
 
-def _runs_behind(index: PrefixIndex) -> dict[int, list[int]]:
+def _children(index: PrefixIndex) -> dict[int, list[int]]:
     """For each page the first pages of the nodes that follow it."""
-    behind: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for head, run in index.runs.items():
-        behind.setdefault(run.parent, []).append(head)
-    return behind
+        children.setdefault(run.parent, []).append(head)
+    return children
 
 
-def _with_those_behind(index: PrefixIndex, pages: Iterable[int], behind: dict[int, list[int]]) -> np.ndarray:
-    """The pages and all pages after them, sorted. `behind` may name nodes that are gone."""
+def _with_descendants(index: PrefixIndex, pages: Iterable[int], children: dict[int, list[int]]) -> np.ndarray:
+    """The pages and all pages after them, sorted. `children` may name nodes that are gone."""
     doomed, left = set[int](), list(pages)
     while left:
         page = left.pop()
@@ -389,14 +389,14 @@ def _with_those_behind(index: PrefixIndex, pages: Iterable[int], behind: dict[in
             continue
         for other in index.runs[index.run_of[page]].pages[index.place_of[page] :].tolist():
             doomed.add(other)
-            left.extend(behind.pop(other, ()))
+            left.extend(children.pop(other, ()))
     return np.array(sorted(doomed), np.int32)
 
 
 def _unlink(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
     """The index without these pages, which include all pages after them."""
     index = set_busy(index, pages)
-    heads, runs, num_behind, of = index.heads, index.runs, index.num_behind, index.run_of.get(pages)
+    heads, runs, num_children, of = index.heads, index.runs, index.num_children, index.run_of.get(pages)
     for head in _distinct(of):
         run = runs[head]
         left = len(run.pages) - int(np.count_nonzero(of == head))
@@ -405,8 +405,8 @@ def _unlink(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
             continue
         runs, heads = runs.delete(head), heads.delete((run.parent, run.tokens[: index.page_size].tobytes()))
         if run.parent != ROOT:
-            num_behind = _add(num_behind, run.parent, -1)
-    return _replace(index, heads=heads, runs=runs, num_behind=num_behind, run_of=index.run_of.put(pages, -1))
+            num_children = _add(num_children, run.parent, -1)
+    return _replace(index, heads=heads, runs=runs, num_children=num_children, run_of=index.run_of.put(pages, -1))
 
 
 def _first(values: np.ndarray, count: int) -> np.ndarray:

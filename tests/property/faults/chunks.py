@@ -243,7 +243,7 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("a label not inherited", _inherits_no_label, (requests, "begin_sequence"), (fill, "begin_sequence")),
     _fault("the beginning of a chunk called exact", _calls_what_is_cut_exact, (chunks, "cut")),
     _fault("exact pages under an approximate label", _keeps_the_label_of_what_it_left, (Sequence, "restart")),
-    _fault("a page evicted without the pages after it", _leaves_those_behind, (prefix, "_with_those_behind")),
+    _fault("a page evicted without the pages after it", _leaves_those_behind, (prefix, "_with_descendants")),
     _fault("positions lost on load", _loses_positions, (Head, "gaps")),
     _fault("a file's KV not checked", _believes_the_kv, (blocks, "read_kv")),
     _fault("a file's key form ignored", _believes_the_head, (chunk_format, "_require_written_so")),

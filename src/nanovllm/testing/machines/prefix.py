@@ -122,7 +122,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(lost=st.frozensets(st.integers(0, 7), max_size=3))
     def lose(self, lost: frozenset[int]) -> None:
         """Forget idle pages whose KV was overwritten: they and all pages after them leave the index."""
-        doomed = self.shadow.behind(lost & frozenset(self.shadow.idle))
+        doomed = self.shadow.with_descendants(lost & frozenset(self.shadow.idle))
         self._move(pools.forget(self.pool, lost & frozenset(self.shadow.idle)))
         for page in doomed:
             self.shadow.drop(page)

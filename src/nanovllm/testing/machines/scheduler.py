@@ -150,7 +150,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         plan = self.scheduler(self.pool, self.running, self.waiting, self.limits.config())
         self._check_plan(plan, before)
         self.memory.copy_pages(plan.copies)
-        self._settle(plan, draws)
+        self._finish_step(plan, draws)
         self._check_progress(plan)
 
     @precondition(lambda self: self.running or self.waiting)
@@ -243,7 +243,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             nothing = reserve(plan.pool, sequence, sequence.num_filled + min(1, sequence.todo), size) is None
             expect(nothing, f"request {sequence.request.request_id} was given up although it could go on")
 
-    def _settle(self, plan: Plan, draws: int) -> None:
+    def _finish_step(self, plan: Plan, draws: int) -> None:
         pool, size, rows, running = plan.pool, self.limits.page_size, dict[int, int](), []
         for sequence in plan.decode:
             rows[sequence.request.request_id] = sequence.todo

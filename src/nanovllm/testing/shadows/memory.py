@@ -46,7 +46,7 @@ def freeze(value: Any) -> Any:
             return value.num_pages, frozenset(value.refcounts.items()), tuple(free_pages(value))
         case PrefixIndex():
             runs = frozenset((head, r.parent, tuple(r.tokens.tolist()), tuple(r.pages.tolist())) for head, r in value.runs.items())
-            arrays = (value.run_of, value.place_of, value.num_behind, value.idle_since)
+            arrays = (value.run_of, value.place_of, value.num_children, value.idle_since)
             idle = frozenset((time, tuple(pages.tolist())) for time, pages in value.idle.items())
             maps = (frozenset(value.heads.items()), runs, idle, *(tuple(a.copy().tolist()) for a in arrays))
             return (*maps, value.num_idle, value.oldest, value.now)
@@ -154,7 +154,7 @@ class ShadowIndex:
         self.pages = {key: other for key, other in self.pages.items() if other != page}
         self.idle = [other for other in self.idle if other != page]
 
-    def behind(self, lost: Iterable[int]) -> set[int]:
+    def with_descendants(self, lost: Iterable[int]) -> set[int]:
         """Return the given indexed pages and all pages whose prefix contains one of them."""
         keys = [key for key, page in self.pages.items() if page in set(lost)]
         return {page for key, page in self.pages.items() if any(key[: len(k)] == k for k in keys)}

@@ -14,13 +14,12 @@ from torch.utils import _pytree as pytree
 import nanovllm as nv
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
-from nanovllm.entrypoints.cli.check import command, preflight
+from nanovllm.entrypoints.cli.check import command, kv_memory, preflight
 from nanovllm.entrypoints.cli.check.kernel_choice import kernels
 from nanovllm.entrypoints.cli.check.preflight import Outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.models.features import features
-from nanovllm.executor import kv_budget
-from nanovllm.executor.kv_budget import Room
+from nanovllm.executor.device_memory import Room
 from nanovllm.models.fast.path import fast_path
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.ops import backends
@@ -177,7 +176,7 @@ def test_too_little_memory(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert held is not None
 
     def free(count: int) -> None:
-        monkeypatch.setattr(kv_budget, "room", lambda _: Room(total=1 << 40, free=count))
+        monkeypatch.setattr(kv_memory, "room", lambda _: Room(total=1 << 40, free=count))
 
     free(held.held - 1)
     assert "the weights take" in refused(folder, capsys)
@@ -192,16 +191,16 @@ def test_too_little_memory(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert memory is not None and memory.left == 4 << 30
     state = nv.init_state(nv.load_model(folder, "cpu"))
     assert memory.tokens == 16 * state.config.num_pages
-    monkeypatch.setattr(kv_budget, "room", lambda _: None)
+    monkeypatch.setattr(kv_memory, "room", lambda _: None)
     unknown = look(folder)
     assert unknown.problems == () and any("does not report" in note for note in unknown.notes)
 
 
 def test_memory_of_a_gpu_is_what_the_fraction_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_budget, "room", lambda _: Room(total=1000 << 20, free=900 << 20))
+    monkeypatch.setattr(kv_memory, "room", lambda _: Room(total=1000 << 20, free=900 << 20))
     monkeypatch.setattr(preflight, "device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kv_budget, "default_tokens", lambda _: 8192)
+    monkeypatch.setattr(kv_memory, "default_tokens", lambda _: 8192)
     found = preflight.outlook(str(folder), CUDA, None, shapes={}, memory_fraction=0.5)
     assert found.weights is not None and found.memory is not None
     assert found.memory.left == (500 << 20) - (100 << 20) - found.weights.held
@@ -242,21 +241,6 @@ def test_lengths(tmp_path: Path) -> None:
     longer = look(folder, max_model_len=100)
     assert longer.config is not None and longer.config.max_position_embeddings == 512 and longer.problems == longer.notes == ()
     assert look(folder, max_model_len=513).problems == ("max_model_len=513 exceeds the model's 512 positions",)
-
-
-def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
-    monkeypatch.setattr(kv_budget, "MEMINFO", meminfo)
-    monkeypatch.setattr(kv_budget, "CGROUP", cgroup)
-    assert kv_budget.room(CPU) is None
-    meminfo.write_text("MemTotal:     1000 kB\nMemAvailable:  600 kB\nHugePages: x\n")
-    assert kv_budget.room(CPU) == Room(total=1024000, free=614400)
-    cgroup.mkdir()
-    for name, told in {"max": "max", "current": "100000", "stat": "anon 1\ninactive_file 30000\n"}.items():
-        (cgroup / f"memory.{name}").write_text(told)
-    assert kv_budget.room(CPU) == Room(total=1024000, free=614400)
-    (cgroup / "memory.max").write_text("500000\n")
-    assert kv_budget.room(CPU) == Room(total=500000, free=430000)
 
 
 @pytest.mark.parametrize("windows", [(), (8, 0), (8, 8)])

@@ -10,11 +10,12 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig, for_length
 from nanovllm.entrypoints.cli.check.kernel_choice import Kernels, kernels
+from nanovllm.entrypoints.cli.check.kv_memory import Memory, kv_memory
 from nanovllm.entrypoints.cli.models.features import features
 from nanovllm.entrypoints.cli.models.listing import file_of
 from nanovllm.entrypoints.display.tables import shortened, size
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.executor.kv_budget import GRAPHS, Memory, kv_memory
+from nanovllm.executor.kv_budget import GRAPHS
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
@@ -140,7 +141,7 @@ def outlook(
     """
     if name in shapes:
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]
-        return _looked(f"{name} (random weights)", None, False, spec, config, device, dtype, memory_fraction, max_model_len)
+        return _outlook(f"{name} (random weights)", None, False, spec, config, device, dtype, memory_fraction, max_model_len)
     folder, called = resolve_folder(name, with_code=trust_remote_code, **where)
     hf: dict[str, Any] = {}
     try:
@@ -155,7 +156,7 @@ def outlook(
             model=called, architecture=architecture, file="", features=(), code=bool(hf.get("auto_map")), dtype="",
             device=device_name(device), config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
         )  # fmt: skip
-    return _looked(called, folder, bool(hf.get("auto_map")), spec, config, device, dtype, memory_fraction, max_model_len)
+    return _outlook(called, folder, bool(hf.get("auto_map")), spec, config, device, dtype, memory_fraction, max_model_len)
 
 
 def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> ModelConfig:
@@ -165,7 +166,7 @@ def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> Mod
         return config  # `_weights` reports the fault in the headers
 
 
-def _looked(
+def _outlook(
     name: str,
     folder: Path | None,
     code: bool,

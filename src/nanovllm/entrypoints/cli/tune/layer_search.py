@@ -81,14 +81,14 @@ def search_together(
             except Unfit as error:
                 if others == DEFAULT:
                     raise
-                # The times are filled in by `_settled`.
+                # The times are filled in by `_pruned`.
                 one = Found(cut=kept, default_us=0.0, chosen_us=0.0, measured=0, skipped=(((), str(error)),))
             found[work.part] = _joined(found.get(work.part), one)
             cuts = _with(cuts, work.part, one.cut)
-    return _settled(cuts, found, measure, margin)
+    return _pruned(cuts, found, measure, margin)
 
 
-def _settled(cuts: StepCuts, found: Mapping[str, Found], measure: StepMeasure, margin: float) -> Together:
+def _pruned(cuts: StepCuts, found: Mapping[str, Found], measure: StepMeasure, margin: float) -> Together:
     """Remove the tile configurations that do not help, one by one, and compare the rest with the defaults.
 
     A tile configuration is removed if the layer is not slower without it. If the layer cannot be measured at all, one is removed without

@@ -1,11 +1,10 @@
-"""Architectures without a file here: what runs through transformers is compared with transformers, what cannot is refused by name."""
+"""Architectures without a file in the package: their logits are those of transformers, or they are refused by name."""
 
 import copy
 import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,9 @@ from nanovllm.loading.transformers.trace import causal_mask
 from nanovllm.models.model import Model
 from nanovllm.models.transformers import ForeignParams
 from nanovllm.testing.driver import layout, run_chunks
-from nanovllm.testing.models import save_tokenizer
+from tests.loading.transformers.made import GREEDY, GROUPED, ROWS, Made, change, copied, greedy, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs through transformers")
-SIZES = {
-    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-GROUPED = {"num_key_value_heads": 2}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MLA = {
     "n_group": 2, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "q_lora_rank": 16,
@@ -73,55 +67,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "roberta": ({"is_decoder": True, "pad_token_id": 1}, "with paged KV its logits have a relative error"),
     "olmo2": ({**GROUPED, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}}, "dynamic.*depends on the length"),
 }  # fmt: skip
-ROWS = ([3, 7, 11, 200, 5, 9, 9, 14, 250, 31, 77, 8, 41], [90, 4, 5], [3, 7, 11, 200, 5, 9, 9, 14, 60, 61])
-GREEDY = nv.SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-
-
-@dataclass(frozen=True)
-class Made:
-    """A folder that transformers wrote, and the model that it holds, in float32."""
-
-    folder: Path
-    theirs: Any
-
-
-def save(path: Path, kind: str, changes: dict[str, Any], auto: Any = transformers.AutoModelForCausalLM) -> Made:
-    """Random weights, large enough to keep greedy choices apart."""
-    sizes = {name: value for name, value in SIZES.items() if name != "pad_token_id" or kind not in ("bart",)}
-    config = transformers.AutoConfig.for_model(kind, **{**sizes, **changes})
-    torch.manual_seed(0)
-    theirs = auto.from_config(config, attn_implementation="eager").eval().float()  # other forms leave soft caps out
-    for weight in theirs.parameters():
-        weight.add_(torch.randn_like(weight) * 0.15)
-    theirs.save_pretrained(path)
-    save_tokenizer(path)
-    return Made(folder=path, theirs=theirs)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def silent() -> Any:
-    """transformers warns of token ids outside of the tiny vocabularies, and draws bars."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """One of them, for what does not depend on the architecture."""
-    return save(tmp_path_factory.mktemp("stablelm"), "stablelm", GROUPED)
 
 
 @pytest.fixture(scope="module")
 def model(made: Made) -> Model:
     return load_model(made.folder, device="cpu")
-
-
-def greedy(theirs: Any, ids: list[int], count: int) -> list[int]:
-    """transformers' choices, without a cache."""
-    run = list(ids)
-    for _ in range(count):
-        run.append(int(theirs(input_ids=torch.tensor([run]), use_cache=False).logits[0, -1].argmax()))
-    return run[len(ids) :]
 
 
 @pytest.mark.parametrize("kind", RUN)
@@ -248,17 +198,6 @@ def test_masks_are_told_apart() -> None:
     assert causal_mask(3, 0).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
-def copied(folder: Path, to: Path) -> Path:
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
-def change(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
-
-
 FAULTS: dict[str, tuple[Any, str]] = {
     "missing": (lambda tensors: tensors.pop("model.norm.weight"), r"lacks the tensor model\.norm\.weight \[32\]"),
     "unexpected": (lambda tensors: tensors.update(extra=torch.ones(2)), "holds the tensor extra, which StableLmForCausalLM does not have"),
@@ -305,132 +244,6 @@ def test_check_of_what_is_refused_says_why_and_loads_nothing(tmp_path: Path, cap
     made = save(tmp_path / "bloom", "bloom", {})
     assert main(["check", str(made.folder), "--device", "cpu"]) == 1
     assert "does not go through transformers' attention interface" in capsys.readouterr().out.split("It will not run:")[1]
-
-
-CONFIG = """\
-from transformers import LlamaConfig
-
-print("the config's file runs")
-
-class OwnConfig(LlamaConfig):
-    model_type = "own_decoder"
-"""
-MODEL = """\
-import sys
-from transformers import LlamaForCausalLM
-from .configuration_own import OwnConfig
-from .parts_own import PART
-
-print("the model's file runs", file=sys.stderr)
-
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-APART = """\
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-from .configuration_own import OwnConfig
-
-class OwnForCausalLM(PreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def forward(self, input_ids, position_ids=None, **kwargs):
-        return CausalLMOutput(logits=self.lm_head(self.embed(input_ids).cumsum(1)))
-"""
-AUTO = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """A checkpoint that brings its own code, and a cache of modules of its own."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        monkeypatch.delitem(sys.modules, name)
-    folder = tmp_path / "own"
-    made = save(folder, "llama", GROUPED)
-    change(folder, architectures=["OwnForCausalLM"], model_type="own_decoder", auto_map=AUTO)
-    for name, text in {"configuration_own": CONFIG, "modeling_own": MODEL, "parts_own": "PART = 1\n"}.items():
-        (folder / f"{name}.py").write_text(text)
-    return Made(folder=folder, theirs=made.theirs)
-
-
-def test_code_of_a_checkpoint_needs_the_opt_in(own: Made, capfd: pytest.CaptureFixture[str]) -> None:
-    for refused in (load_model, nv.LLM):
-        with pytest.raises(CheckpointError, match=r"brings its own code.*trust_remote_code=True"):
-            refused(own.folder, device="cpu")
-    assert main(["generate", "--model", str(own.folder), "--device", "cpu", "x"]) == 2
-    out = capfd.readouterr()
-    assert "runs" not in out.out + out.err.replace("nanovllm: error", "")
-
-
-def test_code_of_a_checkpoint_is_named_before_it_runs(own: Made, capfd: pytest.CaptureFixture[str]) -> None:
-    llm = nv.LLM(own.folder, device="cpu", num_pages=64, page_size=4, trust_remote_code=True)
-    told = capfd.readouterr().err
-    for name in ("configuration_own", "modeling_own", "parts_own"):
-        line = f"the checkpoint's own code will be executed: {own.folder / name}.py\n"
-        assert told.count(line) == 1 and told.index(line) < told.index("the model's file runs")
-    outs = llm.generate([list(row) for row in ROWS], GREEDY)
-    assert [out.token_ids for out in outs] == [greedy(own.theirs, row, 10) for row in ROWS]
-
-
-def test_check_runs_no_code_without_the_opt_in(own: Made, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(own.folder), "--device", "cpu", "--dry-run"]) == 1
-    out = capfd.readouterr()
-    assert "trust_remote_code=True" in out.out and "file runs" not in out.out + out.err
-    assert main(["check", str(own.folder), "--device", "cpu", "--dry-run", "--trust-remote-code"]) == 0
-    out = capfd.readouterr()
-    assert "It will run." in out.out and out.err.index("will be executed") < out.err.index("the model's file runs")
-
-
-def test_code_whose_attention_is_its_own_is_refused(own: Made) -> None:
-    (own.folder / "modeling_own.py").write_text(APART)
-    with pytest.raises(CheckpointError, match=r"OwnForCausalLM.*does not go through transformers' attention interface"):
-        load_model(own.folder, device="cpu", trust_remote_code=True)
-
-
-def test_a_mask_that_pages_do_not_make_is_refused(own: Made) -> None:
-    masked = """
-    def forward(self, input_ids, position_ids=None, **kwargs):
-        kwargs["attention_mask"] = input_ids.new_ones(1, 1, input_ids.shape[1], input_ids.shape[1], device="cpu").bool()
-        return super().forward(input_ids, position_ids=position_ids, **kwargs)
-"""
-    (own.folder / "modeling_own.py").write_text(MODEL + masked)
-    with pytest.raises(CheckpointError, match=r"OwnForCausalLM.*attention in layer 0 has a mask of its own"):
-        load_model(own.folder, device="cpu", trust_remote_code=True)
-
-
-def test_code_of_another_repository_is_looked_for_in_the_cache(own: Made) -> None:
-    change(own.folder, auto_map={**AUTO, "AutoModelForCausalLM": "somebody/else--modeling_else.ElseForCausalLM"})
-    with pytest.raises(CheckpointError, match=r"modeling_else.py of somebody/else, which is not in the Hugging Face cache"):
-        load_model(own.folder, device="cpu", trust_remote_code=True)
-
-
-def test_code_that_is_missing_or_leads_out_is_refused(own: Made) -> None:
-    for reference in ("nowhere.Own", "../modeling_own.OwnForCausalLM", "modeling_own"):
-        change(own.folder, auto_map={**AUTO, "AutoModelForCausalLM": reference})
-        with pytest.raises(CheckpointError):
-            load_model(own.folder, device="cpu", trust_remote_code=True)
-
-
-def test_code_is_not_run_where_transformers_has_the_architecture(made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = copied(made.folder, tmp_path)
-    (folder / "modeling_own.py").write_text("raise SystemExit('the code of a checkpoint ran')")
-    change(folder, auto_map={"AutoModelForCausalLM": "modeling_own.StableLmForCausalLM"})
-    for trusted in (False, True):
-        assert load_model(folder, device="cpu", trust_remote_code=trusted).foreign
-        assert "is in transformers" in capfd.readouterr().err
 
 
 def test_built_in_architectures_do_not_need_transformers() -> None:
