@@ -11,9 +11,9 @@ from torch import Tensor
 import nanovllm as nv
 from nanovllm import models
 from nanovllm.entrypoints.cli import main as cli
+from nanovllm.entrypoints.cli.check.report_text import table
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.models.check.examine import ROWS, choose, examine
-from nanovllm.models.check.report import table
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice, all_fast
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan

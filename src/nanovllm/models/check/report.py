@@ -1,4 +1,4 @@
-"""The report of the comparison: a value with every figure, as a table and as JSON."""
+"""The report of the comparison: a value with every figure, also as JSON."""
 
 import math
 import platform
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.models.check.agree import Agreement
-from nanovllm.models.check.compare import FACTOR, Compared, Errors, error_bound, keeps
+from nanovllm.models.check.compare import Compared, Errors, error_bound, keeps
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.fast.path import FastPath
@@ -17,7 +17,6 @@ from nanovllm.types import Tensor
 
 SCHEMA = 1
 PLAIN = "plain"
-SHOWN = 8  # most places of disagreement in the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,77 +159,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def table(report: CheckReport) -> str:
-    """The report in aligned columns, the verdict last."""
-    spacing = error_bound(0.0, getattr(torch, report.dtype))
-    top = ("", "", "largest norm weight", "", "", "", "error of the output", "", "", "of keys, values", "", "")
-    head = ("layer", "path", "input", "post", "q", "k", "plain", "fast", "bound", "plain", "fast", "bound")
-    rows: list[tuple[str, ...]] = [
-        (
-            str(e.index), e.path, *map(_gain, (e.input_gain, e.post_gain, e.q_gain, e.k_gain)),
-            *_errors(e.plain.output, None if e.fast is None else e.fast.output, e.bound.output),
-            *_errors(e.plain.kv, None if e.fast is None else e.fast.kv, e.bound.kv),
-        )
-        for e in report.layers
-    ]  # fmt: skip
-    last, dash = report.head, ("-",) * 3
-    rows.append(("head", last.path, _gain(last.gain), *dash, *_errors(last.plain, last.fast, last.bound), *dash))
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    starts = [sum(widths[:i]) + 2 * i for i in range(len(widths))]
-    over = ""
-    for start, text in zip(starts, top, strict=True):
-        over = over.ljust(start) + text if text else over
-    batches = ", ".join(map(str, report.rows))
-    return "\n".join(
-        [
-            f"{report.model}, {report.architecture}, {report.dtype} on {report.device}, fast path: {report.fast or 'none'}"
-            + (f", tuned by {report.tuning}" if report.tuning else ""),
-            f"Worst relative errors compared with float64, over {report.num_tokens} tokens, in decode batches of {batches} rows; "
-            f"bound: {FACTOR:g} x plain + {spacing:.1e}",
-            "",
-            over,
-            *("  ".join(cell.ljust(w) if i == 1 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-              for row in (head, *rows)),
-            "",
-            *_agreement_lines(report.agreement),
-            verdict(report),
-        ]
-    )  # fmt: skip
-
-
-def verdict(report: CheckReport) -> str:
-    """One sentence: the layers that run on the fast path or fall back, or the plain layers that give NaN or infinite values."""
-    broken = [f"layer {each.index}" for each in report.layers if not math.isfinite(each.plain.output + each.plain.kv)]
-    broken += [] if math.isfinite(report.head.plain) else ["the head"]
-    if broken:
-        return f"The output is NaN or infinite in {', '.join(broken)}, in plain torch too: the weights or the activations are not finite."
-    if report.fast is None:
-        return "This model has no fast path on this device: every layer runs in plain torch."
-    if not report.fallen:
-        return f"All {len(report.layers)} layers and the head keep the bound: decode steps run on the path {report.fast}."
-    return f"Above the bound, and so in plain torch: {', '.join(name if name == 'head' else f'layer {name}' for name in report.fallen)}."
-
-
-def _agreement_lines(agreement: Agreement | None) -> list[str]:
-    if agreement is None:
-        return []
-    exact = f"with float64 on {agreement.fast_exact}, the plain layers on {agreement.plain_exact}"
-    lines = [f"Greedy agreement, tokens of {agreement.num_tokens}: with the plain layers on {agreement.both}; {exact}"]
-    apart = sorted(agreement.apart, key=lambda each: -each.margin)
-    lines += [f"  token {each.place}: {each.fast}, plain {each.plain}, float64 {each.exact} by {each.margin:.2g}" for each in apart[:SHOWN]]
-    return lines + [f"  and {len(apart) - SHOWN} more, by less"] * (len(apart) > SHOWN)
-
-
 def _largest(gain: Tensor) -> float:
     return float(gain.abs().amax())
-
-
-def _gain(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _errors(plain: float, fast: float | None, bound: float) -> tuple[str, str, str]:
-    return f"{plain:.1e}", "-" if fast is None else f"{fast:.1e}", "-" if fast is None else f"{bound:.1e}"
 
 
 def _finite(value: Any) -> Any:

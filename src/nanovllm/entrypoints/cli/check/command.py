@@ -11,10 +11,11 @@ import torch
 from nanovllm.entrypoints.arguments import TUNING, add_source, positive, require_folder, source, tuning
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
+from nanovllm.entrypoints.cli.check.report_text import table
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.check.examine import examine
-from nanovllm.models.check.report import SCHEMA, table
+from nanovllm.models.check.report import SCHEMA
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for
 
