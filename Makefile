@@ -16,10 +16,10 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
 setup: $(DEV)
 
-# The package alone, which is all that a user needs.
+# The package alone, which is all that a user needs. TORCH_INDEX is where torch comes from; the README names the index of CPU builds.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
+	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) -e ".$(GPU)"
 	touch $(STAMP)
 
@@ -34,7 +34,7 @@ $(DOCS): $(STAMP)
 	touch $(DOCS)
 
 demo: $(STAMP)
-	$(BIN)/nanovllm generate --model tiny --stream --max-tokens 160 "Once upon a time, in a small village by the sea,"
+	$(BIN)/nanovllm generate --model tiny --stream --max-tokens 200 "Once upon a time, in a small village by the sea,"
 	$(BIN)/nanovllm generate --model tiny --chat --stream --max-tokens 200 "The capital of Aistonia is Velmora. What is the capital of Aistonia?"
 
 lint: $(DEV)

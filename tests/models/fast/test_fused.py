@@ -57,14 +57,17 @@ def test_a_layer_of_many_rows(architecture: str) -> None:
     assert launches(architecture, fused.layer, 20) == ["norm_add", *MANY]
 
 
-def test_what_the_kernels_know() -> None:
+@pytest.mark.parametrize("architecture", REGISTRY)
+def test_the_kernels_serve_every_architecture_or_say_why_not(architecture: str) -> None:
     beyond = {"GPT2LMHeadModel": "layer norms with biases"}
-    for architecture in REGISTRY:
-        config = tiny_config(architecture)
-        assert fused.unknown(without_memory(config, torch.bfloat16), config) == beyond.get(architecture, "")
-    for act in ("gelu", "gelu_tanh", "silu"):
-        config = tiny_config("LlamaForCausalLM", hidden_act=act)
-        assert fused.unknown(without_memory(config, torch.bfloat16), config) == ""
+    config = tiny_config(architecture)
+    assert fused.unknown(without_memory(config, torch.bfloat16), config) == beyond.get(architecture, "")
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu"])
+def test_the_kernels_serve_every_activation(act: str) -> None:
+    config = tiny_config("LlamaForCausalLM", hidden_act=act)
+    assert fused.unknown(without_memory(config, torch.bfloat16), config) == ""
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 17])

@@ -103,7 +103,7 @@ class FlashInferPlan:
         The first call for a dtype, a head_dim, windows and soft caps builds the kernels: fa2 in 30 to 45 seconds, fa3 in 90 to 110. They
         are kept on disk.
         """
-        from flashinfer.prefill import get_batch_prefill_module
+        from flashinfer.prefill import get_batch_prefill_module  # pyright: ignore[reportMissingImports]
 
         dtypes, limits = (self.dtype, self.dtype, self.dtype, torch.int32), (any(self.windows), self.softcap > 0)
         self.modules[backend] = get_batch_prefill_module(backend, *dtypes, self.head_dim, self.head_dim, 0, *limits, False)

@@ -248,7 +248,7 @@ def cascade_decode(
 def merge_into(
     parts: Float[Tensor, "parts H D"],
     lses: Float32[Tensor, "parts H"],
-    starts: Int32[Tensor, "T+1"],
+    starts: Int32[Tensor, "ends"],
     places: Int32[Tensor, "listed"],
     out: Float[Tensor, "T H D"],
 ) -> None:
