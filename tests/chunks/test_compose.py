@@ -313,3 +313,53 @@ def test_many_gaps(model: Model) -> None:
     assert close.positions.tolist() == list(range(len(kept)))
     state, head = nv.truncate(state, kept, 1)
     assert head.positions.tolist() == [0]
+
+
+def test_the_operations_of_all_chunks_are_named_once(model: Model) -> None:
+    """A composed chunk may occur twice in a list, and a later chunk may be approximate where the first is exact."""
+    state, (a, b) = filled(model, [[1, 2, 3], [4, 5]])
+    state, both = nv.compose(model, state, [a, b])
+    state, more = nv.compose(model, state, [both, a, both])
+    assert more.provenance.operations == ("composed, recompute=0",)
+    state, shorter = nv.drop(model, state, a, 0, 1, "shift")
+    state, last = nv.compose(model, state, [a, shorter], 1)
+    assert last.provenance.operations == ("dropped by shift", "composed, recompute=1")
+
+
+@pytest.mark.parametrize("recompute", [0, 2, "all"])
+def test_chunks_that_just_fit_are_composed(model: Model, recompute: int | str) -> None:
+    state = nv.init_state(model, num_pages=64, page_size=4, max_model_len=9)
+    state, a = nv.prefill(model, state, [1, 2, 3, 4, 5])
+    state, b = nv.prefill(model, state, [6, 7, 8, 9])
+    state, c = nv.prefill(model, state, [10])
+    with pytest.raises(nv.InvalidRequestError, match="the chunks have 10 tokens; this engine holds at most 9"):
+        nv.compose(model, state, [a, b, c], recompute)  # pyright: ignore[reportArgumentType]
+    state, whole = nv.compose(model, state, [a, b], recompute)  # pyright: ignore[reportArgumentType]
+    assert whole.token_ids.tolist() == list(range(1, 10))
+    nv.check(state)
+
+
+def test_an_exact_result_runs_only_what_is_not_exact(model: Model) -> None:
+    """The exact beginning of the first chunk is kept to its last token, in the middle of a page. What follows it may be inexact."""
+    state, (a, b, c) = filled(model, [list(range(7)), [10, 11, 12], [13, 14]])
+    state, both = nv.compose(model, state, [a, b])
+    for chunks, wanted in (([a, c], 2), ([both, c], 5)):
+        before = state.stats.prefill_tokens
+        state, whole = nv.compose(model, state, chunks, "all")
+        assert state.stats.prefill_tokens - before == wanted
+        assert whole.provenance.exact
+        torch.testing.assert_close(kv_of(state, whole), exact_kv(model, whole.token_ids.tolist()), rtol=1e-4, atol=1e-4)
+
+
+def test_learned_positions_are_refused_where_keys_would_be_rotated() -> None:
+    learned = random_model(tiny_config("GPT2LMHeadModel", vocab_size=50))
+    state, (a, b) = filled(learned, [[1, 2, 3, 4], [5, 6, 7]])
+    told = "random-0 has learned positions, so it does not support "
+    with pytest.raises(nv.InvalidRequestError, match=f'^{told}compose with recompute=0; recompute="all" works$'):
+        nv.compose(learned, state, [a, b])
+    with pytest.raises(nv.InvalidRequestError, match=f'^{told}drop with mode="shift"; "recompute" and "gap" work$'):
+        nv.drop(learned, state, a, 1, 2, "shift")
+    state, whole = nv.compose(learned, state, [a, b], "all")
+    for mode in ("recompute", "gap"):
+        state, kept = nv.drop(learned, state, whole, 1, 3, mode)
+        assert kept.token_ids.tolist() == [1, 4, 5, 6, 7]

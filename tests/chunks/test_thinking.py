@@ -105,6 +105,31 @@ def test_many_blocks_run_what_is_between_them_once(model: Model, retain: Retain)
     assert state.pool.num_available == 64
 
 
+def shortened(model: Model, token_ids: list[int], start: int, retain: Retain) -> list[int]:
+    """The tokens of a chunk that are left without the think blocks after token `start`."""
+    state = nv.init_state(model, num_pages=64, page_size=4)
+    state, chunk = nv.prefill(model, state, token_ids)
+    with guarded(state) as taken:
+        inner, kept = without_thinking(model, state, chunk, start, retain, taken)
+        state = commit_state(inner)
+    nv.check(state)
+    return kept.token_ids.tolist()
+
+
+@pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
+def test_of_a_chunk_that_is_all_thinking_the_first_block_stays(model: Model, retain: Retain) -> None:
+    block = [OPEN, A, B, CLOSE, LINE]
+    assert shortened(model, [*block, OPEN, B, CLOSE, *block], 0, retain) == block
+
+
+@pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
+def test_a_tag_in_an_earlier_message_opens_no_block(retain: Retain) -> None:
+    """The end token of the message that quotes the tag closes it. Otherwise the reply would be dropped with it."""
+    model = random_model(tiny_config(eos_token_ids=(END,)))
+    token_ids = [A, OPEN, B, END, A, B, A]
+    assert shortened(model, token_ids, 5, retain) == token_ids
+
+
 @pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
 def test_words_of_the_prompt_are_kept(retain: Retain) -> None:
     tiny = load_model(TINY, device="cpu")
@@ -161,6 +186,34 @@ def test_a_chat_runs_only_what_is_new(retain: Retain) -> None:
     assert "<think>" in conversation.messages[-1]["content"]
     assert conversation.chunk is not None
     assert conversation.chunk.provenance.exact == (retain == "recompute")
+
+
+@pytest.mark.parametrize("retain", ["all", "recompute"])
+def test_the_figures_of_the_turns_are_all_that_ran(retain: Retain) -> None:
+    """The answer without its thinking runs in the next turn, if there is one, and not in its own."""
+    model = load_model(TINY, "cpu")
+    state = nv.init_state(model, num_pages=64, max_num_seqs=2)
+    conversation, ran = conversations.Conversation(retain=retain), 0
+    for text in ("What is 1 + 1?", "What is 2 + 2?"):
+        asked = replace(conversation, messages=(*conversation.messages, {"role": "user", "content": text}))
+        state, conversation, figures = conversations.turn(
+            model, state, asked, nv.SamplingParams(temperature=0, max_tokens=60), lambda _: None
+        )
+        ran += figures.run
+        assert "</think>" in conversation.messages[-1]["content"]
+        assert state.stats.prefill_tokens == ran
+
+
+def test_kept_thinking_leaves_room_for_a_reply(model: Model) -> None:
+    """A prompt that would fill the engine with the thinking before it is continued without the thinking."""
+    hidden = np.array([False, True, True, True, False])
+    for length, kept, left in ((6, 5, 4), (7, 1, 6)):
+        state = nv.init_state(model, num_pages=64, page_size=4, max_model_len=10)
+        state, chunk = nv.prefill(model, state, [A, OPEN, B, CLOSE, A])
+        tokens = np.array([A, A, B, B, B, B, B][:length], np.int32)
+        _, context = conversations._continued(state, chunk, tokens, hidden)
+        assert isinstance(context, tuple)
+        assert (len(context[0]), len(context[1])) == (kept, left)
 
 
 def talk(model: Model, texts: list[str], **limits: int) -> list[tuple[conversations.Conversation, conversations.Turn]]:

@@ -1,9 +1,13 @@
 """What was donated is not used again, and what belongs to another model or engine is refused; the next good call is served."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm.config import RopeConfig
+from nanovllm.engine.donation import enter, guarded
 from nanovllm.testing.models import random_model, tiny_config
 
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -133,3 +137,27 @@ def test_check_refuses_a_donated_state():
     nv.check(state)
     with pytest.raises(nv.DonatedStateError):
         nv.check(old)
+
+
+def test_the_same_weights_in_another_form_are_refused(model: nv.Model, state: nv.EngineState) -> None:
+    """The fingerprint is of the weights. KV of another dtype or of other rotations does not fit either."""
+    turned = replace(model, config=replace(model.config, rope=RopeConfig(theta=500.0)))
+    for other in (random_model(tiny_config(), 0, "bfloat16"), turned):
+        assert other.fingerprint == model.fingerprint
+        with pytest.raises(nv.InvalidRequestError, match="is not the model of this state"):
+            nv.prefill(other, state, PROMPT)
+    nv.prefill(model, state, PROMPT)
+
+
+def test_the_decode_carry_is_loaded_again_after_a_failed_call(model: nv.Model, state: nv.EngineState) -> None:
+    """The failed call may have advanced the carry in place, although it took no pages."""
+    state, _ = nv.submit(model, state, PROMPT, GREEDY)
+    for _ in range(2):
+        state, _ = nv.step(model, state)
+    assert enter(state).loaded is not None
+    with pytest.raises(KeyboardInterrupt), guarded(state):
+        raise KeyboardInterrupt
+    assert state.runtime.lease.lost == frozenset()
+    assert state.loaded is not None and enter(state).loaded is None
+    state, _ = nv.step(model, state)
+    assert enter(state).loaded is not None

@@ -1,17 +1,21 @@
 """What a context may be, and that each bad one is named."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 
 from nanovllm.chunks.generate import generate
+from nanovllm.chunks.handles import release
 from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.prompt import resolve, token_array
 from nanovllm.engine.requests import submit
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.errors import ForeignChunkError, InvalidRequestError, NanoVLLMError, ReleasedChunkError
 from nanovllm.sampling.params import SamplingParams
-from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 
 MODEL = random_model(tiny_config(hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8))
 MUTE = random_model(tiny_config(vocab_size=50, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8))
@@ -56,6 +60,16 @@ def test_a_chunk_stands_first():
         resolve(MODEL, state, [base, base])
 
 
+def test_the_chunk_is_live_and_of_this_engine():
+    state, base = prefill(MODEL, engine(), [1, 2, 3])
+    released = release(state, base)
+    for context in (base, [base, [9]]):
+        with pytest.raises(ForeignChunkError):
+            resolve(MODEL, engine(), context)
+        with pytest.raises(ReleasedChunkError):
+            resolve(MODEL, released, context)
+
+
 def test_the_chunk_is_not_changed_by_what_comes_after():
     state, base = prefill(MODEL, engine(), [1, 2, 3])
     tokens_of([base, [9]], state=state)
@@ -76,6 +90,8 @@ def test_the_chunk_is_not_changed_by_what_comes_after():
         ([2**63], "token id 9223372036854775808 is outside"),
         ([0, 2**80], "token id 1208925819614629174706176 is outside"),
         ([-1, 2**63], "token id -1 is outside"),
+        ([1, 264, 2, 300], "token id 264 is outside"),
+        ([300, -1], "token id 300 is outside"),
         ([1.0, 2], "token id 1.0 is of type float"),
         ([True], "token id True is of type bool"),
         ([1, 0, 5, False], "token id False is of type bool"),
@@ -85,6 +101,7 @@ def test_the_chunk_is_not_changed_by_what_comes_after():
         (["a", 3], "not int"),
         (["a", 3], "^part 1 of the context must be a chunk, a text or token ids, not int"),
         ([[1, [2]]], "type list"),
+        ([3, "a"], "^part 0 of the context must be a chunk, a text or token ids, not int"),
         (["a", ["b"]], "^part 1 of the context: token id 'b' is of type str, not an integer; a part must be a chunk, a text or"),
         (["a", [1], [264]], "^part 2 of the context: token id 264 is outside the vocabulary 0 ... 263"),
         (np.array([1.5]), "array of float64"),
@@ -132,3 +149,22 @@ def test_ids_come_as_int32_of_their_own():
     array = token_array(source, 10)
     source[0] = 5
     assert array.tolist() == [1, 2] and array.dtype == np.int32
+
+
+def test_the_start_token_is_before_the_first_text_alone():
+    """Empty parts do not count. Texts after a chunk, after other texts or after token ids get no start token."""
+    tokenizer = byte_tokenizer()
+    (start,) = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
+    template = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", start)])
+    tokenizer.backend.post_processor = template  # pyright: ignore[reportAttributeAccessIssue]
+    model = replace(MODEL, tokenizer=tokenizer)
+    state, base = prefill(model, engine(model), [1, 2])
+    for context, wanted in (
+        ("ab", [start, *text("ab")]),
+        (["a", "b"], [start, *text("ab")]),
+        ([[], "a", "b"], [start, *text("ab")]),
+        ([[3], "a"], [3, *text("a")]),
+        ([base, "a"], [1, 2, *text("a")]),
+        ([base, [], "a"], [1, 2, *text("a")]),
+    ):
+        assert tokens_of(context, model, state) == wanted

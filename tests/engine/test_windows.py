@@ -152,6 +152,25 @@ def test_moved_keys_of_both_groups_turn_by_their_own_speeds():
         torch.testing.assert_close(held, moved, rtol=1e-4, atol=1e-4)
 
 
+def test_moved_keys_of_the_first_layer_are_those_of_their_new_places():
+    """The KV of the first layer does not depend on earlier tokens. This layer has a window, and frequencies of its own."""
+    assert GEMMA.config.windows[0] and GEMMA.config.local_rope is not None
+    state = engine(GEMMA, 60)
+    state, first = nv.prefill(GEMMA, state, PROMPTS[3])
+    state, second = nv.prefill(GEMMA, state, PROMPTS[0])
+    state, joined = nv.compose(GEMMA, state, [first, second])
+    state, whole = nv.prefill(GEMMA, state, PROMPTS[3] + PROMPTS[0])
+    pool, index = GEMMA.config.places[0]
+    found, wanted = (
+        state.kv.pools[pool][index, torch.from_numpy(state.pool.frames.of(chunk.pages.array()))]
+        .transpose(2, 3)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for chunk in (joined, whole)
+    )
+    torch.testing.assert_close(found[: len(joined)], wanted[: len(joined)], rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_outside_of_the_window_is_given_up_as_a_reply_grows():
     state = engine(GEMMA, 40)
     state, _ = nv.submit(GEMMA, state, PROMPTS[2], greedy(100))

@@ -79,6 +79,24 @@ def test_none_takes_the_models_own_options():
     (out,) = make().generate("ab")
     assert len(out.token_ids) == 16  # generation_config is empty: greedy, our default length
     assert out.token_ids[:12] == make().generate("ab", GREEDY)[0].token_ids
+    assert [token for piece in make().stream("ab") for token in piece.token_ids] == out.token_ids
+
+
+def test_every_option_reaches_the_loader_or_the_engine(monkeypatch):
+    loads, engines, real = [], [], shell.init_state
+    where = {"revision": "abc", "download": True, "trust_remote_code": True}
+    limits = {
+        "num_pages": 5, "num_frames": 6, "page_size": 7, "memory_fraction": 0.5, "max_model_len": 8, "max_num_seqs": 9,
+        "max_num_batched_tokens": 10, "seed": 11, "compile": False, "cascade": True, "check": True, "tuning": "own.json",
+    }  # fmt: skip
+    monkeypatch.setattr(shell, "load_model", lambda *given, **more: loads.append((given, more)) or MODEL)
+    monkeypatch.setattr(shell, "init_state", lambda model, **given: engines.append(given) or real(model, num_pages=4))
+    LLM("some", device="cpu", dtype="bfloat16", **where, **limits)
+    assert loads == [(("some", "cpu", "bfloat16"), {**where, "max_model_len": 8})]
+    assert engines == [limits]
+    for name, value in {"device": "cpu", "dtype": "float32", **where}.items():
+        with pytest.raises(nv.InvalidRequestError, match="model is already loaded"):
+            LLM(MODEL, **{name: value})
 
 
 def test_more_prompts_than_the_pool_holds_at_once():
@@ -374,6 +392,7 @@ def test_a_chat_is_its_templates_prompt():
     assert out.token_ids == llm.generate(text, GREEDY)[0].token_ids
     quick = llm.chat_tokens(MESSAGES, enable_thinking=False)
     assert MODEL.tokenizer.decode(quick, False) == text + "<think>\n\n</think>\n\n"
+    assert llm.chat(MESSAGES, GREEDY, enable_thinking=False).prompt_token_ids.tolist() == quick
     again = llm.chat([*MESSAGES, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "So?"}], GREEDY)
     assert again.num_cached_tokens >= len(out.prompt_token_ids) // 4 * 4
     require_idle(llm)

@@ -66,6 +66,43 @@ RUN_AHEAD = ("tests/executor/test_run_ahead.py",)
 CASCADE = ("tests/ops/attention/test_cascade.py",)
 HUB = ("tests/loading/test_hub.py",)
 LAYOUT = ("tests/chunks/test_layout.py",)
+DONATION = ("tests/engine/test_donation.py",)
+PROMPT = ("tests/engine/test_prompt.py",)
+CHECK = (
+    "tests/models/check/test_check.py::test_the_logits_in_float64_are_capped_as_the_model_caps_them",
+    "tests/models/check/test_check.py::test_agreement_counts_each_pair_by_itself",
+    "tests/models/check/test_check.py::test_a_fault_of_the_smallest_batch_is_found",
+    "tests/models/check/test_check.py::test_a_row_that_other_experts_run_is_no_fault",
+    "tests/models/check/test_check.py::test_an_error_that_is_its_bound_is_within_it",
+    "tests/models/check/test_check.py::test_the_warning_names_the_error_that_is_most_above_its_bound",
+    "tests/models/check/test_check.py::test_keys_that_are_no_numbers_are_said_to_be",
+    "tests/models/check/test_check.py::test_each_gain_is_of_its_own_norm",
+    "tests/models/check/test_check.py::test_each_figure_is_in_its_own_column",
+    "tests/models/check/test_check.py::test_the_clearest_places_of_disagreement_are_shown",
+    "tests/models/check/test_check.py::test_a_text_of_all_positions_and_batches_of_all_tokens",
+)
+CHECK_COMMAND = ("tests/entrypoints/cli/check/test_preflight.py",)
+THINKING = ("tests/chunks/test_thinking.py",)
+MAIN = "tests/entrypoints/cli/test_main.py"
+CONVERSATION = (
+    f"{MAIN}::test_a_conversation_of_all_tokens_leaves_no_room_for_a_reply",
+    f"{MAIN}::test_the_beginning_of_a_stop_text_is_not_shown",
+    "tests/chunks/test_thinking.py::test_the_figures_of_the_turns_are_all_that_ran",
+    "tests/chunks/test_thinking.py::test_kept_thinking_leaves_room_for_a_reply",
+)
+VIEW = (f"{MAIN}::test_a_terminal_without_styles_is_not_steered_either", f"{MAIN}::test_a_prompt_may_have_opened_the_think_block")
+ARGUMENTS = ("tests/entrypoints/test_arguments.py",)
+COMMANDS = (
+    f"{MAIN}::test_of_a_prompt_on_stdin_only_the_last_line_end_goes",
+    f"{MAIN}::test_options_of_the_model_reach_the_loader",
+    f"{MAIN}::test_options_of_a_chat_reach_it",
+    f"{MAIN}::test_a_character_that_the_output_lacks_is_replaced",
+    f"{MAIN}::test_a_reset_keeps_the_system_message_and_the_thinking",
+    f"{MAIN}::test_a_message_without_any_reply_is_forgotten",
+    f"{MAIN}::test_errors_are_one_line_and_exit_2",
+)
+MEMORY_COMMAND = ("tests/entrypoints/memory/test_memory.py::test_errors_are_one_line_and_exit_2",)
+LLM = ("tests/entrypoints/test_llm.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # State
@@ -417,5 +454,182 @@ MUTANTS: tuple[Mutant, ...] = (
         "ops/attention/cascade.py",
         CASCADE,
         ("the window is a token wider", "masked |= at < visible[:, None] - window", "masked |= at < visible[:, None] - window - 1"),
+    ),
+    # Composition
+    *bugs(
+        "chunks/compose.py",
+        COMPOSE,
+        (
+            "an operation is named twice",
+            "operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))",
+            "operations = (*(name for source in sources for name in source.provenance.operations), operation)",
+        ),
+        ("only the first chunk says how it was made", "for source in sources for name", "for source in sources[:1] for name"),
+        ("chunks that just fit are not composed", "if num_tokens > capacity(state):", "if num_tokens >= capacity(state):"),
+        ("a chunk that just fits is not run", "if len(tokens) > capacity(state, base):", "if len(tokens) >= capacity(state, base):"),
+        ("the exact beginning of an approximate chunk runs again", "if first.num_exact else None", "if first.provenance.exact else None"),
+        ("learned positions are shifted", '    if mode == "shift":\n', '    if mode == "turn":\n'),
+    ),
+    *bugs(
+        "chunks/compose.py",
+        WINDOWS,
+        (
+            "windowed layers rotate by the frequencies of the others",
+            "model.params.inv_freq if local is None else local)",
+            "model.params.inv_freq)",
+        ),
+    ),
+    # Donation and prompts
+    *bugs(
+        "engine/donation.py",
+        DONATION,
+        (
+            "a model of another dtype is accepted",
+            "model_key(model) != lease.model:",
+            "model_key(model).fingerprint != lease.model.fingerprint:",
+        ),
+        ("a carry that a failed call advanced is used again", "waiting=waiting, loaded=None)", "waiting=waiting)"),
+        ("a failed call that took no pages changed nothing", "    if not lease.dirty:\n", "    if not lease.lost:\n"),
+    ),
+    *bugs(
+        "engine/prompt.py",
+        PROMPT,
+        ("an empty part takes the start token away", "first=base is None and not any(map(len, runs))", "first=base is None and not runs"),
+        ("a text after a chunk has a start token", "first=base is None and not any(map(len, runs))", "first=not any(map(len, runs))"),
+        ("the last wrong token is named", "flat[(flat < 0) | (flat >= vocab_size)][0]", "flat[(flat < 0) | (flat >= vocab_size)][-1]"),
+        ("parts after a token id are token ids", "(*context[:1], *context[-1:])", "context[:1]"),
+        ("the first part has no number", 'if len(parts) > 1 else "")', 'if place else "")'),
+        ("a released chunk is continued", "            require_live(state, part)\n", ""),
+    ),
+    # The check of a model
+    *bugs(
+        "models/check/agree.py",
+        CHECK,
+        (
+            "agreement with float64 is that with the plain layers",
+            "fast_exact=sum(a == c for a, _, c in rows)",
+            "fast_exact=sum(a == b for a, b, _ in rows)",
+        ),
+    ),
+    *bugs(
+        "models/check/report.py",
+        CHECK,
+        (
+            "the gain of queries is that of keys",
+            "None if w.q_norm is None else _largest(w.q_norm)",
+            "None if w.k_norm is None else _largest(w.k_norm)",
+        ),
+    ),
+    *bugs(
+        "entrypoints/cli/check/report_text.py",
+        CHECK,
+        ("the least clear disagreements are shown", "key=lambda each: -each.margin", "key=lambda each: each.margin"),
+        ("no more disagreements are said to follow", "* (len(apart) > SHOWN)", "* (len(apart) >= SHOWN)"),
+        ("keys that are NaN are passed over", "math.isfinite(each.plain.output + each.plain.kv)", "math.isfinite(each.plain.output)"),
+        ("keys have the bound of the output", "e.fast.kv, e.bound.kv)", "e.fast.kv, e.bound.output)"),
+    ),
+    *bugs(
+        "models/check/compare.py",
+        CHECK,
+        ("an error that is its bound is above it", "fast.kv <= error_bound(plain.kv, dtype)", "fast.kv < error_bound(plain.kv, dtype)"),
+        ("only the largest batch counts", ", len(forms), 2).amax(1)", ", len(forms), 2)[:, -1]"),
+        ("a row of other experts is a fault", "routed=w.experts is not None)", "routed=False)"),
+        ("logits in float64 are not capped", "yield soft_cap(logits, model.config.logit_softcap)", "yield logits"),
+    ),
+    *bugs(
+        "models/check/examine.py",
+        CHECK,
+        (
+            "a text of all positions is refused",
+            "1 <= num_tokens <= model.config.max_position_embeddings",
+            "1 <= num_tokens < model.config.max_position_embeddings",
+        ),
+        ("a batch of all tokens is left out", "if count <= num_tokens)", "if count < num_tokens)"),
+        ("NaN is not the worst error", 'return error / bound if error <= bound or error > bound else float("inf")', "return error / bound"),
+    ),
+    *bugs(
+        "entrypoints/cli/check/command.py",
+        CHECK_COMMAND,
+        ("all of the memory is too much", "if not 0 < options.memory_fraction <= 1:", "if not 0 < options.memory_fraction < 1:"),
+        ("the maximum length is not that of the check", "options.dtype, **limits, **{**where", "options.dtype, **{**where"),
+    ),
+    # Thinking, and how it is shown
+    *bugs(
+        "chunks/thinking.py",
+        THINKING,
+        ("a chunk that is all thinking keeps all of it", "        spans = spans[1:]\n", "        spans = []\n"),
+        (
+            "a tag that the user wrote opens a block",
+            "chunk.token_ids, start, model.config.eos_token_ids)",
+            "chunk.token_ids, start)",
+        ),
+    ),
+    *bugs(
+        "entrypoints/conversation.py",
+        CONVERSATION,
+        ("kept thinking takes the room of the reply", "if kept + len(tokens) - shared < room]", "if kept + len(tokens) - shared <= room]"),
+        ("an answer runs again in its own turn", 'asked.retain in ("shift", "gap"):', 'asked.retain != "all":'),
+        ("the beginning of a stop string is shown", "TextStream.of(model.tokenizer, params.stop)", "TextStream.of(model.tokenizer, ())"),
+        ("a full conversation is not told to reset", "if len(tokens) >= capacity(state):", "if len(tokens) > capacity(state):"),
+    ),
+    *bugs(
+        "entrypoints/display/terminal.py",
+        VIEW,
+        ("a block that the prompt opened is shown as text", "chat_prompt.rstrip().endswith(OPEN)", "chat_prompt.endswith(OPEN)"),
+        ("a terminal without styles is steered", "clean=stream.isatty(), inside", "clean=terminal, inside"),
+    ),
+    # The entry points
+    *bugs(
+        "entrypoints/arguments.py",
+        ARGUMENTS,
+        ("--memory-fraction is dropped", '"max_model_len", "memory_fraction", "tuning")', '"max_model_len", "tuning")'),
+        ("--tuning is dropped", '"max_model_len", "memory_fraction", "tuning")', '"max_model_len", "memory_fraction")'),
+        ("--eager is dropped", '"compile": False if options.eager else None', '"compile": None'),
+        ("--revision is dropped", '"revision": options.revision', '"revision": None'),
+    ),
+    *bugs(
+        "entrypoints/cli/chat.py",
+        COMMANDS,
+        ("--system is dropped", "system=options.system, thinking", "system=None, thinking"),
+        ("--retain is dropped", ", retain=options.retain)", ")"),
+        (
+            "a reset forgets the system message",
+            "replace(conversation, messages=opening, chunk=None), None",
+            "replace(conversation, messages=(), chunk=None), None",
+        ),
+        ("a message without a reply stays", "    if not figures.reply:", "    if figures.reply is None:"),
+    ),
+    *bugs(
+        "entrypoints/cli/generate.py",
+        COMMANDS,
+        ("a system message needs no chat", "(options.system or options.no_think)", "options.no_think"),
+        ("generate loads for the usual length", ", max_model_len=options.max_model_len, **source(options))", ", **source(options))"),
+        ("white space at the end of a prompt is lost", '.removesuffix("\\n")', ".rstrip()"),
+    ),
+    *bugs(
+        "entrypoints/cli/main.py",
+        COMMANDS,
+        ("a character that the output lacks is an error", 'reconfigure(errors="replace")', 'reconfigure(errors="strict")'),
+    ),
+    *bugs(
+        "entrypoints/cli/memory.py",
+        MEMORY_COMMAND,
+        ("memory drops --num-frames", "num_frames=options.num_frames, max_model_len", "max_model_len"),
+    ),
+    *bugs(
+        "entrypoints/llm.py",
+        LLM,
+        ("a chat thinks always", "self.chat_tokens(messages, enable_thinking=enable_thinking)]", "self.chat_tokens(messages)]"),
+        ("an LLM has one seed", "            seed=seed,\n", ""),
+        (
+            "an LLM loads for the usual length",
+            "load_model(model, device, dtype, max_model_len=max_model_len, **where)",
+            "load_model(model, device, dtype, **where)",
+        ),
+        (
+            "a stream has options of its own",
+            "from_generation_config(self.model.generation_config) if sampling_params is None",
+            "SamplingParams() if sampling_params is None",
+        ),
     ),
 )

@@ -25,6 +25,7 @@ from nanovllm.entrypoints import process
 from nanovllm.entrypoints.arguments import sampling
 from nanovllm.entrypoints.cli import chat, generate
 from nanovllm.entrypoints.cli import main as cli
+from nanovllm.entrypoints.cli import memory as memory_demo
 from nanovllm.entrypoints.display.terminal import View
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
@@ -67,6 +68,12 @@ def test_generate_reads_stdin(greedy, capsys, monkeypatch):
     assert capsys.readouterr().out == expected
 
 
+def test_of_a_prompt_on_stdin_only_the_last_line_end_goes(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" hello \n\n")))
+    options = cli.build_parser(with_bench=False).parse_args(["generate"])
+    assert generate._prompt(options) == " hello \n"
+
+
 def test_generate_takes_a_file_of_prompts(folder, greedy, capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo é\n", encoding="utf-8")
@@ -106,6 +113,41 @@ def test_sampling_flags_reach_the_request(folder):
     assert sampling(options, MODEL) == nv.SamplingParams(temperature=0, max_tokens=256)  # an empty generation_config is greedy
 
 
+@pytest.mark.parametrize(("command", "text"), [(generate, ["x"]), (chat, []), (memory_demo, ["x"])])
+def test_options_of_the_model_reach_the_loader(command, text, monkeypatch):
+    seen = []
+
+    def load(*given, **where):
+        seen.append((given, where))
+        raise nv.CheckpointError("enough")
+
+    monkeypatch.setattr(command, "load_model", load)
+    flags = "--model m --device cpu --dtype bfloat16 --max-model-len 100 --revision abc --download --trust-remote-code"
+    assert cli.main([command.__name__.split(".")[-1], *flags.split(), *text]) == 2
+    wanted = {"max_model_len": 100, "revision": "abc", "download": True, "trust_remote_code": True}
+    assert seen == [(("m", "cpu", "bfloat16"), wanted)]
+
+
+def test_options_of_a_chat_reach_it(monkeypatch):
+    runs = []
+    monkeypatch.setattr(chat, "load_model", lambda *_, **__: MODEL)
+    monkeypatch.setattr(chat, "run", lambda model, state, params, **options: runs.append((state.config.max_model_len, options)) or 0)
+    flags = ["--system", "Be brief.", "--no-think", "--retain", "gap", "--max-model-len", "100"]
+    assert cli.main(["chat", *flags]) == cli.main(["chat"]) == 0
+    assert runs == [
+        (100, {"system": "Be brief.", "thinking": False, "retain": "gap"}),
+        (512, {"system": None, "thinking": True, "retain": "recompute"}),
+    ]
+
+
+def test_a_character_that_the_output_lacks_is_replaced(monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
+    monkeypatch.setattr(generate, "run_generate", lambda options: print("caf\xe9", flush=True) or 0)
+    assert cli.main(["generate", "x"]) == 0
+    assert out.getvalue() == b"caf?\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -119,7 +161,9 @@ def test_sampling_flags_reach_the_request(folder):
         (["generate", ""], "the prompt is empty"),
         (["generate", "\udcff"], r"byte 0xff at position 0 is not valid UTF-8 \(lone surrogate U\+DCFF at position 0\)"),
         (["generate", "--no-think", "x"], "add --chat"),
+        (["generate", "--system", "Be brief.", "x"], "add --chat"),
         (["generate", "--prompts", "p", "x"], "cannot be combined with a prompt"),
+        (["generate", "--prompts", "p", "--stream"], "cannot be combined with a prompt or --stream"),
         (["generate", "--prompts", "/no/such/file"], "No such file"),
         (["chat", "--max-model-len", "9999"], "max_model_len=9999 exceeds"),
         (["bench", "--which", "", "--device", "cpu"], "unknown workload ''; choose from b1"),
@@ -309,6 +353,26 @@ def test_a_conversation_that_is_full_is_refused_and_stays(monkeypatch):
     state = nv.release(state, conversation.chunk)
 
 
+def test_a_conversation_of_all_tokens_leaves_no_room_for_a_reply():
+    state, empty = nv.init_state(MODEL, num_pages=4), len(render(MODEL.tokenizer, [{"role": "user", "content": ""}]))
+    with pytest.raises(nv.InvalidRequestError, match="the conversation has 64 tokens, but the engine holds 64: use /reset"):
+        ask(MODEL, state, chat.Conversation(), "x" * (64 - empty))
+    _, _, figures = ask(MODEL, state, chat.Conversation(), "x" * (63 - empty))
+    assert (figures.reply, figures.finish_reason) == (1, "length")
+
+
+def test_the_beginning_of_a_stop_text_is_not_shown():
+    """What is shown piece by piece is the reply, which ends before the stop text."""
+    params = nv.SamplingParams(temperature=0, max_tokens=40, logit_bias=dict.fromkeys(MODEL.tokenizer.encode("abc"), 100.0))
+    state, conversation, _ = ask(MODEL, nv.init_state(MODEL, num_pages=64), chat.Conversation(), "Hello", params)
+    whole = conversation.messages[-1]["content"]
+    assert set(whole) <= set("abc") and len(whole) == 40
+    stop = whole[-4:]
+    state, conversation, figures = ask(MODEL, state, chat.Conversation(), "Hello", chat.replace(params, stop=stop))
+    assert figures.finish_reason == "stop"
+    assert conversation.messages[-1]["content"] == whole[: whole.index(stop)]
+
+
 def test_chat_reads_commands_from_a_pipe(greedy, capsys, monkeypatch):
     lines = ["Hello", "/stats", "", "/what", "/no_think", "/think", "/help", "/memory", "/reset", "/memory", "/stats", "Hello", "/exit"]
     lines.append("never read")
@@ -321,6 +385,30 @@ def test_chat_reads_commands_from_a_pipe(greedy, capsys, monkeypatch):
     assert "(0 held by chunks, 0 by requests, " in captured.err
     for part in ("24 run, 0 reused", "unknown command /what", "Thinking is off.", "Thinking is on.", "Ctrl-D leaves", "no turn yet"):
         assert part in captured.err
+
+
+def test_a_reset_keeps_the_system_message_and_the_thinking(greedy, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/stats\n/reset\nHello\n/stats\n"))
+    assert cli.main(["chat", *greedy, "--system", "Be brief.", "--no-think"]) == 0
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    length = len(render(MODEL.tokenizer, messages, enable_thinking=False))
+    assert re.findall(r"last turn: (\d+) prompt tokens", capsys.readouterr().err) == [str(length)] * 2
+
+
+def test_a_message_without_any_reply_is_forgotten(greedy, capsys, monkeypatch):
+    real, steps = conversations.step, []
+
+    def failing(model, state):
+        steps.append(None)
+        if len(steps) == 1:
+            raise nv.OutOfPagesError("the device's memory ran out")
+        return real(model, state)
+
+    monkeypatch.setattr(conversations, "step", failing)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Lost\nHello\n/stats\n"))
+    assert cli.main(["chat", *greedy]) == 0
+    length = len(render(MODEL.tokenizer, [{"role": "user", "content": "Hello"}]))
+    assert f"last turn: {length} prompt tokens" in capsys.readouterr().err
 
 
 def test_input_that_is_not_utf8_is_named_and_the_chat_goes_on(greedy, capsys, monkeypatch):
@@ -407,6 +495,31 @@ def test_a_reply_cannot_steer_the_terminal():
     assert shown_of("a\x1b[31mb\x07\r\tc\n", [2], View(styled=True, clean=True)) == "a\ufffd[31mb\ufffd\ufffd\tc\n"
     assert shown_of("a\x1b[31m", [], View(styled=False, clean=True)) == "a\ufffd[31m"
     assert shown_of("a\x1b[31m", [], View(styled=False, clean=False)) == "a\x1b[31m"
+
+
+class Screen(io.StringIO):
+    """A terminal, or a program that pretends to be one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", ["", "NO_COLOR", "TERM"])
+def test_a_terminal_without_styles_is_not_steered_either(name, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if name:
+        monkeypatch.setenv(name, "dumb")
+    view = View.of(Screen(), chat_prompt="x")
+    assert (view.styled, view.clean) == (not name, True)
+    assert view.push("a\x1b[31m")[1] == "a\ufffd[31m"
+    assert View.of(io.StringIO(), chat_prompt="x") == View(styled=False, clean=False)
+    assert not View.of(Screen()).styled  # a text that is continued has no think blocks
+
+
+@pytest.mark.parametrize(("prompt", "inside"), [("<think>", True), ("x<think>\n", True), ("<think>\n\n</think>\n\n", False), ("x", False)])
+def test_a_prompt_may_have_opened_the_think_block(prompt, inside):
+    assert View.of(io.StringIO(), chat_prompt=prompt).inside == inside
 
 
 # A pseudo-terminal

@@ -421,6 +421,8 @@ def test_texts_and_chunk_files(folder, capsys, tmp_path):
         (["x", "--out", "/no/such/folder/memory.svg"], "No such file"),
         (["x", "--load", "/no/such/file"], "/no/such/file"),
         (["--num-pages", "0"], "num_pages=0"),
+        (["x", "--num-frames", "4"], "num_frames=4"),
+        (["long" * 10, "--max-model-len", "20"], "at most 20"),
         (["x", "--branch", ""], None),
         ([""], "the prompt is empty"),
         (["long" * 100, "--num-pages", "4"], "at most 64"),

@@ -20,14 +20,15 @@ from nanovllm.config import EngineConfig
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.check import command as check_command
-from nanovllm.entrypoints.cli.check.report_text import table
+from nanovllm.entrypoints.cli.check.report_text import table, verdict
 from nanovllm.executor import batch as batches
 from nanovllm.executor import compiled
 from nanovllm.executor.batch import to_device
 from nanovllm.executor.graph_executor import FUSED_PROMPTS
-from nanovllm.models.check.agree import agreement, two_likeliest
-from nanovllm.models.check.compare import Errors, compare, error_bound, keeps, relative_error, spread_rows
-from nanovllm.models.check.examine import CUT_ROWS, MOST_ROWS, START_ROWS, choose, cut_rows, examine
+from nanovllm.models.check import agree
+from nanovllm.models.check.agree import Agreement, Disagreement, agreement, two_likeliest
+from nanovllm.models.check.compare import Compared, Errors, compare, error_bound, keeps, relative_error, spread_rows
+from nanovllm.models.check.examine import CUT_ROWS, MOST_ROWS, START_ROWS, choose, cut_rows, examine, warning
 from nanovllm.models.check.report import chosen
 from nanovllm.models.check.sample_text import sample_tokens
 from nanovllm.models.common import layers
@@ -153,6 +154,14 @@ def test_the_two_likeliest_over_blocks_of_the_vocabulary(monkeypatch: pytest.Mon
         values, tokens = two_likeliest(model, final)
         assert torch.equal(tokens, whole[1])
         torch.testing.assert_close(values, whole[0], rtol=1e-12, atol=0)
+
+
+def test_the_logits_in_float64_are_capped_as_the_model_caps_them() -> None:
+    model = small("Gemma2ForCausalLM")
+    assert model.config.logit_softcap
+    found = compare(model, None, sample_tokens(model, 20), (1, 4))
+    assert 0 < found.plain_head < 60 * torch.finfo(model.dtype).eps
+    assert float(two_likeliest(model, found.final)[0].amax()) < model.config.logit_softcap
 
 
 def test_the_text_is_long_enough_and_begins_again() -> None:
@@ -357,6 +366,74 @@ def test_agreement_names_the_places_and_their_margins() -> None:
     places = iter(range(40))
     without = agreement(model, plain, FastChoice(layers=(True,) * 3, head=False), ids, final)
     assert without.both == without.fast_exact == 40 and without.apart == ()
+
+
+def test_agreement_counts_each_pair_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three agree once, the first two alone three times, the outer two alone twice, the last two alone once, and none once."""
+    fast, plain, exact = [1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 2, 1, 1, 2, 3]
+    values = torch.stack((torch.arange(8.0) + 1, torch.ones(8)), 1)
+    monkeypatch.setattr(agree, "decoded", lambda *_: torch.tensor(fast))
+    monkeypatch.setattr(agree, "prompted", lambda *_: torch.tensor(plain))
+    monkeypatch.setattr(agree, "two_likeliest", lambda *_: (values, torch.tensor([exact, exact]).T))
+    model = small()
+    path = FastPath(name="plain", layer=model.spec.layer, head=layers.head, plan=lambda _: None)
+    found = agreement(model, path, all_fast(model.config), list(range(8)), torch.zeros(8, model.config.hidden_size))
+    assert (found.num_tokens, found.both, found.fast_exact, found.plain_exact) == (8, 4, 3, 2)
+    wanted = [(place, 1, 2, exact[place], float(place)) for place in (4, 5, 6, 7)]
+    assert [(each.place, each.fast, each.plain, each.exact, each.margin) for each in found.apart] == wanted
+
+
+def test_a_fault_of_the_smallest_batch_is_found() -> None:
+    model = small()
+
+    def layer(w: Any, x: Tensor, *rest: Any) -> Tensor:
+        return model.spec.layer(w, x, *rest) * (1.1 if len(x) == 1 and w is model.params.layers[1] else 1.0)
+
+    path = FastPath(name="made up", layer=layer, head=layers.head, plan=lambda _: None)
+    assert chosen(compare(model, path, sample_tokens(model, 20), (1, 8)), model.dtype).layers == (True, False, True)
+
+
+def test_a_row_that_other_experts_run_is_no_fault() -> None:
+    """Rounding may send a row to other experts, so in layers with experts most rows must be right, and elsewhere all."""
+    model = small("Qwen3MoeForCausalLM")
+
+    def layer(w: Any, x: Tensor, *rest: Any) -> Tensor:
+        out = model.spec.layer(w, x, *rest)
+        return torch.cat((out[:1] * 1.1, out[1:]))
+
+    path = FastPath(name="made up", layer=layer, head=layers.head, plan=lambda _: None)
+    assert [w.experts is not None for w in model.params.layers] == [False, True, False]
+    assert chosen(compare(model, path, sample_tokens(model, 20), (8,)), model.dtype).layers == (False, True, False)
+
+
+def test_an_error_that_is_its_bound_is_within_it() -> None:
+    plain = Errors(output=0.02, kv=0.004)
+    bound = Errors(output=error_bound(plain.output, torch.bfloat16), kv=error_bound(plain.kv, torch.bfloat16))
+    found = Compared(plain=(plain,), fast=(bound,), plain_head=0.01, fast_head=error_bound(0.01, torch.bfloat16), final=torch.zeros(1, 1))
+    assert chosen(found, torch.bfloat16) == FastChoice(layers=(True,), head=True)
+    for more in (replace(bound, output=math.nextafter(bound.output, 1)), replace(bound, kv=math.nextafter(bound.kv, 1))):
+        assert chosen(replace(found, fast=(more,)), torch.bfloat16) == FastChoice(layers=(False,), head=True)
+    assert found.fast_head is not None
+    above = replace(found, fast_head=math.nextafter(found.fast_head, 1))
+    assert chosen(above, torch.bfloat16) == FastChoice(layers=(True,), head=False)
+
+
+def test_the_warning_names_the_error_that_is_most_above_its_bound() -> None:
+    """The largest error need not be it, and NaN is above every bound."""
+    model = small()
+    path = FastPath(name="C", layer=model.spec.layer, head=layers.head, plan=lambda _: None)
+    plain, quick = (0.4, 0.001, 0.001), (0.9, 0.1, 0.001)
+    found = Compared(
+        plain=tuple(Errors(output=error, kv=0.0) for error in plain),
+        fast=tuple(Errors(output=error, kv=0.0) for error in quick),
+        plain_head=0.0, fast_head=0.0, final=torch.zeros(1, 1),
+    )  # fmt: skip
+    said = warning(model, path, chosen(found, model.dtype), found)
+    assert "a relative error of 0.1 in layer 1, above its bound 0.0015: layers 0, 1 will run in plain torch" in said
+    assert found.fast is not None
+    broken = replace(found, fast=(*found.fast[:2], Errors(output=0.001, kv=math.nan)))
+    said = warning(model, path, chosen(broken, model.dtype), broken)
+    assert "a relative error of nan in layer 2, above its bound 3.9e-06: layers 0, 1, 2 will run in plain torch" in said
 
 
 # What an engine makes of it
@@ -718,6 +795,62 @@ def test_weights_that_are_no_numbers_are_said_to_be() -> None:
     params = replace(model.params, layers=(model.params.layers[0], broken, *model.params.layers[2:]))
     told = table(examine(replace(model, params=params), 20)).splitlines()[-1]
     assert told.startswith("The output is NaN or infinite in layer 1, ") and "the head" in told and "not finite" in told
+
+
+def test_keys_that_are_no_numbers_are_said_to_be() -> None:
+    """Keys of a layer may be NaN where its output on the compared rows is finite."""
+    report = examine(small("LlamaForCausalLM", dtype="float16"), 4)
+    first, second, third = report.layers
+    broken = replace(second, plain=replace(second.plain, kv=math.nan))
+    told = verdict(replace(report, layers=(first, broken, third)))
+    assert told.startswith("The output is NaN or infinite in layer 1, in plain torch too")
+
+
+def test_each_gain_is_of_its_own_norm() -> None:
+    """The largest absolute weight, which may be negative."""
+    model = small()
+
+    def with_gains(w: models.Layer[Tensor], first: float) -> models.Layer[Tensor]:
+        assert w.q_norm is not None and w.k_norm is not None
+        gains = [
+            gain.index_fill(0, torch.tensor([3]), -first - i) for i, gain in enumerate((w.input_norm, w.post_norm, w.q_norm, w.k_norm))
+        ]
+        return replace(w, input_norm=gains[0], post_norm=gains[1], q_norm=gains[2], k_norm=gains[3])
+
+    layers_made = tuple(with_gains(w, 10 * (i + 1)) for i, w in enumerate(model.params.layers))
+    report = examine(replace(model, params=replace(model.params, layers=layers_made)), 4)
+    found = [(each.input_gain, each.post_gain, each.q_gain, each.k_gain) for each in report.layers]
+    assert found == [(10, 11, 12, 13), (20, 21, 22, 23), (30, 31, 32, 33)]
+
+
+def test_each_figure_is_in_its_own_column() -> None:
+    report = examine(small("LlamaForCausalLM", dtype="float16"), 4)
+    figures = [Errors(output=0.001, kv=0.002), Errors(output=0.003, kv=0.004), Errors(output=0.005, kv=0.006)]
+    shown = replace(report.layers[0], plain=figures[0], fast=figures[1], bound=figures[2])
+    lines = table(replace(report, layers=(shown,))).splitlines()
+    assert lines[5].split()[6:] == ["1.0e-03", "3.0e-03", "5.0e-03", "2.0e-03", "4.0e-03", "6.0e-03"]
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, []), (8, []), (9, ["  and 1 more, by less"]), (11, ["  and 3 more, by less"])])
+def test_the_clearest_places_of_disagreement_are_shown(count: int, more: list[str]) -> None:
+    apart = tuple(Disagreement(place=place, fast=1, plain=2, exact=3, margin=float(place)) for place in range(count))
+    report = examine(small("LlamaForCausalLM", dtype="float16"), 4)
+    found = Agreement(num_tokens=20, both=20 - count, fast_exact=7, plain_exact=8, apart=apart)
+    lines = table(replace(report, agreement=found)).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("Greedy agreement"))
+    assert lines[at].endswith(f"tokens of 20: with the plain layers on {20 - count}; with float64 on 7, the plain layers on 8")
+    wanted = [f"  token {place}: 1, plain 2, float64 3 by {float(place):.2g}" for place in range(count - 1, max(-1, count - 9), -1)]
+    assert lines[at + 1 : -1] == wanted + more
+
+
+@needs_c
+def test_a_text_of_all_positions_and_batches_of_all_tokens() -> None:
+    model = random_model(tiny_config(max_position_embeddings=8))
+    assert examine(model, 8).num_tokens == 8
+    assert examine(model, 8).rows == (1, 2, 8)
+    assert examine(model, 7).rows == (1, 2)
+    with pytest.raises(nv.InvalidRequestError, match="num_tokens=9 must be 1 to 8, the model's positions"):
+        examine(model, 9)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])

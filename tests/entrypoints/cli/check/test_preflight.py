@@ -135,6 +135,32 @@ def test_a_head_beside_the_table_that_it_is_said_to_be_is_counted(tmp_path: Path
     assert one is not None and two is not None and two.held - one.held == 4 * 264 * 32
 
 
+def test_the_options_reach_the_outlook_and_the_loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, loads, real = [], [], command.outlook
+
+    def seen(name: str, *given: Any, **how: Any) -> Outlook:
+        looks.append({key: value for key, value in how.items() if key != "shapes"})
+        return real(name, *given, **how)
+
+    def loaded(*given: Any, **where: Any) -> None:
+        loads.append((given, where))
+        raise nv.CheckpointError("enough")
+
+    monkeypatch.setattr(command, "outlook", seen)
+    monkeypatch.setattr(command, "loaded", loaded)
+    flags = "--device cpu --dtype bfloat16 --max-model-len 100 --memory-fraction 1 --download --trust-remote-code"
+    assert cli.main(["check", str(folder), *flags.split()]) == 2
+    where = {"max_model_len": 100, "revision": None, "download": True, "trust_remote_code": True}
+    assert looks == [{"memory_fraction": 1.0, **where}]
+    assert loads == [((str(folder), "cpu", "bfloat16"), {**where, "download": False})]  # the outlook has downloaded the files
+
+
+def test_random_weights_have_no_revisions(capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(iter(SHAPES))
+    assert cli.main(["check", name, "--revision", "abc", "--device", "cpu", "--dry-run"]) == 2
+    assert f"--revision abc: {name} has random weights and no revisions; omit --revision" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("nothing_loads")
 def test_what_does_not_run_is_said_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(folder, quantization_config={"bits": 4})

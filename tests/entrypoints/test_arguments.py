@@ -1,0 +1,48 @@
+"""Options of the command line: each reaches `load_model` or `init_state` with its value."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+import nanovllm as nv
+from nanovllm.entrypoints.arguments import engine_limits, require_folder, source
+from nanovllm.entrypoints.cli import main as cli
+
+
+def parsed(given: str = "") -> argparse.Namespace:
+    return cli.build_parser(with_bench=False).parse_args(["generate", *given.split(), "x"])
+
+
+def test_every_option_of_the_engine_arrives() -> None:
+    usual = {"num_pages": None, "num_frames": None, "max_model_len": None, "memory_fraction": 0.9, "tuning": None, "compile": None}
+    assert engine_limits(parsed()) == usual
+    for given, changed in (
+        ("--num-pages 5", {"num_pages": 5}),
+        ("--num-frames 6", {"num_frames": 6}),
+        ("--max-model-len 7", {"max_model_len": 7}),
+        ("--memory-fraction 0.5", {"memory_fraction": 0.5}),
+        ("--tuning own.json", {"tuning": Path("own.json")}),
+        ("--tuning off", {"tuning": False}),
+        ("--eager", {"compile": False}),
+    ):
+        assert engine_limits(parsed(given)) == {**usual, **changed}
+
+
+def test_every_option_of_the_source_arrives() -> None:
+    usual = {"revision": None, "download": False, "trust_remote_code": False}
+    assert source(parsed()) == usual
+    for given, changed in (
+        ("--revision abc", {"revision": "abc"}),
+        ("--download", {"download": True}),
+        ("--trust-remote-code", {"trust_remote_code": True}),
+    ):
+        assert source(parsed(given)) == {**usual, **changed}
+
+
+def test_a_file_to_write_is_no_folder(tmp_path: Path) -> None:
+    require_folder(None)
+    require_folder(tmp_path / "made" / "report.json")
+    assert (tmp_path / "made").is_dir() and not (tmp_path / "made" / "report.json").exists()
+    with pytest.raises(nv.InvalidRequestError, match="made is a folder, not a file to write"):
+        require_folder(tmp_path / "made")
