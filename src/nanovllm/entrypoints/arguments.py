@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm.entrypoints.process import freeze
-from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 
@@ -65,22 +64,6 @@ def source(options: argparse.Namespace) -> dict[str, Any]:
 def tuning(text: str) -> Path | bool:
     """The argument `tuning` of `init_state`: False for "off", otherwise a file."""
     return Path(text) if text != "off" else False
-
-
-def require_folder(path: Path | None) -> None:
-    """Require a file name that can be written, and make its folder. Commands call this before long measurements.
-
-    Raises:
-        InvalidRequestError: The folder cannot be made, or the path is a folder.
-    """
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequestError(f"{path}: {error.strerror}") from None
-    if path.is_dir():
-        raise InvalidRequestError(f"{path} is a folder, not a file to write")
 
 
 def freeze_if_alone(options: argparse.Namespace) -> None:

@@ -501,6 +501,22 @@ def test_output_that_nobody_reads_is_no_error(folder):
     process.stderr.close()
 
 
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_output_that_cannot_be_written_is_one_line(greedy, stream):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*NANOVLLM, "generate", *greedy, *stream, "x"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "nanovllm: error: the output could not be written: No space left on device\n")
+
+
+def test_an_os_error_that_is_not_of_the_output_is_not_hidden(monkeypatch):
+    def broken(options):
+        raise FileNotFoundError(2, "No such file or directory", "a-bug")
+
+    monkeypatch.setattr(generate, "run_generate", broken)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["generate", "x"])
+
+
 def test_start_up_does_not_import_transformers():
     modules = ("transformers", "huggingface_hub", "torch._inductor", "matplotlib", "nanovllm.entrypoints.cli.bench")
     code = f"import sys, nanovllm.entrypoints.cli.main; print([m for m in {modules} if m in sys.modules])"

@@ -1,6 +1,7 @@
 """The command line: `nanovllm generate`, `chat`, `memory`, `models`, `check`, `tune`, `bench`, `profile` and `eval-reuse`."""
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -16,6 +17,7 @@ from nanovllm.entrypoints.cli.check import command as check_command
 from nanovllm.entrypoints.cli.models import command as models_command
 from nanovllm.errors import NanoVLLMError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # only a write raises these
 EXAMPLES = """\
 examples:
   nanovllm generate --stream "Once upon a time,"           continue a text with the packaged tiny model
@@ -50,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser(with_bench=measures).parse_args(arguments, argparse.Namespace(arguments=arguments[1:], alone=argv is None))
     try:
         with one_line_warnings():
-            return options.run(options)
+            code = options.run(options)
+            print(end="", flush=True)  # an error of the last write shows here, not at exit
+            return code
     except NanoVLLMError as error:
         print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -58,9 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the pipe is gone. The buffered rest goes to /dev/null, or the flush at exit would fail a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"nanovllm: error: the output could not be written: {error.strerror}", file=sys.stderr)
+        _drop_stdout()
+        return 2
+
+
+def _drop_stdout() -> None:
+    """Send the buffered rest of stdout to /dev/null, or the flush at exit would fail a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

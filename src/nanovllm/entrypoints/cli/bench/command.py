@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import ModelConfig, for_length
-from nanovllm.entrypoints.arguments import TUNING, positive, positives, require_folder, tuning
+from nanovllm.entrypoints.arguments import TUNING, positive, positives, tuning
 from nanovllm.entrypoints.cli.bench import report, scaling
 from nanovllm.entrypoints.cli.bench.journal import Journal
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
@@ -22,6 +22,7 @@ from nanovllm.entrypoints.cli.bench.startup import StartError, measure_start, to
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.outputs import require_writable, write
 from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
@@ -111,9 +112,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     cuda = device.type == "cuda"
     which, left_out = find_workloads(options.which, model_name(options), cuda=cuda)
     peers = find_peers(options.peer)
-    require_folder(options.output)
+    require_writable(options.output)
     plot = _plot_path(options)
-    require_folder(plot)
+    require_writable(plot)
     for line in report.left_out({"left_out": left_out}):
         note(line)
     model, name = find_model(options)
@@ -159,7 +160,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     result = journal.end()
     print(json.dumps(result, indent=2) if options.json else report.text(result))
     if plot:
-        plot.write_text(draw(result), encoding="utf-8")
+        write(plot, draw(result))
     return 0
 
 

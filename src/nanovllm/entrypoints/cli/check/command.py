@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from nanovllm.entrypoints.arguments import TUNING, add_source, positive, require_folder, source, tuning
+from nanovllm.entrypoints.arguments import TUNING, add_source, positive, source, tuning
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.check.report_text import table
+from nanovllm.entrypoints.outputs import require_writable, write
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.check.examine import examine
@@ -67,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     if not 0 < options.memory_fraction <= 1:
         raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
-    require_folder(options.output)
+    require_writable(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     where, limits = source(options), {"max_model_len": options.max_model_len}
     look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)
@@ -88,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json or shown:
         print(written if options.json else f"\n{shown}")
     if options.output is not None:
-        options.output.write_text(written + "\n", encoding="utf-8")
+        write(options.output, written + "\n")
     return 1 if look.problems or fallen else 0
 
 
