@@ -110,6 +110,7 @@ def test_sampling_flags_reach_the_request(folder):
     ("arguments", "match"),
     [
         (["generate", "--model", "no-such-model", "x"], "'no-such-model' is neither a folder nor a repository"),
+        (["generate", "--model", "qwen3-0.6b", "x"], "'qwen3-0.6b' names a shape for random weights, which only check, tune, bench"),
         (["generate", "--top-p", "1.5", "x"], r"top_p=1.5: must be a number in \(0.0, 1.0\]"),
         (["generate", "--max-tokens", "0", "x"], "max_tokens=0"),
         (["generate", "--device", "abacus", "x"], "device='abacus'"),

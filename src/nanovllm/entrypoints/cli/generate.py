@@ -5,11 +5,11 @@ import json
 import sys
 from pathlib import Path
 
-from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling, source
+from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
+from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import View, dim, is_terminal, note
 from nanovllm.entrypoints.llm import LLM, Piece
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import load_model
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.tokenizer import check_text
 
@@ -34,7 +34,7 @@ def run_generate(options: argparse.Namespace) -> int:
     if not options.chat and (options.system or options.no_think):
         raise InvalidRequestError("--system and --no-think need --chat: add --chat")
     texts = _lines(options.prompts) if options.prompts is not None else [_prompt(options)]
-    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    model = load(options)
     llm = LLM(model, **engine_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
     freeze_if_alone(options)
     params = sampling(options, llm.model)

@@ -31,8 +31,8 @@ examples:
   nanovllm check Qwen/Qwen3-0.6B --download                say whether a model will run, and compare its fast kernels with plain PyTorch
   nanovllm tune --model Qwen/Qwen3-0.6B                    find the fastest tile configurations for this GPU, once per model
 
-A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. The first time, give --download to generate, chat,
-check, memory or eval-reuse; tune and bench then find the model in the cache.
+A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. Give --download the first time, to any command that
+takes a model.
 """
 
 

@@ -15,12 +15,11 @@ from nanovllm.chunks.storage.file import load_chunk
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
-from nanovllm.entrypoints.arguments import source
+from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import is_terminal, note
 from nanovllm.entrypoints.memory.report import memory
 from nanovllm.entrypoints.outputs import require_writable, write
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None and options.out.suffix != ".svg":
         raise InvalidRequestError(f"--out {options.out}: the picture is an SVG file; give a name that ends with .svg")
     require_writable(options.out)
-    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    model = load(options)
     shows_demo = options.text is None and not options.load
     num_pages = options.num_pages if options.num_pages is not None else DEMO_PAGES if shows_demo else NUM_PAGES
     state = init_state(model, num_pages=num_pages, num_frames=options.num_frames, max_model_len=options.max_model_len, compile=False)

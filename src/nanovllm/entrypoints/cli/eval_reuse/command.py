@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.entrypoints.arguments import source
 from nanovllm.entrypoints.cli.eval_reuse.experiments import evaluate
 from nanovllm.entrypoints.cli.eval_reuse.plot import draw
 from nanovllm.entrypoints.cli.eval_reuse.report import table
 from nanovllm.entrypoints.cli.eval_reuse.settings import Recompute, Settings
+from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import note
 from nanovllm.entrypoints.outputs import naming, require_writable, write
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import load_model
 from nanovllm.ops.backends import installed
 
 T = TypeVar("T")
@@ -63,7 +62,7 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
     figures, picture = (None, None) if options.out is None else _files(options.out)
     require_writable(figures)
     require_writable(picture)
-    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    model = load(options)
     report = evaluate(model, settings, **limits)
     print(table(report))
     if figures is not None and picture is not None:
