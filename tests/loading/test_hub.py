@@ -265,7 +265,7 @@ def test_without_a_network_one_line_tells_the_host_and_the_reason(cache: Path, m
     told = "could not reach huggingface.co for org/name: Connection refused; check the network, or use a model of the cache"
     assert str(raised.value) == told and raised.value.__cause__ is outer
     Hub(monkeypatch, httpx.ReadTimeout(""))
-    with pytest.raises(CheckpointError, match="could not reach huggingface.co for org/name at v1: ReadTimeout; check the network"):
+    with pytest.raises(CheckpointError, match=r"could not reach huggingface\.co for org/name at v1: ReadTimeout; check the network"):
         load_model("org/name", device="cpu", download=True, revision="v1")
 
 

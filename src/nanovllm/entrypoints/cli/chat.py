@@ -33,6 +33,9 @@ Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
   /exit       leave"""
 
 
+DESCRIPTION = "Chat with a model. The KV of the conversation stays, so each message runs only its new tokens."
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm chat`."""
     parser.add_argument("--system", metavar="TEXT", help="the system message, which tells the model how to behave")

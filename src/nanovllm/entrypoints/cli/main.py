@@ -110,11 +110,19 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     names = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
     commands = parser.add_subparsers(title="commands", required=True, metavar=names, parser_class=CommandParser)
 
-    reply = commands.add_parser("generate", help="generate a reply to one prompt, or to each prompt of a file")
+    reply = commands.add_parser(
+        "generate", help="generate a reply to one prompt, or to each prompt of a file", description=generate.DESCRIPTION
+    )
     generate.add_arguments(reply)
     reply.set_defaults(run=generate.run_generate)
 
-    talk = commands.add_parser("chat", help="chat with a model", epilog=chat.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    talk = commands.add_parser(
+        "chat",
+        help="chat with a model",
+        description=chat.DESCRIPTION,
+        epilog=chat.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     chat.add_arguments(talk)
     talk.set_defaults(run=chat.run_chat)
 
@@ -147,8 +155,10 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         tuned.description = tune_command.DESCRIPTION
         tune_command.add_arguments(tuned)
         tuned.set_defaults(run=tune_command.main)
+        bench.description = bench_command.DESCRIPTION
         bench_command.add_arguments(bench)
         bench.set_defaults(run=lambda options: bench_command.main(options, options.arguments))
+        profiled.description = profile.DESCRIPTION
         profile.add_arguments(profiled)
         profiled.set_defaults(run=lambda options: profile.main(options, options.arguments))
         eval_command.add_arguments(quality)

@@ -30,6 +30,10 @@ from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, read_config, resolve_device
 from nanovllm.models.model import Model
 
+DESCRIPTION = """\
+Measure the speed of a model on this machine with standard workloads, and show each figure next to the limit that the device's memory
+bandwidth and arithmetic set.
+"""
 GPU_MODEL = "qwen3-0.6b"  # the default model on a GPU
 CPU_WORKLOADS = ("b1", "b8", "host", "start")
 MODEL_LEN = 20480  # max_model_len: more tokens than a request of `prefix` has

@@ -27,6 +27,10 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 
+DESCRIPTION = """\
+Show the time of each kernel (on a CPU: of each op) in a decode step or in a prompt, and the time of the host. The step is timed without the
+profiler first.
+"""
 AHEAD = 64  # tokens that a sequence allocates pages for in advance
 BUDGET = 8192  # most tokens of a step
 
