@@ -122,7 +122,7 @@ def _spelled(action: argparse.Action) -> str:
 def _meaning(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     told = (action.help or "") % {**vars(action), "prog": parser.prog}
     shows = action.default not in (None, False, [], argparse.SUPPRESS) and "default" not in told
-    return f"{told} (default {action.default})" if shows else told
+    return f"{told} (default: {action.default})" if shows else told
 
 
 def models(_: str) -> str:

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from nanovllm.entrypoints.cli import main as cli
+from nanovllm.entrypoints.cli.bench import command as bench
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import hub_cache, resolve_folder
@@ -108,11 +110,25 @@ def test_without_main_the_only_snapshot_is_taken(repo: Path) -> None:
         resolve_folder("org/name", revision="main")
 
 
-@pytest.mark.parametrize("name", ["org/other", "../etc", "a/b/c", "/nowhere", "", "~nobody-at-all/x", "x" * 5000, "a\0b"], ids=ascii)
+NEITHER = "is neither a folder nor a repository in the Hugging Face cache .*"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("org/other", NEITHER + "; download=True, or --download, fetches it from the Hub"),
+        *((name, NEITHER + "; names on the Hub have the form org/name") for name in ("gpt2", "x" * 5000, "a\0b")),
+        *((name, NEITHER + "; did you mean 'tiny', the packaged model[?]") for name in ("tinny", "Tiny")),
+        *((name, "no such folder: ") for name in ("/nowhere", "./org", "../etc", "~nobody-at-all/x", "a/b/c", "")),
+        (__file__, "is a file: give its folder"),
+    ],
+    ids=lambda value: ascii(value)[:20],
+)
 @pytest.mark.usefixtures("repo")
-def test_what_is_no_folder_and_not_cached_is_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a folder nor a repository in the .*--download, fetches it from the Hub"):
+def test_what_is_no_folder_and_not_cached_is_refused(name: str, told: str) -> None:
+    with pytest.raises(CheckpointError, match=told) as raised:
         load_model(name, device="cpu")
+    assert ("--download" in str(raised.value)) == (name == "org/other")
 
 
 @pytest.mark.usefixtures("untyped")
@@ -186,7 +202,7 @@ def test_a_download_happens_only_when_asked(cache: Path, tmp_path: Path, monkeyp
         load_model("org/name", device="cpu")
     for here in (folder, "tiny"):
         load_model(here, device="cpu", download=True)
-    with pytest.raises(CheckpointError, match="neither a folder nor"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         load_model("/nowhere/at/all", device="cpu", download=True)
     assert not hub.asked
     assert load_model("org/name", device="cpu", download=True, revision="v1.0").name == "org/name"
@@ -238,6 +254,21 @@ def test_a_download_that_fails_tells_the_repository_and_the_reason(error: Except
     assert "\n" not in str(raised.value)
 
 
+def test_without_a_network_one_line_tells_the_host_and_the_reason(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = ConnectionRefusedError(111, "Connection refused")
+    http = httpx.ConnectError("[Errno 111] Connection refused")
+    outer = OSError("An error happened\nwhile trying to locate the files. " * 9)
+    http.__context__, outer.__cause__ = refused, http
+    Hub(monkeypatch, outer)
+    with pytest.raises(CheckpointError) as raised:
+        load_model("org/name", device="cpu", download=True)
+    told = "could not reach huggingface.co for org/name: Connection refused; check the network, or use a model of the cache"
+    assert str(raised.value) == told and raised.value.__cause__ is outer
+    Hub(monkeypatch, httpx.ReadTimeout(""))
+    with pytest.raises(CheckpointError, match=r"could not reach huggingface\.co for org/name at v1: ReadTimeout; check the network"):
+        load_model("org/name", device="cpu", download=True, revision="v1")
+
+
 def test_offline_a_download_is_what_the_cache_has(cache: Path) -> None:
     """huggingface_hub itself, told by `HF_HUB_OFFLINE` to leave the network alone."""
     assert huggingface_hub.constants.HF_HUB_OFFLINE
@@ -257,5 +288,18 @@ def test_a_shell_and_the_command_line_pass_the_revision_on(cache: Path, monkeypa
     assert cli.main(["generate", "--model", "org/name", "--revision", "v3", "x"]) == 2
     assert cli.main(["check", "org/name", "--revision", "v3"]) == 2
     assert capsys.readouterr().err.count("no revision 'v3'") == 2
-    assert cli.main(["check", "qwen3-0.6b", "--revision", "v3"]) == 2
-    assert "has random weights and no revisions" in capsys.readouterr().err
+    for command in (["check"], ["profile", "--device", "cpu", "--model"]):
+        assert cli.main([*command, "qwen3-0.6b", "--revision", "v3"]) == 2
+        assert "has random weights and no revisions" in capsys.readouterr().err
+
+
+def test_a_measurement_downloads_its_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    hub = Hub(monkeypatch)
+    options = ["--model", "org/name", "--device", "cpu", "--revision", "v2", "--download"]
+    assert cli.main(["profile", *options, "--steps", "1", "--context", "4"]) == 0
+    assert [(asked["repo_id"], asked["revision"]) for asked in hub.asked] == [("org/name", "v2")]
+    monkeypatch.setattr(bench, "measure_start", lambda model, place, tuning: pytest.fail(place))
+    options = ["--model", "org/name", "--device", "cpu", "--revision", A[:6], "--download"]
+    with pytest.raises(pytest.fail.Exception, match=f"snapshots/{A}"):
+        cli.main(["bench", *options, "--which", "start"])
+    assert len(hub.asked) == 2

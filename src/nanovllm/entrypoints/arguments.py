@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm.entrypoints.process import freeze
-from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 
 TUNING = "a file of `nanovllm tune`, or off for the default tile configurations (default: the file in the cache, if it exists)"
+DTYPE = "float32, bfloat16 or float16 (default: the model's on a GPU, float32 on a CPU)"
+DEVICE = "cpu or cuda (default: a GPU if torch sees one)"
 POOL = "enough for requests of full length, but at most 4 GiB on a CPU, or the rest of --memory-fraction on a GPU"
 
 
@@ -67,22 +68,6 @@ def tuning(text: str) -> Path | bool:
     return Path(text) if text != "off" else False
 
 
-def require_folder(path: Path | None) -> None:
-    """Require a file name that can be written, and make its folder. Commands call this before long measurements.
-
-    Raises:
-        InvalidRequestError: The folder cannot be made, or the path is a folder.
-    """
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequestError(f"{path}: {error.strerror}") from None
-    if path.is_dir():
-        raise InvalidRequestError(f"{path} is a folder, not a file to write")
-
-
 def freeze_if_alone(options: argparse.Namespace) -> None:
     """Call `freeze` after the engine's setup, if the process runs only this command."""
     if options.alone:
@@ -108,13 +93,13 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     where = "a folder, a repository in the Hugging Face cache such as Qwen/Qwen3-0.6B, or tiny, the packaged model (default)"
     group.add_argument("--model", default="tiny", metavar="NAME", help=where)
     add_source(group)
-    group.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU if there is one)")
-    group.add_argument("--dtype", metavar="T", help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)")
+    group.add_argument("--device", metavar="D", help=DEVICE)
+    group.add_argument("--dtype", metavar="T", help=DTYPE)
     group.add_argument("--num-pages", type=int, metavar="N", help=f"KV memory in pages of 16 tokens (default: {num_pages})")
     frames = "pages with KV in sliding-window layers, for models that have such layers (default: enough for all running requests)"
     group.add_argument("--num-frames", type=int, metavar="N", help=frames)
     group.add_argument("--max-model-len", type=int, metavar="N", help="maximum length of prompt and reply in tokens (default: the model's)")
-    group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default 0.9)")
+    group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default: 0.9)")
     group.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
     group.add_argument(
         "--eager", action="store_true", help="plain torch without CUDA graphs and fast kernels: starts sooner, runs far slower"
@@ -125,7 +110,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     """Add the sampling options to a parser."""
     group = parser.add_argument_group("sampling", "Defaults come from the model's generation_config.json.")
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"maximum length of a reply in tokens (default {max_tokens})"
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"maximum length of a reply in tokens (default: {max_tokens})"
     )
     group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the most probable token; higher is more varied")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most probable tokens; 0: all")

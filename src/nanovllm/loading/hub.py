@@ -10,9 +10,11 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.safetensors_headers import INDEX, PICKLED, SINGLE, weight_files
+from nanovllm.sampling.params import closest
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 COMMIT = re.compile(r"[0-9a-f]{4,40}")  # a commit's hash, or its beginning
@@ -53,15 +55,23 @@ def resolve_folder(
         if not (TINY / "config.json").is_file():
             raise CheckpointError(f"the packaged tiny model is missing: {TINY} has no config.json; install nanovllm again")
         return TINY, "tiny"
-    named = bool(given) and given.count("/") <= 1 and not given.startswith((".", "/", "~"))
-    if named and download:
+    if os.path.isfile(folder):
+        raise CheckpointError(f"{given!r} is a file: give its folder")
+    if not given or given.count("/") > 1 or given.startswith((".", "/", "~")):
+        raise CheckpointError(f"no such folder: {given!r}; give a folder, a repository such as org/name, or tiny")
+    if download:
         return download_snapshot(given, revision, with_code=with_code), given
     cache = hub_cache()
     repo = cache / f"models--{given.replace('/', '--')}"
-    if not named or not os.path.isdir(repo):
-        hint = "" if download else " (download=True, or --download, fetches it from the Hub)"
-        raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache}{hint}")
-    return find_snapshot(repo, revision), given
+    if os.path.isdir(repo):
+        return find_snapshot(repo, revision), given
+    if "/" in given:
+        hint = "download=True, or --download, fetches it from the Hub"
+    elif closest(given.lower(), ("tiny",)) is not None:
+        hint = "did you mean 'tiny', the packaged model?"
+    else:
+        hint = "names on the Hub have the form org/name"
+    raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache}; {hint}")
 
 
 def find_snapshot(repo: Path, revision: str | None) -> Path:
@@ -113,8 +123,24 @@ def download_snapshot(repo: str, revision: str | None, *, with_code: bool = Fals
         )
     except Exception as error:  # from the library, its HTTP client, or the system
         at = repo if revision is None else f"{repo} at {revision}"
+        if (fault := _unreachable(error)) is not None:
+            host = urlsplit(huggingface_hub.constants.ENDPOINT).netloc
+            raise CheckpointError(f"could not reach {host} for {at}: {fault}; check the network, or use a model of the cache") from error
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{at} could not be downloaded: {type(error).__name__}: {reason}") from error
+
+
+def _unreachable(error: BaseException) -> str | None:
+    """The reason why the Hub was not reached, if an error of the HTTP client is behind this error; otherwise None."""
+    import httpx
+
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if not any(isinstance(cause, httpx.TransportError) for cause in causes):
+        return None
+    reasons = (" ".join(str(getattr(cause, "strerror", None) or cause).split()) for cause in reversed(causes))
+    return next((reason[:100] for reason in reasons if reason), type(causes[-1]).__name__)
 
 
 def require_whole(folder: Path) -> None:

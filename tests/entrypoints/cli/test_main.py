@@ -85,6 +85,46 @@ def test_generate_takes_a_file_of_prompts(folder, greedy, capsys, tmp_path):
     assert {r["finish_reason"] for r in replies} == {"length"}
 
 
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_a_fault_of_a_prompt_in_a_file_names_the_line(chat, greedy, capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\n" + 5000 * "x" + "\nfive\n")
+    assert cli.main(["generate", *greedy, *chat, "--prompts", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(f"nanovllm: error: {re.escape(str(file))}:4: the prompt has \\d+ tokens; .*\n", captured.err)
+
+
+def test_a_file_that_is_not_utf8_or_has_no_prompts_is_named(greedy, capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"one\n\xff\n")
+    assert cli.main(["generate", *greedy, "--prompts", str(file)]) == 2
+    assert capsys.readouterr().err == f"nanovllm: error: {file}: byte 0xff at position 4 is not valid UTF-8\n"
+    file.write_text("\n \n")
+    with pytest.warns(UserWarning, match=f"no prompts in {file}"):
+        assert cli.main(["generate", *greedy, "--prompts", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_is_told_why_a_reply_was_cut(folder, greedy, capsys, monkeypatch, tmp_path):
+    file, full = tmp_path / "prompts.txt", "stopped because the context is full\n"
+    file.write_text("one\ntwo two two two\n")
+    several = ["--prompts", str(file), "--max-model-len", "24"]
+    for arguments, told in (
+        (["x"], "stopped after 12 tokens (--max-tokens)\n"),
+        (["--stream", "--chat", "x"], "stopped after 12 tokens (--max-tokens)\n"),
+        (["x", "--num-pages", "1", "--max-tokens", "3000"], full),
+        (several, f"1 of 2 replies stopped after 12 tokens (--max-tokens); 1 of 2 replies {full}"),
+    ):
+        assert cli.main(["generate", *greedy, *arguments]) == 0
+        assert "stopped" not in capsys.readouterr().err
+        with monkeypatch.context() as patch:
+            patch.setenv("NO_COLOR", "1")
+            patch.setattr(sys.stderr, "isatty", lambda: True)
+            assert cli.main(["generate", *greedy, *arguments]) == 0
+        assert capsys.readouterr().err.endswith(told)
+
+
 def test_generate_chats(folder, greedy, capsys):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     out = LLM(folder, num_pages=64).chat(messages, nv.SamplingParams(temperature=0, max_tokens=12), enable_thinking=False)
@@ -152,6 +192,7 @@ def test_a_character_that_the_output_lacks_is_replaced(monkeypatch):
     ("arguments", "match"),
     [
         (["generate", "--model", "no-such-model", "x"], "'no-such-model' is neither a folder nor a repository"),
+        (["generate", "--model", "qwen3-0.6b", "x"], "'qwen3-0.6b' names a shape for random weights, which only check, tune, bench"),
         (["generate", "--top-p", "1.5", "x"], r"top_p=1.5: must be a number in \(0.0, 1.0\]"),
         (["generate", "--max-tokens", "0", "x"], "max_tokens=0"),
         (["generate", "--device", "abacus", "x"], "device='abacus'"),
@@ -159,6 +200,7 @@ def test_a_character_that_the_output_lacks_is_replaced(monkeypatch):
         (["generate", "--num-frames", "4", "x"], "num_frames=4: \\w+ has no sliding-window layers"),
         (["generate", "--num-pages", "1", "a long prompt"], "13 tokens; this engine holds at most"),
         (["generate", ""], "the prompt is empty"),
+        (["generate", "--chat", ""], "the prompt is empty"),
         (["generate", "\udcff"], r"byte 0xff at position 0 is not valid UTF-8 \(lone surrogate U\+DCFF at position 0\)"),
         (["generate", "--no-think", "x"], "add --chat"),
         (["generate", "--system", "Be brief.", "x"], "add --chat"),
@@ -215,12 +257,13 @@ def test_an_unknown_command_is_told_which_there_are(capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["models"], ["check"], ["tune"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["memory"], ["models"], ["check"], ["tune"], ["bench"], ["profile"]])
 def test_help_and_version(command, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main([*command, "--help"])
     assert exit.value.code == 0
-    assert f"usage: {' '.join(['nanovllm', *command])}" in capsys.readouterr().out
+    usage, purpose, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: {' '.join(['nanovllm', *command])}") and purpose.rstrip().endswith(".")
     with pytest.raises(SystemExit) as exit:
         cli.main([*command, "--no-such-option"])
     assert exit.value.code == 2
@@ -612,6 +655,22 @@ def test_output_that_nobody_reads_is_no_error(folder):
     assert process.wait(timeout=60) == 0
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_output_that_cannot_be_written_is_one_line(greedy, stream):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*NANOVLLM, "generate", *greedy, *stream, "x"], check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "nanovllm: error: the output could not be written: No space left on device\n")
+
+
+def test_an_os_error_that_is_not_of_the_output_is_not_hidden(monkeypatch):
+    def broken(options):
+        raise FileNotFoundError(2, "No such file or directory", "a-bug")
+
+    monkeypatch.setattr(generate, "run_generate", broken)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["generate", "x"])
 
 
 def test_start_up_does_not_import_transformers():

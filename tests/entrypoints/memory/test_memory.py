@@ -418,7 +418,7 @@ def test_texts_and_chunk_files(folder, capsys, tmp_path):
         (["--branch", "x"], "give the text too"),
         (["x", "--max-tokens", "-1"], "--max-tokens -1"),
         (["x", "--out", "memory.png"], "ends with .svg"),
-        (["x", "--out", "/no/such/folder/memory.svg"], "No such file"),
+        (["x", "--out", "/proc/no/memory.svg"], "/proc/no/memory.svg cannot be written (No such file"),
         (["x", "--load", "/no/such/file"], "/no/such/file"),
         (["--num-pages", "0"], "num_pages=0"),
         (["x", "--num-frames", "4"], "num_frames=4"),

@@ -9,13 +9,13 @@ from nanovllm.chunks.handles import release
 from nanovllm.chunks.thinking import Retain, check_retain
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import capacity
-from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling, source
+from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
+from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.conversation import Conversation, Turn, turn
 from nanovllm.entrypoints.display.terminal import View, note
 from nanovllm.entrypoints.memory.report import memory
 from nanovllm.entrypoints.process import noted_interrupts
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
@@ -31,6 +31,9 @@ Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
   /memory     show the owners of the pages of the KV memory
   /help       show this text
   /exit       leave"""
+
+
+DESCRIPTION = "Chat with a model. The KV of the conversation stays, so each message runs only its new tokens."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +146,7 @@ def run_chat(options: argparse.Namespace) -> int:
     """Run `nanovllm chat`: load the model, make an engine, start the conversation. Returns the exit code."""
     # Pages for two sequences: the conversation's chunk, and a reply that starts from a shorter prefix of it. A CPU runs prompts in
     # small pieces, because Ctrl-C waits for the end of a step.
-    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    model = load(options)
     params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **engine_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)

@@ -3,15 +3,23 @@
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 
-from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling, source
+from nanovllm.engine.donation import enter
+from nanovllm.engine.requests import new_sequence
+from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
+from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import View, dim, is_terminal, note
 from nanovllm.entrypoints.llm import LLM, Piece
-from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import load_model
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.tokenizer import check_text
+
+DESCRIPTION = """\
+Print the reply to one prompt, or to each prompt of a file. The model continues the text; with --chat it answers the text as a message.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,27 +41,32 @@ def run_generate(options: argparse.Namespace) -> int:
         raise InvalidRequestError("--prompts cannot be combined with a prompt or --stream: its prompts come from the file")
     if not options.chat and (options.system or options.no_think):
         raise InvalidRequestError("--system and --no-think need --chat: add --chat")
-    texts = _lines(options.prompts) if options.prompts is not None else [_prompt(options)]
-    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    lines = _lines(options.prompts) if options.prompts is not None else {}
+    texts = list(lines.values()) if options.prompts is not None else [_prompt(options)]
+    model = load(options)
     llm = LLM(model, **engine_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
     freeze_if_alone(options)
     params = sampling(options, llm.model)
-    prompts = [_as_prompt(llm, text, options) for text in texts]
     if options.prompts is not None:
-        for text, output in zip(texts, llm.generate(prompts, params), strict=True):
+        outputs = llm.generate([_line_prompt(llm, number, text, params, options) for number, text in lines.items()], params)
+        for text, output in zip(texts, outputs, strict=True):
             print(json.dumps({"prompt": text, "text": output.text, "finish_reason": output.finish_reason}, ensure_ascii=False))
+        _note_cut(outputs, params)
         return 0
+    prompt = _as_prompt(llm, texts[0], options)
     styled = is_terminal(sys.stdout)
     if styled and not options.chat:
         print(dim(texts[0]), end="")
-    view = View.of(sys.stdout, chat_prompt=_chat_text(llm, prompts[0]))
-    pieces = llm.stream(prompts[0], params) if options.stream else _whole(llm.generate([prompts[0]], params)[0])
+    view = View.of(sys.stdout, chat_prompt=_chat_text(llm, prompt))
+    pieces = llm.stream(prompt, params) if options.stream else _whole(llm.generate([prompt], params)[0])
     output = None
     for piece in pieces:
         view, shown = view.push(piece.text)
         print(shown, end="", flush=bool(shown))
         output = piece.output
     print(view.end(), flush=True)
+    if output is not None:
+        _note_cut([output], params)
     if styled and output is not None:
         metrics = output.metrics
         note(
@@ -71,18 +84,49 @@ def _prompt(options: argparse.Namespace) -> str:
     return check_text(sys.stdin.buffer.read()).removesuffix("\n")
 
 
-def _lines(file: Path) -> list[str]:
+def _lines(file: Path) -> dict[int, str]:
+    """The lines of a file that are not empty, by number from 1. Warns if there is none."""
     try:
-        return [line for line in check_text(file.read_bytes()).splitlines() if line.strip()]
+        lines = check_text(file.read_bytes()).splitlines()
     except OSError as error:
         raise InvalidRequestError(f"{file}: {error.strerror}") from None
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{file}: {error}") from None
+    found = {number: line for number, line in enumerate(lines, 1) if line.strip()}
+    if not found:
+        warnings.warn(f"no prompts in {file}", stacklevel=1)
+    return found
+
+
+def _line_prompt(llm: LLM, number: int, text: str, params: SamplingParams, options: argparse.Namespace) -> str | list[int]:
+    """The prompt of one line of the file. Errors of the prompt name the line."""
+    try:
+        prompt = _as_prompt(llm, text, options)
+        new_sequence(llm.model, enter(llm.state), prompt, params)  # only raises errors; nothing is committed
+    except NanoVLLMError as error:
+        raise type(error)(f"{options.prompts}:{number}: {error}") from None
+    return prompt
 
 
 def _as_prompt(llm: LLM, text: str, options: argparse.Namespace) -> str | list[int]:
     if not options.chat:
         return text
+    if not text:
+        raise InvalidRequestError("the prompt is empty: it must hold at least one token")
     opening = [{"role": "system", "content": options.system}] if options.system else []
     return llm.chat_tokens([*opening, {"role": "user", "content": text}], enable_thinking=not options.no_think)
+
+
+def _note_cut(outputs: list[RequestOutput], params: SamplingParams) -> None:
+    """Say on a terminal how many replies ended by their length, and why."""
+    if not sys.stderr.isatty():
+        return
+    cut = [len(output.token_ids) for output in outputs if output.finish_reason == "length"]
+    full = sum(length < params.max_tokens for length in cut)
+    told = {f"after {params.max_tokens} tokens (--max-tokens)": len(cut) - full, "because the context is full": full}
+    many = f" of {len(outputs)} replies " if len(outputs) > 1 else ""
+    if cut:
+        note("; ".join(f"{many and f'{count}{many}'}stopped {why}" for why, count in told.items() if count))
 
 
 def _chat_text(llm: LLM, prompt: str | list[int]) -> str | None:

@@ -1,6 +1,7 @@
 """The command line: `nanovllm generate`, `chat`, `memory`, `models`, `check`, `tune`, `bench`, `profile` and `eval-reuse`."""
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -16,6 +17,7 @@ from nanovllm.entrypoints.cli.check import command as check_command
 from nanovllm.entrypoints.cli.models import command as models_command
 from nanovllm.errors import NanoVLLMError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # only a write raises these
 EXAMPLES = """\
 examples:
   nanovllm generate --stream "Once upon a time,"           continue a text with the packaged tiny model
@@ -29,8 +31,8 @@ examples:
   nanovllm check Qwen/Qwen3-0.6B --download                say whether a model will run, and compare its fast kernels with plain PyTorch
   nanovllm tune --model Qwen/Qwen3-0.6B                    find the fastest tile configurations for this GPU, once per model
 
-A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. The first time, give --download to generate, chat,
-check, memory or eval-reuse; tune and bench then find the model in the cache.
+A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. Give --download the first time, to any command that
+takes a model.
 """
 
 
@@ -50,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser(with_bench=measures).parse_args(arguments, argparse.Namespace(arguments=arguments[1:], alone=argv is None))
     try:
         with one_line_warnings():
-            return options.run(options)
+            code = options.run(options)
+            print(end="", flush=True)  # an error of the last write shows here, not at exit
+            return code
     except NanoVLLMError as error:
         print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -58,9 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the pipe is gone. The buffered rest goes to /dev/null, or the flush at exit would fail a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"nanovllm: error: the output could not be written: {error.strerror}", file=sys.stderr)
+        _drop_stdout()
+        return 2
+
+
+def _drop_stdout() -> None:
+    """Send the buffered rest of stdout to /dev/null, or the flush at exit would fail a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -96,11 +110,19 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     names = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
     commands = parser.add_subparsers(title="commands", required=True, metavar=names, parser_class=CommandParser)
 
-    reply = commands.add_parser("generate", help="generate a reply to one prompt, or to each prompt of a file")
+    reply = commands.add_parser(
+        "generate", help="generate a reply to one prompt, or to each prompt of a file", description=generate.DESCRIPTION
+    )
     generate.add_arguments(reply)
     reply.set_defaults(run=generate.run_generate)
 
-    talk = commands.add_parser("chat", help="chat with a model", epilog=chat.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    talk = commands.add_parser(
+        "chat",
+        help="chat with a model",
+        description=chat.DESCRIPTION,
+        epilog=chat.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     chat.add_arguments(talk)
     talk.set_defaults(run=chat.run_chat)
 
@@ -133,8 +155,10 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         tuned.description = tune_command.DESCRIPTION
         tune_command.add_arguments(tuned)
         tuned.set_defaults(run=tune_command.main)
+        bench.description = bench_command.DESCRIPTION
         bench_command.add_arguments(bench)
         bench.set_defaults(run=lambda options: bench_command.main(options, options.arguments))
+        profiled.description = profile.DESCRIPTION
         profile.add_arguments(profiled)
         profiled.set_defaults(run=lambda options: profile.main(options, options.arguments))
         eval_command.add_arguments(quality)

@@ -15,11 +15,11 @@ from nanovllm.chunks.storage.file import load_chunk
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
-from nanovllm.entrypoints.arguments import source
+from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import is_terminal, note
-from nanovllm.entrypoints.memory.report import MemoryReport, memory
+from nanovllm.entrypoints.memory.report import memory
+from nanovllm.entrypoints.outputs import require_writable, write
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--max-tokens {options.max_tokens} must be at least 0")
     if options.out is not None and options.out.suffix != ".svg":
         raise InvalidRequestError(f"--out {options.out}: the picture is an SVG file; give a name that ends with .svg")
-    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    require_writable(options.out)
+    model = load(options)
     shows_demo = options.text is None and not options.load
     num_pages = options.num_pages if options.num_pages is not None else DEMO_PAGES if shows_demo else NUM_PAGES
     state = init_state(model, num_pages=num_pages, num_frames=options.num_frames, max_model_len=options.max_model_len, compile=False)
@@ -72,19 +73,11 @@ def run(options: argparse.Namespace) -> int:
             names |= more
     report = memory(state, names=names)
     if options.out is not None:
-        write(report, options.out)
+        write(options.out, report.svg())
     print(report.text(color=is_terminal(sys.stdout)))
     if options.out is not None:
         note(f"the picture is in {options.out}")
     return 0
-
-
-def write(report: MemoryReport, path: Path) -> None:
-    """Write the picture of a report. Raises `InvalidRequestError` if the file cannot be written."""
-    try:
-        path.write_text(report.svg(), encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"{path}: {error.strerror}") from None
 
 
 def branches(model: Model, state: EngineState, text: str, more: list[str], max_tokens: int) -> tuple[EngineState, Named]:

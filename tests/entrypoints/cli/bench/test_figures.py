@@ -372,7 +372,7 @@ def test_a_journal_replaces_whole_files_and_is_quiet_without_one(
         (["--peer", "nobody"], "unknown peer 'nobody'; choose from transformers"),
         (["--plot", "bench.png"], "ends with .svg"),
         (["--output", "bench.svg"], "ends with .json"),
-        (["--output", "/proc/no/run.json"], "/proc/no/run.json: "),
+        (["--output", "/proc/no/run.json"], "/proc/no/run.json cannot be written"),
         (["--output", "/"], "is a folder"),
     ],
 )

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from nanovllm.config import ModelConfig, for_length
-from nanovllm.entrypoints.arguments import TUNING, positive, positives, require_folder, tuning
+from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_source, positive, positives, source, tuning
 from nanovllm.entrypoints.cli.bench import report, scaling
 from nanovllm.entrypoints.cli.bench.journal import Journal
-from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights, require_no_revision
 from nanovllm.entrypoints.cli.bench.peers import PEERS, find_peers
 from nanovllm.entrypoints.cli.bench.plot import draw
 from nanovllm.entrypoints.cli.bench.roofline import Ceiling, measure_ceiling
@@ -22,6 +22,7 @@ from nanovllm.entrypoints.cli.bench.startup import StartError, measure_start, to
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.outputs import require_writable, write
 from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
@@ -29,6 +30,10 @@ from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, read_config, resolve_device
 from nanovllm.models.model import Model
 
+DESCRIPTION = """\
+Measure the speed of a model on this machine with standard workloads, and show each figure next to the limit that the device's memory
+bandwidth and arithmetic set.
+"""
 GPU_MODEL = "qwen3-0.6b"  # the default model on a GPU
 CPU_WORKLOADS = ("b1", "b8", "host", "start")
 MODEL_LEN = 20480  # max_model_len: more tokens than a request of `prefix` has
@@ -60,14 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options `--model`, `--device` and `--dtype` of `bench`, `profile` and `tune`."""
+    """The options of `bench`, `profile` and `tune` for the model: its name, where it is loaded from, its device and its dtype."""
     where = (
         f"tiny, a folder, a repository in the Hugging Face cache, or random weights of one of these shapes: {', '.join(SHAPES)} "
         f"(default: {GPU_MODEL} on a GPU, tiny on a CPU)"
     )
-    parser.add_argument("--model", default=None, help=where)
-    parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU if torch sees one)")
-    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--model", metavar="NAME", help=where)
+    add_source(parser)
+    parser.add_argument("--device", metavar="D", help=DEVICE)
+    parser.add_argument("--dtype", metavar="T", help=DTYPE)
 
 
 def model_name(options: argparse.Namespace) -> str:
@@ -78,16 +84,20 @@ def model_name(options: argparse.Namespace) -> str:
 def find_model(options: argparse.Namespace) -> tuple[Model, str]:
     """Load the model that the options name, or make random weights. Returns the model and its name."""
     device, name = resolve_device(options.device), model_name(options)
-    return (random_weights(name, device=device, dtype=options.dtype) if name in SHAPES else load_model(name, device, options.dtype)), name
+    if name in SHAPES:
+        require_no_revision(name, options.revision)
+        return random_weights(name, device=device, dtype=options.dtype), name
+    return load_model(name, device, options.dtype, **source(options)), name
 
 
-def find_workloads(which: str | None, name: str, *, cuda: bool) -> tuple[list[str], list[dict[str, str]]]:
+def find_workloads(which: str | None, name: str, *, cuda: bool, **where: Any) -> tuple[list[str], list[dict[str, str]]]:
     """The workloads to run, decided before any weight is loaded.
 
     Args:
         which: The names that the user gave, separated by commas; None for the default workloads.
         name: The name of the model.
         cuda: Whether the device is a GPU.
+        **where: The values of `arguments.source`.
 
     Returns:
         The names of the workloads to run, and a name and a reason for each default workload that this model cannot run.
@@ -98,7 +108,7 @@ def find_workloads(which: str | None, name: str, *, cuda: bool) -> tuple[list[st
     names = which.split(",") if which is not None else list(WORKLOADS if cuda else CPU_WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
         raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; choose from {', '.join(WORKLOADS)}")
-    config = _config(name)
+    config = _config(name, **where)
     left = {one: why for one in names if (why := _obstacle(one, name, config)) is not None}
     if which and left:
         raise InvalidRequestError("; ".join(f"the workload {one!r} cannot be run: {why}" for one, why in left.items()))
@@ -109,20 +119,22 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Run the chosen workloads, print tables or one JSON object, and write the files that were asked for. Returns 0."""
     device = resolve_device(options.device)
     cuda = device.type == "cuda"
-    which, left_out = find_workloads(options.which, model_name(options), cuda=cuda)
+    which, left_out = find_workloads(options.which, model_name(options), cuda=cuda, **source(options))
+    options = argparse.Namespace(**{**vars(options), "download": False})  # it is in the cache now
     peers = find_peers(options.peer)
-    require_folder(options.output)
+    require_writable(options.output)
     plot = _plot_path(options)
-    require_folder(plot)
+    require_writable(plot)
     for line in report.left_out({"left_out": left_out}):
         note(line)
     model, name = find_model(options)
     if model.foreign:
         raise InvalidRequestError(f"{name} runs through the transformers fallback: bench cannot compute its roofline; use a built-in model")
+    place = name if name in SHAPES else str(resolve_folder(name, revision=options.revision)[0])
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     if "start" in which:  # before our engine takes the device's memory: a second process starts an engine
-        left_out += _start(model, name, options.tuning, journal)
+        left_out += _start(model, place, options.tuning, journal)
     if left_out:
         journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
@@ -151,7 +163,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         _grow(engine, ceiling, settings, journal)
     theirs: dict[str, dict[str, float]] = {}
     for make in peers:
-        peer = make(model, name)
+        peer = make(model, place)
         for one in _measured(peer.generate, peer.name, which, model, options.repeats):
             theirs.setdefault(peer.name, {})[one.key] = one.figure
             journal.add({"peers": theirs})
@@ -159,12 +171,15 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     result = journal.end()
     print(json.dumps(result, indent=2) if options.json else report.text(result))
     if plot:
-        plot.write_text(draw(result), encoding="utf-8")
+        write(plot, draw(result))
     return 0
 
 
-def _config(name: str) -> ModelConfig:
-    return SHAPES[name] if name in SHAPES else for_length(read_config(resolve_folder(name)[0])[1], None)
+def _config(name: str, *, trust_remote_code: bool = False, **where: Any) -> ModelConfig:
+    if name in SHAPES:
+        return SHAPES[name]
+    folder, _ = resolve_folder(name, with_code=trust_remote_code, **where)
+    return for_length(read_config(folder, trust_remote_code=trust_remote_code)[1], None)
 
 
 def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
@@ -174,10 +189,10 @@ def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
     return too_large(name, config) if workload == "start" else None
 
 
-def _start(model: Model, name: str, tuning: Path | bool | None, journal: Journal) -> list[dict[str, str]]:
+def _start(model: Model, place: str, tuning: Path | bool | None, journal: Journal) -> list[dict[str, str]]:
     """Measure the start of a process. Returns the workload and the error in a list if that fails."""
     try:
-        start = measure_start(model, name, tuning)
+        start = measure_start(model, place, tuning)
     except StartError as error:
         left = [{"workload": "start", "why": str(error)}]
         note(*report.left_out({"left_out": left}))

@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import resolve_device, resolve_dtype
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.model import Model
@@ -99,6 +100,12 @@ SHAPES: dict[str, ModelConfig] = {
         max_position_embeddings=4096, dtype="bfloat16",
     ),
 }  # fmt: skip
+
+
+def require_no_revision(name: str, revision: str | None) -> None:
+    """Raise `InvalidRequestError` if a revision of one of `SHAPES` was asked for."""
+    if name in SHAPES and revision is not None:
+        raise InvalidRequestError(f"--revision {revision}: {name} has random weights and no revisions; omit --revision")
 
 
 def random_weights(name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0) -> Model:

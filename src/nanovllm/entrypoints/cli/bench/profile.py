@@ -15,17 +15,22 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm.engine.step import step
-from nanovllm.entrypoints.arguments import TUNING, positive, require_folder, tuning
+from nanovllm.entrypoints.arguments import TUNING, positive, tuning
 from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.kernel_table import Kernel, as_json, kernels, table
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, room_for, start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.outputs import require_writable
 from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 
+DESCRIPTION = """\
+Show the time of each kernel (on a CPU: of each op) in a decode step or in a prompt, and the time of the host. The step is timed without the
+profiler first.
+"""
 AHEAD = 64  # tokens that a sequence allocates pages for in advance
 BUDGET = 8192  # most tokens of a step
 
@@ -63,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     """Profile, print the table or one JSON object, and write the trace if asked for. Returns 0."""
-    require_folder(options.trace)
+    require_writable(options.trace)
     model, _ = find_model(options)
     length = options.prefill or options.context
     longest = length + (1 if options.prefill else room_for(options.batch, length, 2 * options.steps, BUDGET))

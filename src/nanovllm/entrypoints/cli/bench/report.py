@@ -11,7 +11,7 @@ from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_bytes, limit
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, Measured
 from nanovllm.entrypoints.display.tables import Cells, aligned
 
-WHERE_TO = re.compile(r" --(?:output|plot|commit)[ =]\S+| --json")  # options that do not change any figure
+WHERE_TO = re.compile(r" --(?:output|plot|commit)[ =]\S+| --json| --download")  # options that do not change any figure
 HOST = (
     "host: the share of the time outside the model's calls (scheduling, page tables, post-processing). On a GPU this work\n"
     "overlaps the next step, so it costs time only if the share is near 100%."

@@ -2,16 +2,16 @@
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanovllm.entrypoints.arguments import TUNING, add_source, positive, require_folder, source, tuning
+from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_source, positive, source, tuning
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.check.report_text import table
+from nanovllm.entrypoints.outputs import require_writable, write
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.check.examine import examine
@@ -38,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="MODEL", help=where)
     parser.add_argument("--model", metavar="NAME", help="the same as MODEL, spelled as in the other commands")
     add_source(parser)
-    parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU if torch sees one)")
-    dtype = "float32, bfloat16 or float16 (default: the checkpoint's dtype on a GPU, float32 on a CPU)"
-    parser.add_argument("--dtype", metavar="T", help=dtype)
+    parser.add_argument("--device", metavar="D", help=DEVICE)
+    parser.add_argument("--dtype", metavar="T", help=DTYPE)
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how the model will run; load no weights")
     length = "the maximum length of a request, prompt and reply, in tokens (default: the model's)"
     parser.add_argument("--max-model-len", type=positive, metavar="N", help=length)
@@ -67,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     if not 0 < options.memory_fraction <= 1:
         raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
-    require_folder(options.output)
+    require_writable(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     where, limits = source(options), {"max_model_len": options.max_model_len}
     look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)
@@ -88,14 +87,14 @@ def main(options: argparse.Namespace) -> int:
     if options.json or shown:
         print(written if options.json else f"\n{shown}")
     if options.output is not None:
-        options.output.write_text(written + "\n", encoding="utf-8")
+        write(options.output, written + "\n")
     return 1 if look.problems or fallen else 0
 
 
 def _outlook(name: str, device: torch.device, dtype: str | None, **how: Any) -> Outlook:
-    from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+    from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, require_no_revision
 
-    _require_no_revision(name, how)
+    require_no_revision(name, how["revision"])
     return outlook(name, device, dtype, shapes=SHAPES, **how)
 
 
@@ -104,10 +103,3 @@ def loaded(name: str, device: str | None, dtype: str | None, **where: Any) -> Mo
     from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 
     return random_weights(name, device=device, dtype=dtype) if name in SHAPES else load_model(name, device, dtype, **where)
-
-
-def _require_no_revision(name: str, where: Mapping[str, Any]) -> None:
-    from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
-
-    if name in SHAPES and where.get("revision") is not None:
-        raise InvalidRequestError(f"--revision {where['revision']}: {name} has random weights and no revisions; omit --revision")

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.entrypoints.arguments import source
 from nanovllm.entrypoints.cli.eval_reuse.experiments import evaluate
 from nanovllm.entrypoints.cli.eval_reuse.plot import draw
 from nanovllm.entrypoints.cli.eval_reuse.report import table
 from nanovllm.entrypoints.cli.eval_reuse.settings import Recompute, Settings
+from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.outputs import naming, require_writable, write
 from nanovllm.errors import InvalidRequestError
-from nanovllm.loading.load_model import load_model
 from nanovllm.ops.backends import installed
 
 T = TypeVar("T")
@@ -59,28 +59,27 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
         thought_len=options.thought_len,
         seed=options.seed,
     )
-    if options.out is not None:
-        _require_folder(options.out)
-    model = load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+    figures, picture = (None, None) if options.out is None else _files(options.out)
+    require_writable(figures)
+    require_writable(picture)
+    model = load(options)
     report = evaluate(model, settings, **limits)
     print(table(report))
-    if options.out is not None:
-        options.out.with_name(options.out.name + ".json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    if figures is not None and picture is not None:
+        write(figures, json.dumps(report.as_json(), indent=1) + "\n")
         if installed("matplotlib"):
-            draw(report, options.out.with_name(options.out.name + ".svg"))
+            with naming(picture):
+                draw(report, picture)
         else:
             note("no picture was drawn: matplotlib is not installed (pip install matplotlib)")
     return 0
 
 
-def _require_folder(prefix: Path) -> None:
-    """Make the folder of the files, before minutes of measuring. Raises `InvalidRequestError` if that fails."""
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequestError(f"--out {prefix}: {error.strerror}") from None
+def _files(prefix: Path) -> tuple[Path, Path]:
+    """The files of the figures and of the picture. Raises `InvalidRequestError` if the prefix has no file name."""
     if not prefix.name:
         raise InvalidRequestError(f"--out {prefix} does not end in a file name; give a prefix such as results/reuse")
+    return prefix.with_name(prefix.name + ".json"), prefix.with_name(prefix.name + ".svg")
 
 
 def _amount(text: str) -> Recompute:

@@ -9,12 +9,13 @@ from typing import Any
 
 from immutables import Map
 
-from nanovllm.entrypoints.arguments import positives, require_folder
+from nanovllm.entrypoints.arguments import positives
 from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
 from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
 from nanovllm.entrypoints.cli.tune.report import table, verdict
 from nanovllm.entrypoints.cli.tune.sweep import Result, chosen, plan, run, told
 from nanovllm.entrypoints.display.terminal import bar
+from nanovllm.entrypoints.outputs import require_writable
 from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, TuningFileError
 from nanovllm.executor.cuda_graphs import batch_sizes
@@ -65,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
     device = resolve_device(options.device)
     if device.type != "cuda":
         raise InvalidRequestError(f"tune needs {NEEDS}; this device is {device}")
-    require_folder(options.output)
+    require_writable(options.output)
     model, _ = find_model(options)
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
