@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md alone is enough to add an op and an architecture: its steps are taken in a copy of the repository."""
+"""CONTRIBUTING.md alone is enough to add an op, an architecture and a command: its steps are taken in a copy of the repository."""
 
 import os
 import re
@@ -27,21 +27,28 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "dist")
     for name in ("src", "tests", "tools", "benchmarks", "docs", "examples"):
         shutil.copytree(ROOT / name, home / name, ignore=ignored)
-    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
-        shutil.copy(ROOT / file, home / file)
+    for file in ROOT.iterdir():
+        if file.is_file() and not file.name.startswith("."):
+            shutil.copy(file, home / file.name)
     created, edited = CREATED.findall(PAGE), EDITED.findall(PAGE)
-    assert len(created) == 3 and len(edited) == 2
+    assert len(created) == 5 and len(edited) == 3
     for name, code in created:
         assert not (home / name).exists()
         (home / name).write_text(textwrap.dedent(code))
     for name, imported, below, added in edited:
-        text, place = (home / name).read_text(), textwrap.indent(textwrap.dedent(below), "")
+        text, place = (home / name).read_text(), re.sub("^ {3}", "", below, flags=re.M)
         assert text.count(place) == 1, place
         text = text.replace(place, place + re.sub("^ {3}", "", added, flags=re.M))
         if imported:
-            text, count = re.subn(r"^(from nanovllm\.models import \w+, .*)$", rf"\1, {imported}", text, count=1, flags=re.M)
-            assert count == 1
+            found = re.search(r"^from nanovllm\.[\w.]+ import ([a-z0-9_]+(?:, [a-z0-9_]+)+)$", text, re.M)
+            assert found
+            text = text.replace(found[1], ", ".join(sorted([*found[1].split(", "), imported])))
         (home / name).write_text(text)
+    structure = home / "docs/structure.md"
+    structure.write_text(
+        structure.read_text().replace("`entrypoints/cli/memory.py` |", "`entrypoints/cli/memory.py`, `entrypoints/cli/count.py` |")
+    )
+    run(home, "tools/write_reference.py")
     return home
 
 
@@ -54,7 +61,7 @@ def run(home: Path, *arguments: str) -> str:
 
 def test_the_commands_of_the_page_pass(copy: Path) -> None:
     commands = RUN.findall(PAGE)
-    assert len(commands) == 3
+    assert len(commands) == 5
     for command in commands:
         passed = re.search(r"(\d+) passed", run(copy, *shlex.split(command)[2:]))
         assert passed and int(passed[1]) >= 2, command

@@ -26,6 +26,7 @@ OF_CHECKPOINTS = ("config.json", "generation_config.json", "tokenizer.json", "to
 OF_CALLERS = (*OF_CHECKPOINTS, "README.md", "prompts.txt", "KEY.safetensors", ".nanovllm-store.json")
 CREATED = re.compile(r"[Cc]reate `([\w/.]+)`")  # by who follows the page
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.S | re.M)
+INDENTED = re.compile(r"^ +```\w*\n.*?^ +```", re.S | re.M)  # in a list, as in CONTRIBUTING.md
 SHOWN = re.compile(r"```\nIt prints\n```\n(.*?)```", re.S)
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")  # on the line above a block
 
@@ -192,7 +193,7 @@ def command_lines(document: Path) -> list[str]:
     """The `nanovllm ...` lines of blocks without a language, and the commands among code in the text."""
     lines = [line for language in ("", "sh", "bash", "console") for block in blocks(document, language) for line in block.code.splitlines()]
     commands = [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").startswith("nanovllm ")]
-    inline = re.findall(r"(?<!`)`(nanovllm [^`]+)`", FENCE.sub("", text_of(document)))
+    inline = re.findall(r"(?<!`)`(nanovllm [^`]+)`", INDENTED.sub("", FENCE.sub("", text_of(document))))
     return [*commands, *(command for command in inline if not re.search(r"[=…(]|\.\.\.", command))]
 
 

@@ -3,10 +3,7 @@
 import argparse
 from pathlib import Path
 
-import pytest
-
-import nanovllm as nv
-from nanovllm.entrypoints.arguments import engine_limits, require_folder, source
+from nanovllm.entrypoints.arguments import engine_limits, source
 from nanovllm.entrypoints.cli import main as cli
 
 
@@ -38,11 +35,3 @@ def test_every_option_of_the_source_arrives() -> None:
         ("--trust-remote-code", {"trust_remote_code": True}),
     ):
         assert source(parsed(given)) == {**usual, **changed}
-
-
-def test_a_file_to_write_is_no_folder(tmp_path: Path) -> None:
-    require_folder(None)
-    require_folder(tmp_path / "made" / "report.json")
-    assert (tmp_path / "made").is_dir() and not (tmp_path / "made" / "report.json").exists()
-    with pytest.raises(nv.InvalidRequestError, match="made is a folder, not a file to write"):
-        require_folder(tmp_path / "made")

@@ -603,8 +603,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "entrypoints/cli/generate.py",
         COMMANDS,
         ("a system message needs no chat", "(options.system or options.no_think)", "options.no_think"),
-        ("generate loads for the usual length", ", max_model_len=options.max_model_len, **source(options))", ", **source(options))"),
         ("white space at the end of a prompt is lost", '.removesuffix("\\n")', ".rstrip()"),
+    ),
+    *bugs(
+        "entrypoints/cli/load.py",
+        COMMANDS,
+        ("generate loads for the usual length", ", max_model_len=options.max_model_len, **source(options))", ", **source(options))"),
     ),
     *bugs(
         "entrypoints/cli/main.py",

@@ -24,6 +24,7 @@ from nanovllm.entrypoints import conversation as conversations
 from nanovllm.entrypoints import process
 from nanovllm.entrypoints.arguments import sampling
 from nanovllm.entrypoints.cli import chat, generate
+from nanovllm.entrypoints.cli import load as loading
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli import memory as memory_demo
 from nanovllm.entrypoints.display.terminal import View
@@ -33,7 +34,8 @@ from nanovllm.tokenizer.messages import render
 
 MODEL = random_model(tiny_config())
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=10)
-COMMANDS = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
+REFERENCE = (Path(__file__).parents[3] / "docs/reference/command-line.md").read_text(encoding="utf-8")
+COMMANDS = f"{{{','.join(re.findall(r'^## nanovllm (.+)$', REFERENCE, re.M))}}}"  # the page is generated, and a test holds it to the parser
 NANOVLLM = [sys.executable, "-c", "import sys; from nanovllm.entrypoints.cli.main import main; sys.exit(main())"]
 
 
@@ -161,7 +163,7 @@ def test_options_of_the_model_reach_the_loader(command, text, monkeypatch):
         seen.append((given, where))
         raise nv.CheckpointError("enough")
 
-    monkeypatch.setattr(command, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
     flags = "--model m --device cpu --dtype bfloat16 --max-model-len 100 --revision abc --download --trust-remote-code"
     assert cli.main([command.__name__.split(".")[-1], *flags.split(), *text]) == 2
     wanted = {"max_model_len": 100, "revision": "abc", "download": True, "trust_remote_code": True}
@@ -170,7 +172,7 @@ def test_options_of_the_model_reach_the_loader(command, text, monkeypatch):
 
 def test_options_of_a_chat_reach_it(monkeypatch):
     runs = []
-    monkeypatch.setattr(chat, "load_model", lambda *_, **__: MODEL)
+    monkeypatch.setattr(chat, "load", lambda _: MODEL)
     monkeypatch.setattr(chat, "run", lambda model, state, params, **options: runs.append((state.config.max_model_len, options)) or 0)
     flags = ["--system", "Be brief.", "--no-think", "--retain", "gap", "--max-model-len", "100"]
     assert cli.main(["chat", *flags]) == cli.main(["chat"]) == 0

@@ -107,8 +107,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {_version()}")
-    names = "{generate,chat,memory,models,check,tune,bench,profile,eval-reuse}"
-    commands = parser.add_subparsers(title="commands", required=True, metavar=names, parser_class=CommandParser)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=CommandParser)
 
     reply = commands.add_parser(
         "generate", help="generate a reply to one prompt, or to each prompt of a file", description=generate.DESCRIPTION
@@ -164,4 +163,5 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         eval_command.add_arguments(quality)
         add_model_options(quality, num_pages="enough for the measurement")
         quality.set_defaults(run=lambda options: eval_command.main(options, engine_limits(options)))
+    commands.metavar = f"{{{','.join(commands.choices)}}}"
     return parser
