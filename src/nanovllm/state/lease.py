@@ -52,8 +52,9 @@ class Lease:
     def check(self, epoch: int) -> None:
         """Raise `DonatedStateError` unless `epoch` is the newest."""
         if epoch != self.epoch:
+            age = self.epoch - epoch
             raise DonatedStateError(
-                f"this state is {self.epoch - epoch} call(s) old, and its memory was donated to a later call; use the state it returned"
+                f"this state is {age} call{'s' * (age != 1)} old, and its memory was donated to a later call; use the state it returned"
             )
 
     def advance(self) -> int:
