@@ -73,7 +73,8 @@ def main(options: argparse.Namespace) -> int:
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
     key, machine = key_of(model), machine_of(model)
-    path = options.output or _place(key)  # fails before minutes of measuring
+    path = options.output or _place(key)
+    require_writable(path)  # before minutes of measuring
     planned, results = plan(model.config, options.batches, machine), list[Result]()
     steps, lines = _older(path, model, machine)
     freeze()
