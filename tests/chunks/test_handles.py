@@ -52,6 +52,7 @@ def test_prefill_fills_and_counts():
     assert str(chunk.provenance) == "exact"
     assert state.stats.prefill_tokens == 7
     assert "7 tokens, 2 pages, exact" in repr(chunk)
+    assert "1 token, 1 page, exact" in repr(prefill(MODEL, state, IDS[:1])[1])
 
 
 @pytest.mark.parametrize("budget", [1, 3, 7])
@@ -226,9 +227,12 @@ def test_a_donated_state_is_refused():
     old = engine()
     state, base = prefill(MODEL, old, IDS)
     for call in (lambda: prefill(MODEL, old, [1]), lambda: fork(old, base), lambda: release(old, base)):
-        with pytest.raises(DonatedStateError, match="1 call"):
+        with pytest.raises(DonatedStateError, match="this state is 1 call old, "):
             call()
-    right(release(state, base))
+    state = release(state, base)
+    with pytest.raises(DonatedStateError, match="this state is 2 calls old, "):
+        fork(old, base)
+    right(state)
 
 
 def test_second_copies_keep_their_place_in_a_tight_pool():

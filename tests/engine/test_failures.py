@@ -71,8 +71,14 @@ def serves(state, prompt=(1, 2, 3, 4, 5, 6, 7), count=5):
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([1] * 64, "the prompt has 64 tokens; this engine holds at most 64, one of them generated"),
-        ([1] * 1000, "1000 tokens; this engine holds at most 64"),
+        (
+            [1] * 64,
+            r"64 tokens; this engine holds at most 64, .*: shorten the prompt, or raise the KV memory \(num_pages, num_frames\)$",
+        ),
+        (
+            [1] * 1000,
+            f"1000 tokens; the model's limit is {CONFIG.max_position_embeddings} tokens, .*: shorten the prompt$",
+        ),
         ([], "empty"),
         ("", "no tokenizer|empty"),
         ([50], "token id 50 is outside the vocabulary 0 ... 49"),
@@ -99,7 +105,10 @@ def test_fault_1_the_longest_prompts_that_fit():
     state, rid = submit(MODEL, engine(), [1] * 63, greedy(5))
     state, ended = drain(MODEL, state)
     assert (len(ended[rid].token_ids), ended[rid].finish_reason) == (1, "length")
-    with pytest.raises(InvalidRequestError, match="9 tokens; this engine holds at most 9"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"9 tokens; this engine holds at most 9, .*, or raise max_model_len$",
+    ):
         submit(MODEL, engine(max_model_len=9), [1] * 9, greedy(5))
     serves(state)
 

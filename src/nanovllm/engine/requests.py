@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from nanovllm.config import loaded_for_short
 from nanovllm.engine.donation import commit_state, enter, enter_with
 from nanovllm.engine.prompt import Context, resolve
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -111,10 +112,8 @@ def new_sequence(
     resolved = resolve(model, state, context)
     num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
     if num_prompt >= limit:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens; this engine holds at most {limit}, one of them generated: shorten the prompt, or raise "
-            "max_model_len or the KV memory (num_pages, num_frames)"
-        )
+        offset = 0 if resolved.base is None else offset_after(resolved.base.gaps)
+        raise InvalidRequestError(f"the prompt has {num_prompt} tokens; {_shortage(model, state, num_prompt, limit, offset)}")
     ends = () if params.ignore_eos else model.config.eos_token_ids
     rid = state.next_id
     request = Request(
@@ -135,6 +134,15 @@ def new_sequence(
         retired = num_retired(sequence.num_filled, num_prompt, frames.window, state.config.page_size)
         sequence = replace(sequence, retired=retired)
     return replace(state, next_id=rid + 1), sequence, resolved.base
+
+
+def _shortage(model: Model, state: EngineState, num_prompt: int, limit: int, offset: int) -> str:
+    """Which limit a prompt exceeds, and what to change. Its gaps use up `offset` positions."""
+    most, max_model_len = model.config.max_position_embeddings - offset, state.config.max_model_len - offset
+    if num_prompt >= most and not loaded_for_short(model.config):
+        return f"the model's limit is {most} tokens, one of them generated: shorten the prompt"
+    short = ["max_model_len"] * (max_model_len <= num_prompt) + ["the KV memory (num_pages, num_frames)"] * (limit < max_model_len)
+    return f"this engine holds at most {limit}, one of them generated: shorten the prompt, or raise {' and '.join(short)}"
 
 
 def begin_sequence(request: Request, tokens: IntVector, base: Chunk | None, stops: StopScan | None = None) -> Sequence:

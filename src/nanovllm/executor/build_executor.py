@@ -40,7 +40,7 @@ def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning:
         if tuning is None or tuning is False:
             return None
         raise InvalidRequestError(
-            f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; on {model.device} this engine captures none: use tuning=None"
+            f"tuning={plain(tuning)!r} is for captured steps on a CUDA GPU; on {model.device} this engine captures none: leave tuning out"
         )
     return cuts_for(model, tuning)
 

@@ -75,7 +75,7 @@ def load_model(
     if not isinstance(tokenizer, bool):
         raise InvalidRequestError(f"tokenizer={tokenizer!r} must be True or False")
     if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int) or max_model_len < 1):
-        raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1, or None")
+        raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1")
     if not isinstance(trust_remote_code, bool):  # a value that is only truthy does not count as consent
         raise InvalidRequestError(f"trust_remote_code={trust_remote_code!r} must be True or False")
     target = resolve_device(device)

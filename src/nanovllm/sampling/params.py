@@ -214,7 +214,7 @@ class SamplingParams:
             "max_tokens": _int("max_tokens", self.max_tokens, 1, INT32_MAX),
             "stop": _stop(self.stop),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
-            "seed": None if self.seed is None else _int("seed", self.seed, 0, 2**63 - 1, " or None"),
+            "seed": None if self.seed is None else _int("seed", self.seed, 0, 2**63 - 1, "; without a seed the engine chooses one"),
             "repetition_penalty": _float_in("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True),
             "presence_penalty": _float_in("presence_penalty", self.presence_penalty, -2.0, 2.0),
             "frequency_penalty": _float_in("frequency_penalty", self.frequency_penalty, -2.0, 2.0),

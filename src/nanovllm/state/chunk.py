@@ -55,7 +55,7 @@ class Chunk:
     Examples:
         >>> state, chunk = nv.prefill(model, state, "Once upon a time")
         >>> chunk
-        Chunk(4 tokens, 1 pages, exact, liveness=0)
+        Chunk(4 tokens, 1 page, exact, liveness=0)
         >>> len(chunk), chunk.num_exact, str(chunk.provenance)
         (4, 4, 'exact')
     """
@@ -73,7 +73,8 @@ class Chunk:
         return len(self.tokens)
 
     def __repr__(self) -> str:
-        return f"Chunk({len(self)} tokens, {len(self.pages)} pages, {self.provenance}, liveness={self.liveness})"
+        tokens, pages = (f"{n} {unit}{'s' * (n != 1)}" for n, unit in ((len(self), "token"), (len(self.pages), "page")))
+        return f"Chunk({tokens}, {pages}, {self.provenance}, liveness={self.liveness})"
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -197,6 +197,16 @@ def test_a_character_that_the_output_lacks_is_replaced(monkeypatch):
         (["generate", "--model", "qwen3-0.6b", "x"], "'qwen3-0.6b' names a shape for random weights, which only check, tune, bench"),
         (["generate", "--top-p", "1.5", "x"], r"top_p=1.5: must be a number in \(0.0, 1.0\]"),
         (["generate", "--max-tokens", "0", "x"], "max_tokens=0"),
+        (
+            ["generate", "--seed", "-1", "x"],
+            r"seed=-1: must be an integer in .*; without a seed the engine chooses one$",
+        ),
+        (["generate", "--max-model-len", "0", "x"], "max_model_len=0 must be an integer of at least 1$"),
+        (["generate", "--tuning", "no.json", "--device", "cpu", "x"], "on cpu this engine captures none: leave tuning out"),
+        (["generate", 5000 * "x"], "5000 tokens; the model's limit is 4096 tokens, one of them generated: shorten the prompt$"),
+        (["generate", "--max-model-len", "9", "ten letters"], "holds at most 9, .*: shorten the prompt, or raise max_model_len$"),
+        (["generate", "--num-pages", "1", 20 * "x"], r"holds at most 16, .*, or raise the KV memory \(num_pages, num_frames\)$"),
+        (["tune", "--device", "cpu"], "tune needs a CUDA GPU, and this device is cpu: "),
         (["generate", "--device", "abacus", "x"], "device='abacus'"),
         (["generate", "--num-pages", "0", "x"], "num_pages=0"),
         (["generate", "--num-frames", "4", "x"], "num_frames=4: \\w+ has no sliding-window layers"),
@@ -214,7 +224,7 @@ def test_a_character_that_the_output_lacks_is_replaced(monkeypatch):
         (["bench", "--which", "b1,foo", "--device", "cpu"], "unknown workload 'foo'; choose from b1, b8, b64, offline, prefix, host"),
         (["bench", "--dtype", "int7", "--device", "cpu"], "dtype 'int7' is not a floating-point torch dtype"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_errors_are_one_line_and_exit_2(folder, capsys, arguments, match):
     model = [] if "--model" in arguments else ["--model", folder]

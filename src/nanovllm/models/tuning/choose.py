@@ -48,7 +48,7 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
         if tuning is None:
             return None
         why = f"applies to the fused kernels of a CUDA GPU, which cannot run this model in {model.dtype} on {model.device}"
-        raise InvalidRequestError(f"tuning={plain(tuning)!r} {why}; use tuning=None")
+        raise InvalidRequestError(f"tuning={plain(tuning)!r} {why}: leave tuning out")
     try:
         path = _cached(model) if tuning is None or tuning is True else _given(tuning)
         if path is None and tuning is None:

@@ -369,7 +369,7 @@ def test_a_journal_replaces_whole_files_and_is_quiet_without_one(
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--peer", "nobody"], "unknown peer 'nobody'; choose from transformers"),
+        (["--peer", "nobody"], "unknown peer 'nobody'; choose from transformers: measure other engines with their own programs"),
         (["--plot", "bench.png"], "ends with .svg"),
         (["--output", "bench.svg"], "ends with .json"),
         (["--output", "/proc/no/run.json"], "/proc/no/run.json cannot be written"),

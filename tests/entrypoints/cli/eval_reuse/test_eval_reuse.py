@@ -258,7 +258,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         (["--quick", "--questions", "5"], "--quick means --questions 12: give only one of --quick and --questions"),
         (["--recompute", "-1"], "recompute=-1"),
         (["--recompute", "1.5"], "recompute=1.5"),
-        (["--recompute", "most"], "--recompute 'most'"),
+        (["--recompute", "most"], "--recompute 'most' must be values, each 0, a number of tokens, a fraction between 0 and 1, or all, sep"),
         (["--seed", "-3"], "seed=-3"),
         (["--out", "/dev/null/x/y"], "Not a directory"),
         (["--model", "no-such-model"], "'no-such-model' is neither"),

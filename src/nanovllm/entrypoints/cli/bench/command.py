@@ -130,11 +130,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     model, name = find_model(options)
     if model.foreign:
         raise InvalidRequestError(f"{name} runs through the transformers fallback: bench cannot compute its roofline; use a built-in model")
-    place = name if name in SHAPES else str(resolve_folder(name, revision=options.revision)[0])
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     if "start" in which:  # before our engine takes the device's memory: a second process starts an engine
-        left_out += _start(model, place, options.tuning, journal)
+        left_out += _start(model, _place(name, options.revision), options.tuning, journal)
     if left_out:
         journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
@@ -163,7 +162,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         _grow(engine, ceiling, settings, journal)
     theirs: dict[str, dict[str, float]] = {}
     for make in peers:
-        peer = make(model, place)
+        peer = make(model, _place(name, options.revision))
         for one in _measured(peer.generate, peer.name, which, model, options.repeats):
             theirs.setdefault(peer.name, {})[one.key] = one.figure
             journal.add({"peers": theirs})
@@ -173,6 +172,11 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     if plot:
         write(plot, draw(result))
     return 0
+
+
+def _place(name: str, revision: str | None) -> str:
+    """Where the weights are: the folder of a checkpoint, or the name of a shape for random weights."""
+    return name if name in SHAPES else str(resolve_folder(name, revision=revision)[0])
 
 
 def _config(name: str, *, trust_remote_code: bool = False, **where: Any) -> ModelConfig:

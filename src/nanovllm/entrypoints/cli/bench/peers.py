@@ -53,7 +53,9 @@ PEERS: dict[str, Make] = {"transformers": Transformers}
 def find_peers(names: list[str]) -> list[Make]:
     """The adapters of these names. Raises `InvalidRequestError` for an unknown name."""
     if unknown := [name for name in names if name not in PEERS]:
-        raise InvalidRequestError(f"unknown peer {unknown[0]!r}; choose from {', '.join(PEERS)}")
+        raise InvalidRequestError(
+            f"unknown peer {unknown[0]!r}; choose from {', '.join(PEERS)}: measure other engines with their own programs"
+        )
     return [PEERS[name] for name in names]
 
 

@@ -17,6 +17,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.ops.backends import installed
 
 T = TypeVar("T")
+AMOUNTS = "values, each 0, a number of tokens, a fraction between 0 and 1, or all"
 QUICK = 12  # questions per group with --quick
 
 
@@ -51,11 +52,11 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
     if options.quick and options.questions is not None:
         raise InvalidRequestError(f"--quick means --questions {QUICK}: give only one of --quick and --questions")
     settings = Settings(
-        chunks=_values("--chunks", options.chunks, int),
+        chunks=_values("--chunks", options.chunks, int, "integers"),
         facts=options.facts,
         separator=options.separator.replace("\\n", "\n"),
         questions=QUICK if options.quick else Settings().questions if options.questions is None else options.questions,
-        recompute=_values("--recompute", options.recompute, _amount),
+        recompute=_values("--recompute", options.recompute, _amount, AMOUNTS),
         thought_len=options.thought_len,
         seed=options.seed,
     )
@@ -86,11 +87,11 @@ def _amount(text: str) -> Recompute:
     return text if text == "all" else int(text) if text.isdecimal() else float(text)
 
 
-def _values(name: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+def _values(name: str, text: str, kind: Callable[[str], T], accepted: str) -> tuple[T, ...]:
     try:
         return tuple(kind(part.strip()) for part in text.split(","))
     except ValueError:
-        raise InvalidRequestError(f"{name} {text!r} must be values separated by commas") from None
+        raise InvalidRequestError(f"{name} {text!r} must be {accepted}, separated by commas") from None
 
 
 def _escaped(text: str) -> str:

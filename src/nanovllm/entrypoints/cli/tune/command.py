@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from immutables import Map
 
 from nanovllm.entrypoints.arguments import positives
@@ -65,13 +66,15 @@ def main(options: argparse.Namespace) -> int:
     """
     device = resolve_device(options.device)
     if device.type != "cuda":
-        raise InvalidRequestError(f"tune needs {NEEDS}; this device is {device}")
+        hint = "omit --device, or give --device cuda" if torch.cuda.is_available() else "torch sees none here"
+        raise InvalidRequestError(f"tune needs a CUDA GPU, and this device is {device}: {hint}")
     require_writable(options.output)
     model, _ = find_model(options)
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
     key, machine = key_of(model), machine_of(model)
-    path = options.output or _place(key)  # fails before minutes of measuring
+    path = options.output or _place(key)
+    require_writable(path)  # before minutes of measuring
     planned, results = plan(model.config, options.batches, machine), list[Result]()
     steps, lines = _older(path, model, machine)
     freeze()
