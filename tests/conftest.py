@@ -1,4 +1,4 @@
-"""One thread, because machines are shared, and a Hypothesis profile that draws the same examples every time.
+"""One thread, because machines are shared; the same random tensors and, by a Hypothesis profile, the same examples every time.
 
 `HYPOTHESIS_PROFILE` chooses the profile. `ci`, the default, shrinks a failing example for a few seconds at most. `dev` has the same
 examples and shrinks them without this limit, up to five minutes. `nightly` has other examples every time.
@@ -6,6 +6,7 @@ examples and shrinks them without this limit, up to five minutes. `nightly` has 
 
 import os
 import signal
+import zlib
 from importlib.util import find_spec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports transformers: no test may look at the network
@@ -42,6 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if missing and item.get_closest_marker("interpret"):
             item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(missing)}"))
+
+
+# Which tests a process runs, and in which order, differs from run to run. So random tensors depend on names alone: those of fixtures, which
+# several tests may share, on the file, and those of a test on the test.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed torch for fixtures."""
+    torch.manual_seed(zlib.crc32(item.path.name.encode()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Seed torch for the test."""
+    torch.manual_seed(zlib.crc32(item.name.encode()))
 
 
 @pytest.fixture

@@ -254,7 +254,8 @@ def test_a_whole_step(architecture: str, rows: int) -> None:
     got, kv = run(BF16, "cuda", plan.handle, fused.forward)
     plain, plain_kv = run(BF16, "cuda", 0, reference)
     want, want_kv = run(torch.float64, "cpu", 0, reference)
-    # Where experts are nearly tied rounding sends a row to others, and its error is large: then the usual row tells.
-    of = error if config.moe is None else usual_error
-    assert of(got, want) < 1.5 * of(plain, want) + 5e-3
-    assert of(kv, want_kv) < 1.5 * of(plain_kv, want_kv) + 5e-3
+    # Where experts, or the scores of two tokens, are nearly tied, rounding can send a row elsewhere: its error is several times as large,
+    # in the plain layers as in the kernels. So the usual row has a close bound, and the worst row a wide one.
+    for ours, theirs, exact in ((got, plain, want), (kv, plain_kv, want_kv)):
+        assert usual_error(ours, exact) < 1.5 * usual_error(theirs, exact) + 2e-3
+        assert config.moe is not None or error(ours, exact) < 4 * error(theirs, exact) + 5e-3
