@@ -19,7 +19,7 @@ setup: $(DEV)
 # The package alone, which is all that a user needs. TORCH_INDEX is where torch comes from; the README names the index of CPU builds.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX))
 	$(PIP) -e ".$(GPU)"
 	touch $(STAMP)
 

@@ -45,8 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(missing)}"))
 
 
-# Which tests a process runs, and in which order, differs from run to run. So random tensors depend on names alone: those of fixtures, which
-# several tests may share, on the file, and those of a test on the test.
+# Which tests a process runs, and in which order, differs from run to run. So the random tensors of a test depend on its name, and those of
+# the fixtures of a module on its file. Examples of Hypothesis after the first in a test go on with the same generator.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch for fixtures."""

@@ -31,9 +31,14 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
+def errors_of(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The largest error of each row, of the largest value."""
+    return (got.double() - want).abs().flatten(1).amax(1) / want.abs().max()
+
+
 def usual_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """The median over rows of the largest error, of the largest value."""
-    return float((got.double() - want).abs().flatten(1).amax(1).median() / want.abs().max())
+    return float(errors_of(got, want).median())
 
 
 @pytest.mark.parametrize("gains", [None, torch.float32])
@@ -258,4 +263,5 @@ def test_a_whole_step(architecture: str, rows: int) -> None:
     # in the plain layers as in the kernels. So the usual row has a close bound, and the worst row a wide one.
     for ours, theirs, exact in ((got, plain, want), (kv, plain_kv, want_kv)):
         assert usual_error(ours, exact) < 1.5 * usual_error(theirs, exact) + 2e-3
-        assert config.moe is not None or error(ours, exact) < 4 * error(theirs, exact) + 5e-3
+        beyond = errors_of(ours, exact) > 1.5 * error(theirs, exact) + 5e-3
+        assert beyond.sum() <= 1 + rows // 32 and (config.moe is not None or error(ours, exact) < 4 * error(theirs, exact) + 5e-3)

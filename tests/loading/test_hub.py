@@ -117,7 +117,7 @@ NEITHER = "is neither a folder nor a repository in the Hugging Face cache .*"
     ("name", "told"),
     [
         ("org/other", NEITHER + "; download=True, or --download, fetches it from the Hub"),
-        *((name, NEITHER + "; names on the Hub have the form org/name") for name in ("gpt2", "x" * 5000, "a\0b")),
+        *((name, NEITHER + "; names on the Hub usually have the form org/name") for name in ("gpt2", "x" * 5000, "a\0b")),
         *((name, NEITHER + "; did you mean 'tiny', the packaged model[?]") for name in ("tinny", "Tiny")),
         *((name, "no such folder: ") for name in ("/nowhere", "./org", "../etc", "~nobody-at-all/x", "a/b/c", "")),
         (__file__, "is a file: give its folder"),
@@ -262,10 +262,12 @@ def test_without_a_network_one_line_tells_the_host_and_the_reason(cache: Path, m
     Hub(monkeypatch, outer)
     with pytest.raises(CheckpointError) as raised:
         load_model("org/name", device="cpu", download=True)
-    told = "could not reach huggingface.co for org/name: Connection refused; check the network, or use a model of the cache"
+    told = "the connection to huggingface.co for org/name failed: Connection refused; check the network, or use a model of the cache"
     assert str(raised.value) == told and raised.value.__cause__ is outer
     Hub(monkeypatch, httpx.ReadTimeout(""))
-    with pytest.raises(CheckpointError, match=r"could not reach huggingface\.co for org/name at v1: ReadTimeout; check the network"):
+    with pytest.raises(
+        CheckpointError, match=r"the connection to huggingface\.co for org/name at v1 failed: ReadTimeout; check the network"
+    ):
         load_model("org/name", device="cpu", download=True, revision="v1")
 
 

@@ -28,8 +28,8 @@ attention scores of Gemma 2.
   one token at a time.
 - **bound**: three times the difference between transformers' own float32 and float64 runs, and at least 1e-4.
 - **greedy**: how many clear tokens of greedy replies agree. A token is clear if transformers' two largest logits differ by more than twice
-  the bound. Four prompts get replies of 64 tokens in five ways. They are batched and in pieces on
-  the CPU's decode path, the same in plain torch, each alone, one after another on shared pages, and with shared pages read once.
+  the bound. Four prompts get replies of 64 tokens in five ways: together, in pieces, on the CPU's decode
+  path; the same in plain torch; each alone; one after another on shared pages; with shared pages read once.
 - **log-prob.**: the largest difference of a sampled token's log-probability to transformers' in float32. Its limit is twice the bound.
 - **bf16 prompts, bf16 decode**: the mean error of our bfloat16 logits, divided by the mean error of transformers' bfloat16 logits. Both are
   measured against transformers' run in float64, over rows of 40 tokens. Below 1, ours are more accurate. bfloat16 represents the weights

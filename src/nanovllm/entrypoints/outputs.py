@@ -10,8 +10,12 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.files import temporary
 
 
-def require_writable(path: Path | None) -> None:
+def require_output(path: Path | None, *, replaced: bool = False) -> None:
     """Require a file name that can be written, and make its folder. Commands call this before long work. No file is left behind.
+
+    Args:
+        path: The file; None requires nothing.
+        replaced: Whether the file will be replaced by a new one, as `write_whole` does, and not written into.
 
     Raises:
         InvalidRequestError: The folder cannot be made, the file cannot be written, or the path is a folder.
@@ -22,10 +26,12 @@ def require_writable(path: Path | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise InvalidRequestError(f"{path} is a folder, not a file to write: give the name of a file")
-        if not path.exists():
-            with temporary(path.parent):
+        if replaced and path.exists() and not path.is_file():
+            raise InvalidRequestError(f"{path} is not a regular file, and cannot be replaced: give the name of a file")
+        if replaced or not path.exists():
+            with temporary(path.resolve().parent):
                 pass
-        elif not os.access(path, os.W_OK):
+        if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 

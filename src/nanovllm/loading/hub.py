@@ -7,6 +7,7 @@ to the files.
 import json
 import os
 import re
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from urllib.parse import urlsplit
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.safetensors_headers import INDEX, PICKLED, SINGLE, weight_files
-from nanovllm.sampling.params import closest
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 COMMIT = re.compile(r"[0-9a-f]{4,40}")  # a commit's hash, or its beginning
@@ -55,23 +55,34 @@ def resolve_folder(
         if not (TINY / "config.json").is_file():
             raise CheckpointError(f"the packaged tiny model is missing: {TINY} has no config.json; install nanovllm again")
         return TINY, "tiny"
-    if os.path.isfile(folder):
-        raise CheckpointError(f"{given!r} is a file: give its folder")
     if not given or given.count("/") > 1 or given.startswith((".", "/", "~")):
+        if os.path.isfile(folder):
+            raise CheckpointError(f"{given!r} is a file: give its folder")
         raise CheckpointError(f"no such folder: {given!r}; give a folder, a repository such as org/name, or tiny")
     if download:
         return download_snapshot(given, revision, with_code=with_code), given
-    cache = hub_cache()
-    repo = cache / f"models--{given.replace('/', '--')}"
+    repo = _cached(given)
     if os.path.isdir(repo):
         return find_snapshot(repo, revision), given
+    if os.path.isfile(folder):
+        raise CheckpointError(f"{given!r} is a file: give its folder")
     if "/" in given:
         hint = "download=True, or --download, fetches it from the Hub"
-    elif closest(given.lower(), ("tiny",)) is not None:
+    elif get_close_matches(given.lower(), ("tiny",), cutoff=0.8):
         hint = "did you mean 'tiny', the packaged model?"
     else:
-        hint = "names on the Hub have the form org/name"
-    raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {cache}; {hint}")
+        hint = "names on the Hub usually have the form org/name"
+    raise CheckpointError(f"{given!r} is neither a folder nor a repository in the Hugging Face cache {repo.parent}; {hint}")
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is that of a file, a folder or a repository in the Hugging Face cache."""
+    return os.path.exists(os.path.expanduser(name)) or os.path.isdir(_cached(name))
+
+
+def _cached(repo: str) -> Path:
+    """The folder of a repository in the Hugging Face cache, if it is there."""
+    return hub_cache() / f"models--{repo.replace('/', '--')}"
 
 
 def find_snapshot(repo: Path, revision: str | None) -> Path:
@@ -125,17 +136,19 @@ def download_snapshot(repo: str, revision: str | None, *, with_code: bool = Fals
         at = repo if revision is None else f"{repo} at {revision}"
         if (fault := _unreachable(error)) is not None:
             host = urlsplit(huggingface_hub.constants.ENDPOINT).netloc
-            raise CheckpointError(f"could not reach {host} for {at}: {fault}; check the network, or use a model of the cache") from error
+            raise CheckpointError(
+                f"the connection to {host} for {at} failed: {fault}; check the network, or use a model of the cache"
+            ) from error
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{at} could not be downloaded: {type(error).__name__}: {reason}") from error
 
 
 def _unreachable(error: BaseException) -> str | None:
-    """The reason why the Hub was not reached, if an error of the HTTP client is behind this error; otherwise None."""
+    """The reason of a failed connection, if an error of the HTTP client's transport caused this error; otherwise None."""
     import httpx
 
     causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+    while (cause := causes[-1].__cause__ or (None if causes[-1].__suppress_context__ else causes[-1].__context__)) is not None:
         causes.append(cause)
     if not any(isinstance(cause, httpx.TransportError) for cause in causes):
         return None

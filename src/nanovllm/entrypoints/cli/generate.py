@@ -48,7 +48,10 @@ def run_generate(options: argparse.Namespace) -> int:
     freeze_if_alone(options)
     params = sampling(options, llm.model)
     if options.prompts is not None:
-        outputs = llm.generate([_line_prompt(llm, number, text, params, options) for number, text in lines.items()], params)
+        try:
+            outputs = llm.generate([_as_prompt(llm, text, options) for text in texts], params)
+        except NanoVLLMError as error:
+            raise _with_line(error, llm, lines, params, options) from None
         for text, output in zip(texts, outputs, strict=True):
             print(json.dumps({"prompt": text, "text": output.text, "finish_reason": output.finish_reason}, ensure_ascii=False))
         _note_cut(outputs, params)
@@ -87,7 +90,7 @@ def _prompt(options: argparse.Namespace) -> str:
 def _lines(file: Path) -> dict[int, str]:
     """The lines of a file that are not empty, by number from 1. Warns if there is none."""
     try:
-        lines = check_text(file.read_bytes()).splitlines()
+        lines = check_text(file.read_bytes()).replace("\r\n", "\n").split("\n")  # as editors count lines
     except OSError as error:
         raise InvalidRequestError(f"{file}: {error.strerror}") from None
     except InvalidRequestError as error:
@@ -98,14 +101,18 @@ def _lines(file: Path) -> dict[int, str]:
     return found
 
 
-def _line_prompt(llm: LLM, number: int, text: str, params: SamplingParams, options: argparse.Namespace) -> str | list[int]:
-    """The prompt of one line of the file. Errors of the prompt name the line."""
-    try:
-        prompt = _as_prompt(llm, text, options)
-        new_sequence(llm.model, enter(llm.state), prompt, params)  # only raises errors; nothing is committed
-    except NanoVLLMError as error:
-        raise type(error)(f"{options.prompts}:{number}: {error}") from None
-    return prompt
+def _with_line(error: NanoVLLMError, llm: LLM, lines: dict[int, str], params: SamplingParams, options: argparse.Namespace) -> NanoVLLMError:
+    """The error of the first faulty line, with its number; `error` itself if all lines are equally faulty, or none is."""
+    faults: dict[int, NanoVLLMError] = {}
+    for number, text in lines.items():
+        try:
+            new_sequence(llm.model, enter(llm.state), _as_prompt(llm, text, options), params)  # only raises errors; nothing is committed
+        except NanoVLLMError as fault:
+            faults[number] = fault
+    if not faults or (len(faults) == len(lines) > 1 and len({str(fault) for fault in faults.values()}) == 1):
+        return next(iter(faults.values()), error)
+    number, fault = next(iter(faults.items()))
+    return type(fault)(f"{options.prompts}:{number}: {fault}")
 
 
 def _as_prompt(llm: LLM, text: str, options: argparse.Namespace) -> str | list[int]:

@@ -4,6 +4,7 @@ import argparse
 
 from nanovllm.entrypoints.arguments import source
 from nanovllm.errors import CheckpointError
+from nanovllm.loading.hub import is_local
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 
@@ -17,6 +18,8 @@ def load(options: argparse.Namespace) -> Model:
     try:
         return load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
     except CheckpointError:
+        if options.download or is_local(options.model):
+            raise
         from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES  # slow to import, and seldom needed
 
         if options.model in SHAPES:

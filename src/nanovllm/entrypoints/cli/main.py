@@ -17,7 +17,7 @@ from nanovllm.entrypoints.cli.check import command as check_command
 from nanovllm.entrypoints.cli.models import command as models_command
 from nanovllm.errors import NanoVLLMError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # only a write raises these
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # without the name of a file: from a write to stdout
 EXAMPLES = """\
 examples:
   nanovllm generate --stream "Once upon a time,"           continue a text with the packaged tiny model
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return 0
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL or error.filename is not None:
             raise
         print(f"nanovllm: error: the output could not be written: {error.strerror}", file=sys.stderr)
         _drop_stdout()

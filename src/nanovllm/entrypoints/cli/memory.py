@@ -18,7 +18,7 @@ from nanovllm.engine.step import step
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import is_terminal, note
 from nanovllm.entrypoints.memory.report import memory
-from nanovllm.entrypoints.outputs import require_writable, write
+from nanovllm.entrypoints.outputs import require_output, write
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--max-tokens {options.max_tokens} must be at least 0")
     if options.out is not None and options.out.suffix != ".svg":
         raise InvalidRequestError(f"--out {options.out}: the picture is an SVG file; give a name that ends with .svg")
-    require_writable(options.out)
+    require_output(options.out)
     model = load(options)
     shows_demo = options.text is None and not options.load
     num_pages = options.num_pages if options.num_pages is not None else DEMO_PAGES if shows_demo else NUM_PAGES

@@ -248,7 +248,7 @@ def cascade_decode(
 def merge_into(
     parts: Float[Tensor, "parts H D"],
     lses: Float32[Tensor, "parts H"],
-    starts: Int32[Tensor, "ends"],
+    starts: Int32[Tensor, "ends"],  # T + 1
     places: Int32[Tensor, "listed"],
     out: Float[Tensor, "T H D"],
 ) -> None:

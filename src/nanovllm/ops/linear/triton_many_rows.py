@@ -158,7 +158,7 @@ def _launch(
         )  # fmt: skip
 
 
-def gate(gate_up: Float[Tensor, "B N2"], pdl: bool, act: str = "silu") -> Float[Tensor, "B N"]:
+def gate(gate_up: Float[Tensor, "B F2"], pdl: bool, act: str = "silu") -> Float[Tensor, "B F"]:
     """Compute `act(gate) * up` of the two halves of a contiguous tensor."""
     rows, width = gate_up.shape
     y = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)

@@ -355,7 +355,7 @@ def test_a_journal_replaces_whole_files_and_is_quiet_without_one(
             journal.add({"two": 2})
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(nv.InvalidRequestError, match="No space"):
             journal.add({})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]  # nothing of what failed
     assert json.loads(file.read_text())["one"] == 1 and "two" not in json.loads(file.read_text())

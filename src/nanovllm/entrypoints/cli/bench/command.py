@@ -22,7 +22,7 @@ from nanovllm.entrypoints.cli.bench.startup import StartError, measure_start, to
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
 from nanovllm.entrypoints.display.terminal import note
-from nanovllm.entrypoints.outputs import require_writable, write
+from nanovllm.entrypoints.outputs import require_output, write
 from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
@@ -119,12 +119,12 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Run the chosen workloads, print tables or one JSON object, and write the files that were asked for. Returns 0."""
     device = resolve_device(options.device)
     cuda = device.type == "cuda"
+    peers = find_peers(options.peer)
+    require_output(options.output, replaced=True)
+    plot = _plot_path(options)
+    require_output(plot)
     which, left_out = find_workloads(options.which, model_name(options), cuda=cuda, **source(options))
     options = argparse.Namespace(**{**vars(options), "download": False})  # it is in the cache now
-    peers = find_peers(options.peer)
-    require_writable(options.output)
-    plot = _plot_path(options)
-    require_writable(plot)
     for line in report.left_out({"left_out": left_out}):
         note(line)
     model, name = find_model(options)

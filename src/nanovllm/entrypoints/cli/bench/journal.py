@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.entrypoints.cli.bench.environment import commit, record
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.outputs import naming
 from nanovllm.files import write_whole
 from nanovllm.models.model import Model
 
@@ -54,4 +55,5 @@ class Journal:
 
     def _write(self) -> None:
         if self._path is not None:  # atomically: a reader never sees half of an object
-            write_whole(self._path, (json.dumps(self.result, indent=2) + "\n").encode())
+            with naming(self._path):
+                write_whole(self._path, (json.dumps(self.result, indent=2) + "\n").encode())

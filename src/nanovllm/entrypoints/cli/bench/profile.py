@@ -22,7 +22,7 @@ from nanovllm.entrypoints.cli.bench.kernel_table import Kernel, as_json, kernels
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, room_for, start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.display.terminal import note
-from nanovllm.entrypoints.outputs import require_writable
+from nanovllm.entrypoints.outputs import require_output
 from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     """Profile, print the table or one JSON object, and write the trace if asked for. Returns 0."""
-    require_writable(options.trace)
+    require_output(options.trace)
     model, _ = find_model(options)
     length = options.prefill or options.context
     longest = length + (1 if options.prefill else room_for(options.batch, length, 2 * options.steps, BUDGET))

@@ -11,7 +11,7 @@ from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_source, po
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.check.report_text import table
-from nanovllm.entrypoints.outputs import require_writable, write
+from nanovllm.entrypoints.outputs import require_output, write
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.check.examine import examine
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     if not 0 < options.memory_fraction <= 1:
         raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
-    require_writable(options.output)
+    require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     where, limits = source(options), {"max_model_len": options.max_model_len}
     look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)

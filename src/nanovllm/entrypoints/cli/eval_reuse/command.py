@@ -12,7 +12,7 @@ from nanovllm.entrypoints.cli.eval_reuse.report import table
 from nanovllm.entrypoints.cli.eval_reuse.settings import Recompute, Settings
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import note
-from nanovllm.entrypoints.outputs import naming, require_writable, write
+from nanovllm.entrypoints.outputs import naming, require_output, write
 from nanovllm.errors import InvalidRequestError
 from nanovllm.ops.backends import installed
 
@@ -61,8 +61,8 @@ def main(options: argparse.Namespace, limits: dict[str, Any]) -> int:
         seed=options.seed,
     )
     figures, picture = (None, None) if options.out is None else _files(options.out)
-    require_writable(figures)
-    require_writable(picture)
+    require_output(figures)
+    require_output(picture)
     model = load(options)
     report = evaluate(model, settings, **limits)
     print(table(report))

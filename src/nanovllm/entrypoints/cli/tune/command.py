@@ -16,7 +16,7 @@ from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
 from nanovllm.entrypoints.cli.tune.report import table, verdict
 from nanovllm.entrypoints.cli.tune.sweep import Result, chosen, plan, run, told
 from nanovllm.entrypoints.display.terminal import bar
-from nanovllm.entrypoints.outputs import require_writable
+from nanovllm.entrypoints.outputs import require_output
 from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, TuningFileError
 from nanovllm.executor.cuda_graphs import batch_sizes
@@ -68,13 +68,13 @@ def main(options: argparse.Namespace) -> int:
     if device.type != "cuda":
         hint = "omit --device, or give --device cuda" if torch.cuda.is_available() else "torch sees none here"
         raise InvalidRequestError(f"tune needs a CUDA GPU, and this device is {device}: {hint}")
-    require_writable(options.output)
+    require_output(options.output, replaced=True)
     model, _ = find_model(options)
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
     key, machine = key_of(model), machine_of(model)
     path = options.output or _place(key)
-    require_writable(path)  # before minutes of measuring
+    require_output(path, replaced=True)  # before minutes of measuring
     planned, results = plan(model.config, options.batches, machine), list[Result]()
     steps, lines = _older(path, model, machine)
     freeze()
