@@ -25,21 +25,22 @@ def state_of(model: nv.Model) -> nv.EngineState:
     return nv.init_state(model, num_pages=64, page_size=4, max_model_len=64)
 
 
-def two_steps(model: nv.Model) -> Any:
+def two_steps(model: nv.Model, **options: Any) -> Any:
     def run(params: Any, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, torch.Tensor]:
-        carry, first = nv.decode_step(params, carry, model.config)
-        carry, second = nv.decode_step(params, carry, model.config)
+        carry, first = nv.decode_step(params, carry, model.config, **options)
+        carry, second = nv.decode_step(params, carry, model.config, **options)
         return carry, torch.stack((first.token_ids, second.token_ids), 1)
 
     return torch.compile(run, fullgraph=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"forward": nv.forward}], ids=["as the engine runs", "layer by layer"])
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
-def test_two_steps_trace_in_one_region(architecture: str):
+def test_two_steps_trace_in_one_region(architecture: str, options: dict[str, Any]):
     model = random_model(tiny_config(architecture), 0)
     state, want = nv.generate_many(model, state_of(model), CONTEXTS, GREEDY)
     state, carry = nv.begin(model, state, CONTEXTS, GREEDY, room=8)
-    address, run, drawn = carry.kv.pools[0].data_ptr(), two_steps(model), []
+    address, run, drawn = carry.kv.pools[0].data_ptr(), two_steps(model, **options), []
     for _ in range(4):
         carry, tokens = run(model.params, carry)
         drawn.append(tokens)
@@ -59,12 +60,15 @@ def test_sampled_steps_equal_generate(model: nv.Model):
     assert [g.token_ids for g in gens] == [g.token_ids for g in want]
 
 
-def test_the_generated_code_never_copies_the_pages(model: nv.Model):
+@pytest.mark.parametrize(
+    ("options", "ops"), [({}, {"decode_logits"}), ({"forward": nv.forward}, {"kv_write", "paged_decode"})], ids=["engine", "layers"]
+)
+def test_the_generated_code_never_copies_the_pages(model: nv.Model, options: dict[str, Any], ops: set[str]):
     _, carry = nv.begin(model, state_of(model), CONTEXTS, GREEDY, room=2)
     shape = tuple(carry.kv.pools[0].shape)
-    _, code = run_and_get_code(two_steps(model), model.params, carry)
+    _, code = run_and_get_code(two_steps(model, **options), model.params, carry)
     source = "\n".join(code)
-    assert "nanovllm.kv_write" in source and "nanovllm.paged_decode" in source
+    assert all(f"nanovllm.{name}" in source for name in ops)
     # A buffer of the pool's size is only ever the argument itself.
     assert f"empty_strided_cpu({shape}" not in source and f"empty_strided({shape}" not in source
     assert source.count(str(shape)) <= 2 * len(code)

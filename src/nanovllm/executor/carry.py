@@ -1,13 +1,14 @@
 """Builds the carry of decode steps from sequences, and brings the results of a step to the host."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput
-from nanovllm.executor.executor import Drawn
+from nanovllm.executor.executor import Drawn, Forward
 from nanovllm.models.model import Model
 from nanovllm.sampling import sampler, tensors
 from nanovllm.state.kv_cache import KVState
@@ -34,6 +35,19 @@ def decode_carry(
         sampling=sampling_of(rows, model),
         active=torch.ones(len(rows), dtype=torch.int32, device=model.device),
     )
+
+
+def for_a_session(carry: DecodeCarry, forward: Forward | None) -> DecodeCarry:
+    """The carry with the model function of its engine, and with tensors that have memory of their own.
+
+    `to_device` gives views of one buffer. A compiled step would be compiled anew for their offsets.
+    """
+    batch = carry.batch
+    windowed = batch.windowed
+    if windowed is not None:
+        windowed = replace(windowed, page_tables=windowed.page_tables.clone(), slots=windowed.slots.clone())
+    own = {name: getattr(batch, name).clone() for name in ("input_ids", "positions", "slots", "page_tables", "seq_lens")}
+    return replace(carry, batch=replace(batch, windowed=windowed, **own), forward=forward)
 
 
 def sampling_rows(rows: Seq[Sequence]) -> list[tensors.Row]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
@@ -214,6 +214,19 @@ class StepGraphs:
             c, cut = self._model.config, () if self._cuts is None else self._cuts.at(size).attend
             self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut)
         return self._fused_plans[size]
+
+    def fuses(self, host: HostBatch) -> bool:
+        """Whether a fused plan serves these rows until they have filled all their pages. Makes the plan if it does."""
+        most = np.minimum(host.page_counts * self._layout["page_size"], self._seen)
+        return self._fused and self._fused_plan(len(most)).serves(most)
+
+    def forward(self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
+        """Donates `kv`. Run the rows of a session. Without a plan in the batch they take the fused plan of their number."""
+        if self._fused and not batch.plan and batch.cu_seqlens is None:
+            plan = self._fused_plan(batch.input_ids.shape[0]).handle
+            windowed = None if batch.windowed is None else replace(batch.windowed, plan=plan)
+            batch = replace(batch, plan=plan, windowed=windowed)
+        return self._forward(params, kv, batch, config)
 
     def _lines(self, size: int) -> Tensor:
         """The memory of the tensors with one int per row, for batches of `size` rows: one line per tensor, of whole 16 bytes."""

@@ -56,6 +56,7 @@ class DecodeCarry:
         sampling: The sampling options of the rows as tensors.
         active: int32 `[B]`: 1 for a row that moves on with each step, 0 for padding.
         log: The tokens sampled since `begin`; None in the engine's own steps, whose tokens the host reads after each step.
+        forward: The model function of the engine that the carry belongs to. It belongs to the pytree's structure; None means `nv.forward`.
 
     Examples:
         >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=2)
@@ -71,6 +72,7 @@ class DecodeCarry:
     sampling: Sampling
     active: Int32[Tensor, "B"]
     log: TokenLog | None = None
+    forward: Callable[..., tuple[Tensor, KVState]] | None = None
 
     def __repr__(self) -> str:
         active, log = brief(self.active), self.log.token_ids if isinstance(self.log, TokenLog) else None
@@ -107,8 +109,9 @@ class DecodeOutput:
         return brief_fields(self)
 
 
-for _value in (TokenLog, DecodeCarry, DecodeOutput):
-    register_value(_value)
+register_value(TokenLog)
+register_value(DecodeCarry, static=("forward",))
+register_value(DecodeOutput)
 
 
 def decode_step(
@@ -118,7 +121,7 @@ def decode_step(
     *,
     process_logits: Callable[[Tensor], Tensor] | None = None,
     token_ids: Int32[Tensor, "B"] | None = None,
-    forward: Callable[..., tuple[Tensor, KVState]] = models.forward,
+    forward: Callable[..., tuple[Tensor, KVState]] | None = None,
 ) -> tuple[DecodeCarry, DecodeOutput]:
     """Donates `carry`. Run one token of every row and sample the next one.
 
@@ -132,7 +135,8 @@ def decode_step(
         process_logits: A function from the logits `[B, V]` to the logits to sample from, such as a grammar mask. None: the model's own.
         token_ids: Tokens to take instead of sampled ones, int32 `[B]`. Log-probabilities are then of these tokens, so this scores a given
             text.
-        forward: The model function to run, with the signature of `nv.forward`.
+        forward: The model function to run, with the signature of `nv.forward`. None: the function that the engine's own steps run, with the
+            same kernels.
 
     Returns:
         The next carry, and the step's output.
@@ -151,11 +155,12 @@ def decode_step(
     """
     if not torch.compiler.is_compiling():
         require_carry(carry)
-        if forward is models.forward and not isinstance(params, models.Params):
+        if forward is None and not isinstance(params, models.Params):
             raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params: pass model.params")
         if carry.log is not None:
             require_fresh(carry.log)
-    logits, kv = forward(params, carry.kv, carry.batch, config)
+    run = forward or carry.forward or models.forward
+    logits, kv = run(params, carry.kv, carry.batch, config)
     if process_logits is not None:
         logits = process_logits(logits)
     seq_lens = carry.batch.seq_lens

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from nanovllm import models
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
-from nanovllm.executor.carry import decode_carry, draw_first, to_host
+from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host
 from nanovllm.executor.cascade_policy import Cascades
 from nanovllm.executor.decode import DecodeCarry, decode_step
 from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.state.kv_cache import KVState
@@ -32,6 +33,7 @@ class EagerExecutor:
         self._forward, self._cascades = forward, cascades
         self._plan: CascadePlan | None = None  # of the last loaded carry; `_sessions` keeps the plans of sessions
         self._sessions: dict[int, CascadePlan | None] = {}
+        self._program: StepProgram | None = None
 
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
@@ -73,11 +75,19 @@ class EagerExecutor:
         carry = self.load(model, kv, rows, frames=frames)  # replaces `_plan` by the session's plan
         self._sessions[ticket] = self._plan
         self._plan = plan_before
-        return carry
+        return for_a_session(carry, self._program_of(model))
 
     def end(self, ticket: int) -> None:
         """Drop the plan of this session."""
         self._sessions.pop(ticket, None)
+
+    def _program_of(self, model: Model) -> StepProgram | None:
+        """The model function for a session's steps. None for a model that transformers runs."""
+        if model.foreign:
+            return None
+        if self._program is None or self._program.config is not model.config:
+            self._program = StepProgram(model, self._forward)
+        return self._program
 
     def _follow(self, host: HostBatch) -> int:
         """Plan for the pages that the rows share, and return the plan's handle; 0 if each row reads its pages by itself."""

@@ -26,13 +26,14 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows
 from nanovllm.executor.captured_step import CapturedStep, StepKind
-from nanovllm.executor.carry import decode_carry, draw_first, sampling_rows
+from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, sampling_rows
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward, fused_forward
 from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, extension_sizes
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
+from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
 from nanovllm.models.fast import fused
@@ -123,6 +124,7 @@ class GraphExecutor:
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
         self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
+        self._program = StepProgram(model, self._decode.forward)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}
         self._spare: list[DecodePlans] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step whose buffers are filled, and its rows in use
@@ -204,7 +206,9 @@ class GraphExecutor:
         if shared is not None:
             carry = decode_carry(model, kv, rows, host, shared.handle)
             self._sessions[ticket] = shared
-            return carry
+            return for_a_session(carry, self._program)
+        if self._decode.fuses(host):
+            return for_a_session(decode_carry(model, kv, rows, host), self._program)
         plan = next((p for p in self._spare if p.batch_size == len(rows)), None)
         if plan is None:
             plan = self._attention.decode_plans(len(rows))
@@ -212,7 +216,7 @@ class GraphExecutor:
         carry = decode_carry(model, kv, rows, host, *plan.handles)
         self._spare = [p for p in self._spare if p is not plan]
         self._sessions[ticket] = plan
-        return carry
+        return for_a_session(carry, self._program)
 
     def end(self, ticket: int) -> None:
         """Free the session's plan, or keep it for a later session."""

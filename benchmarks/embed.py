@@ -1,0 +1,95 @@
+"""Measure the decode step inside a program of the caller, compared with the engine's own step.
+
+    python benchmarks/embed.py --model qwen3-0.6b --output benchmarks/results/h200-embed.json
+
+For each number of rows it measures a step of `generate_many`, a step of `decode_step` called as it is, and a step of `decode_step` in
+`torch.compile(fullgraph=True)`, with the time of its first two calls, which compile it. Prompts have 128 tokens. Steps that the caller runs
+are timed one by one, between two synchronisations, and the medians are given.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanovllm as nv
+from nanovllm.entrypoints.arguments import positives
+from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
+from nanovllm.entrypoints.cli.bench.environment import record
+from nanovllm.entrypoints.process import freeze
+
+PROMPT, REPLY, EAGER, COMPILED = 128, 128, 20, 40  # tokens of prompts and replies, and timed steps
+
+
+def main() -> None:
+    """Measure, print one JSON object, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--batches", type=positives, default=(1, 8, 64), metavar="N,...", help="numbers of rows (default: 1,8,64)")
+    parser.add_argument("--commit", help="the commit to record (default: git's)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
+    options = parser.parse_args()
+    model, _ = find_model(options)
+    state = nv.init_state(model, max_model_len=min(2048, model.config.max_position_embeddings), check=False)
+    freeze()
+    figures: dict[str, float] = {}
+    for rows in options.batches:
+        state, found = measured(model, state, rows)
+        figures |= found
+        print(json.dumps(found), flush=True)
+    if options.output is not None:
+        text = json.dumps(record(model, figures, "python benchmarks/embed.py", options.commit), indent=1)
+        options.output.write_text(text + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def measured(model: nv.Model, state: nv.EngineState, rows: int) -> tuple[nv.EngineState, dict[str, float]]:
+    """The figures of one number of rows."""
+    greedy, found = nv.SamplingParams(temperature=0, max_tokens=REPLY, ignore_eos=True), dict[str, float]()
+    for start in (0, 3000):  # the first call loads kernels
+        begin = time.perf_counter()
+        state, _ = nv.generate_many(model, state, prompts(rows, start), greedy)
+        found[f"engine_b{rows}_ms"] = round(1e3 * (time.perf_counter() - begin) / REPLY, 3)
+    state, carry = nv.begin(model, state, prompts(rows, 6000), greedy, room=2 * (EAGER + COMPILED))
+
+    def eager(carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        return nv.decode_step(model.params, carry, model.config)[0]
+
+    @torch.compile(fullgraph=True)
+    def step(params: Any, carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        return nv.decode_step(params, carry, model.config)[0]
+
+    carry, found[f"eager_b{rows}_ms"] = median(eager, carry, EAGER)
+    begin = time.perf_counter()
+    for _ in range(2):
+        carry = step(model.params, carry)
+    found[f"compile_b{rows}_s"] = round(time.perf_counter() - begin, 1)
+    carry, found[f"compiled_b{rows}_ms"] = median(lambda carry: step(model.params, carry), carry, COMPILED)
+    state, _ = nv.commit(model, state, carry)
+    return state, found
+
+
+def median(step: Callable[[nv.DecodeCarry], nv.DecodeCarry], carry: nv.DecodeCarry, count: int) -> tuple[nv.DecodeCarry, float]:
+    """Run a step `count` times. Returns the carry, and the median of the times in milliseconds."""
+    wait = torch.cuda.synchronize if carry.active.is_cuda else lambda: None
+    times = []
+    for _ in range(count):
+        wait()
+        begin = time.perf_counter()
+        carry = step(carry)
+        wait()
+        times.append(time.perf_counter() - begin)
+    return carry, round(1e3 * sorted(times)[count // 2], 3)
+
+
+def prompts(rows: int, start: int) -> list[list[int]]:
+    """Prompts that share nothing."""
+    return [[(start + 7 * row + place * (row + 1)) % 4000 for place in range(PROMPT)] for row in range(rows)]
+
+
+if __name__ == "__main__":
+    main()
