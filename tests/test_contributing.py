@@ -74,7 +74,7 @@ def test_what_was_added_is_in_the_style(copy: Path) -> None:
 
 def test_the_new_architecture_is_listed_and_runs(copy: Path) -> None:
     assert "ToyForCausalLM" in run(copy, "-m", "nanovllm", "models")
-    (block,) = re.findall(r"See it run, .*?```\n(.*?)   ```", PAGE, re.S)
+    (block,) = re.findall(r"See it run from .*?```\n(.*?)   ```", PAGE, re.S)
     for line in block.strip().splitlines():
         program, *arguments = shlex.split(line)
         run(copy, *(["-m", program] if program == "nanovllm" else []), *arguments)

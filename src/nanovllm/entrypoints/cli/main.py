@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `memory`, `models`, `check`, `tune`, `bench`, `profile` and `eval-reuse`."""
+"""The command line `nanovllm`: the parser of all commands, exit codes and one-line errors."""
 
 import argparse
 import errno
