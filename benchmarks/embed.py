@@ -9,6 +9,7 @@ are timed one by one, between two synchronisations, and the medians are given.
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ def main() -> None:
         figures |= found
         print(json.dumps(found), flush=True)
     if options.output is not None:
-        text = json.dumps(record(model, figures, "python benchmarks/embed.py", options.commit), indent=1)
+        text = json.dumps(record(model, figures, " ".join(("python benchmarks/embed.py", *sys.argv[1:])), options.commit), indent=1)
         options.output.write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """The op that a traced decode step becomes: its schema, its results, the weights that it honours, and how often it is traced."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,18 @@ def test_other_weights_than_the_engines_are_honoured():
     pools = tuple(pool.clone() for pool in carry.kv.pools)
     want, _ = nv.forward(other.params, nv.KVState(pools=pools), carry.batch, model.config)
     assert torch.equal(step(other.params, carry), want)
+
+
+def test_another_config_than_the_engines_is_honoured():
+    model = random_model(tiny_config(), 0)
+    other = replace(model.config, logit_softcap=0.5)
+    _, carry = begun(model, 2)
+    step = torch.compile(lambda params, carry: nv.decode_step(params, carry, other)[1].logits, fullgraph=True, backend="eager")
+    pools = tuple(pool.clone() for pool in carry.kv.pools)
+    want, _ = nv.forward(model.params, nv.KVState(pools=pools), carry.batch, other)
+    got = step(model.params, carry)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert got.abs().max() <= 0.5
 
 
 def test_weights_of_a_program_are_put_back_in_their_places():

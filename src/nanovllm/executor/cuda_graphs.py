@@ -216,7 +216,7 @@ class StepGraphs:
         return self._fused_plans[size]
 
     def fuses(self, host: HostBatch) -> bool:
-        """Whether a fused plan serves these rows until they have filled all their pages. Makes the plan if it does."""
+        """Whether a fused plan serves these rows until they have filled all their pages. Makes the plan of their number."""
         most = np.minimum(host.page_counts * self._layout["page_size"], self._seen)
         return self._fused and self._fused_plan(len(most)).serves(most)
 

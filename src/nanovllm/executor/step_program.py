@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from nanovllm import models
 from nanovllm.config import ModelConfig
 from nanovllm.executor.executor import Forward
 from nanovllm.models.common.batch import Batch, Windowed
@@ -42,6 +43,8 @@ class StepProgram:
         """Donates `kv`. Run one step, as `nv.forward` does."""
         if not torch.compiler.is_compiling() or batch.cu_seqlens is not None:
             return self.forward(params, kv, batch, config)
+        if config is not self.config:  # the op runs the engine's config, so another one is traced layer by layer
+            return models.forward(params, kv, batch, config)
         windowed = batch.windowed
         logits = torch.ops.nanovllm.decode_logits.default(
             tensors_of(params), kv.pools[0], kv.pools[1] if len(kv.pools) > 1 else None, batch.input_ids, batch.positions, batch.slots,

@@ -1,4 +1,4 @@
-"""The only global table of the package: attention plans by integer handle, because custom ops can take integers but not plans.
+"""The only global table of the package: attention plans, and model functions of steps, by integer handle. Custom ops take integers alone.
 
 A plan (for example FlashInfer's buffers and schedule for one shape of batch) belongs to the runtime that made it. The table has only a weak
 reference. A handle ends with its plan and is never used again.
