@@ -26,6 +26,7 @@ from random import Random
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 import nanovllm as nv
 from nanovllm.entrypoints.arguments import positive
@@ -53,6 +54,11 @@ class Nothing:
         self.prompts.append(time.perf_counter())
         whole = sum(count == sequence.todo for sequence, count in rows)
         return (_zeros(whole) if draw and whole else None), kv
+
+    def score(self, model: nv.Model, kv: Any, rows: Any, asked: Any, *, frames: Any = None) -> tuple[torch.Tensor, Any]:
+        """Record the time; return zeros."""
+        self.prompts.append(time.perf_counter())
+        return torch.zeros(len(asked)), kv
 
     def load(self, model: nv.Model, kv: Any, rows: Any, *, frames: Any = None) -> Any:
         """Return the number of rows as the carry."""

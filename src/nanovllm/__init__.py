@@ -8,6 +8,7 @@ from nanovllm.chunks.compose import compose, drop
 from nanovllm.chunks.generate import Generation, generate, generate_many
 from nanovllm.chunks.handles import fork, release, truncate
 from nanovllm.chunks.prefill import prefill
+from nanovllm.chunks.score import Score, score
 from nanovllm.chunks.session import begin, commit
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
@@ -78,6 +79,7 @@ __all__ = [
     "RequestOutput",
     "RopeConfig",
     "SamplingParams",
+    "Score",
     "Stats",
     "StepOutput",
     "TokenLogprobs",
@@ -100,6 +102,7 @@ __all__ = [
     "prefill",
     "release",
     "save_chunk",
+    "score",
     "step",
     "submit",
     "truncate",

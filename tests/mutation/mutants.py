@@ -34,6 +34,7 @@ SCHEDULER = ("tests/engine/test_scheduler.py",)
 STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
+SCORE = ("tests/chunks/test_score.py",)
 OUTPUT = ("tests/engine/test_output.py",)
 CUTS = (
     "tests/sampling/test_sampler.py::test_ties_at_every_cut_are_kept_together",
@@ -359,6 +360,33 @@ MUTANTS: tuple[Mutant, ...] = (
             "reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)",
             "reused = 0",
         ),
+    ),
+    *bugs(
+        "chunks/score.py",
+        SCORE,
+        (
+            "contexts that fit exactly are refused",
+            "if own + spare > after.pool.num_available:",
+            "if own + spare >= after.pool.num_available:",
+        ),
+        ("approximate contexts of equal tokens share", "None if base is None or base.provenance.exact else base.liveness", "None"),
+        ("shared contexts are not counted as reused", "(len(task.continuations) - 1) * len(task.tokens)", "0"),
+        (
+            "the last tokens of continuations run",
+            "context.tokens.extend(ids[:-1]), len(context.tokens)",
+            "context.tokens.extend(ids), len(context.tokens)",
+        ),
+        ("logits without a bound", "max(0, run.first - run.at) + room)", "max(0, run.first - run.at) + room + 1)"),
+    ),
+    *bugs(
+        "executor/scoring.py",
+        SCORE,
+        (
+            "a token that runs again writes its page",
+            "np.where(again, np.int32(first_dummy(dummy_page, frames) * page_size), host.slots)",
+            "host.slots",
+        ),
+        ("a piece of logits begins one late", "np.arange(0, len(logits) + size, size)", "np.arange(1, len(logits) + size, size)"),
     ),
     *bugs(
         "chunks/generate.py",

@@ -96,7 +96,7 @@ def decode_batch(rows: Seq[Sequence], *, page_size: int, dummy_page: int, frames
     return HostBatch(
         input_ids=np.array([s.tokens[-1] for s in rows], np.int32),
         positions=last + np.array([s.offset for s in rows], np.int32),
-        slots=slots(tables, _first_dummy(dummy_page, frames)),
+        slots=slots(tables, first_dummy(dummy_page, frames)),
         page_tables=tables,
         frame_tables=frame_tables,
         frame_slots=None if frame_tables is None or frames is None else slots(frame_tables, frames.num_frames),
@@ -161,7 +161,8 @@ def _tables(rows: Seq[Sequence], dummy_page: int, frames: Frames | None) -> tupl
     return page_tables(rows, dummy_page), frame_tables(rows, frames)
 
 
-def _first_dummy(dummy_page: int, frames: Frames | None) -> int:
+def first_dummy(dummy_page: int, frames: Frames | None) -> int:
+    """The number of the dummy in the first KV pool: a frame if every layer has a sliding window."""
     return frames.num_frames if frames is not None and frames.alone else dummy_page
 
 

@@ -3,18 +3,22 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
+
 from nanovllm import models
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host
 from nanovllm.executor.cascade_policy import Cascades
 from nanovllm.executor.decode import DecodeCarry, decode_step
 from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.scoring import asked_logprobs, score_batch
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
+from nanovllm.types import Float32, Int64, Tensor
 
 
 class EagerExecutor:
@@ -39,11 +43,15 @@ class EagerExecutor:
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens in one call, and sample for the complete sequences."""
-        host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
-        plan = 0 if self._cascades is None else self._cascades.prompts(host)
-        batch = to_device(host, model.device, plan, plan)
-        logits, kv = self._forward(model.params, kv, batch, model.config)
+        logits, kv = self._prompts(model, kv, prefill_batch(rows, draw=draw, frames=frames, **self._layout))
         return draw_first(logits, rows, model) if draw else None, kv
+
+    def score(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
+    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        """Donates `kv`. Run prompt tokens in one call, and look the log-probabilities up in its logits."""
+        logits, kv = self._prompts(model, kv, score_batch(rows, asked, frames=frames, **self._layout))
+        return asked_logprobs(logits, asked), kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Return a carry over new tensors."""
@@ -80,6 +88,10 @@ class EagerExecutor:
     def end(self, ticket: int) -> None:
         """Drop the plan of this session."""
         self._sessions.pop(ticket, None)
+
+    def _prompts(self, model: Model, kv: KVState, host: HostBatch) -> tuple[Tensor, KVState]:
+        plan = 0 if self._cascades is None else self._cascades.prompts(host)
+        return self._forward(model.params, kv, to_device(host, model.device, plan, plan), model.config)
 
     def _program_of(self, model: Model) -> StepProgram | None:
         """The model function for a session's steps. None for a model that transformers runs."""

@@ -19,7 +19,7 @@ from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Lease
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Tensor
+from nanovllm.types import Float32, Int64, Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
 
@@ -56,7 +56,7 @@ class Drawn:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the two kinds of step: prefill and decode.
+    """Runs the kinds of step: prefill, scoring and decode.
 
     Page tables, slots and sampling tensors are built from the sequences' own values. If layers have a sliding window, `frames` gives the
     frames of the sequences' pages.
@@ -77,6 +77,23 @@ class Executor(Protocol):
         Returns:
             The sampled tokens of the complete sequences, in order, and the KV memory. The former is None if there are none, or if `draw` is
             False.
+        """
+        ...
+
+    def score(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
+    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        """Donates `kv`. Run prompt tokens, and return the log-probabilities of tokens that the caller names.
+
+        Args:
+            model: The model of the state.
+            kv: The KV memory.
+            rows: Each sequence, with the number of its next tokens to run. A filled sequence runs its last token again.
+            asked: For each log-probability the index of a token of the batch, ascending, and the id of the token after it.
+            frames: The frames of the sliding-window pages, if layers have a window.
+
+        Returns:
+            The log-probabilities, on the device, and the KV memory.
         """
         ...
 

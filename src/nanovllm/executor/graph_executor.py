@@ -33,6 +33,7 @@ from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, exten
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
+from nanovllm.executor.scoring import asked_logprobs, score_batch
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
@@ -47,7 +48,7 @@ from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Int64, Tensor
+from nanovllm.types import Float32, Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -143,6 +144,15 @@ class GraphExecutor:
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
         return draw_first(logits, rows, model) if draw else None, kv
+
+    @_on_device
+    def score(
+        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
+    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        """Donates `kv`. Run prompt tokens as one call of the model, and look the log-probabilities up in its logits."""
+        host = score_batch(rows, asked, frames=frames, **self._layout)
+        logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
+        return asked_logprobs(logits, asked), kv
 
     @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:

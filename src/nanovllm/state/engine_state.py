@@ -23,12 +23,13 @@ class Stats:
     """Counts of tokens since the engine was made.
 
     The counts keep one identity: `prefill_tokens + decode_tokens = needed - reused_tokens + rerun_tokens + discarded_tokens`. Here `needed`
-    are the prompt and reply tokens that run once in an engine without reuse, preemption and run-ahead.
+    are the prompt and reply tokens that run once in an engine without reuse, preemption and run-ahead. `score` needs each context with its
+    continuation, except for the continuation's last token.
 
     Attributes:
-        prefill_tokens: Prompt tokens that were run.
+        prefill_tokens: Tokens of prompts and of scored continuations that were run.
         decode_tokens: Reply tokens that were run.
-        reused_tokens: Prompt tokens whose KV was found in memory, and which were not run.
+        reused_tokens: Prompt tokens whose KV was found in memory, or that a call of `score` shares, and which were not run.
         rerun_tokens: Tokens that were run again because preemption lost their KV.
         discarded_tokens: Tokens of decode steps that ran ahead and were not used.
         probed_tokens: Tokens run through the first layers only, to choose which tokens to recompute. No other count includes them.

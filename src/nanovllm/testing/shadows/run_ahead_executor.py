@@ -16,7 +16,7 @@ from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Int64
+from nanovllm.types import Int64, Tensor
 
 
 @dataclass(slots=True)
@@ -36,6 +36,10 @@ class AheadExecutor:
     def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], **options: Any) -> tuple[Drawn | None, KVState]:
         """Donates `kv`: run prompt tokens, and sample for sequences that are complete afterwards."""
         return self.inner.prefill(model, kv, rows, **options)
+
+    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Tensor, KVState]:
+        """Donates `kv`: run prompt tokens, and return the log-probabilities of tokens that the caller names."""
+        return self.inner.score(model, kv, rows, asked, **options)
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Drop the step ahead, and make a carry for a new batch in which the longest rows come first."""

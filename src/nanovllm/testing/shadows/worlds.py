@@ -31,6 +31,7 @@ from nanovllm.testing.shadows.reference import KeysValues, Reference
 from nanovllm.testing.shadows.run_ahead_executor import AheadExecutor
 from nanovllm.testing.shadows.symbolic import folded, logits_of, next_token, number_of, numbers, read, symbolic_forward
 from nanovllm.testing.strategies import Limits
+from nanovllm.types import Tensor
 
 T = TypeVar("T")
 
@@ -62,6 +63,10 @@ class FlakyExecutor:
     def prefill(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], **options: Any) -> tuple[Drawn | None, KVState]:
         """Run prompt tokens of the rows, or raise `PlantedError`."""
         return self._run(lambda: self.inner.prefill(model, kv, rows, **options))
+
+    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Tensor, KVState]:
+        """Run prompt tokens and score the tokens after them, or raise `PlantedError`."""
+        return self._run(lambda: self.inner.score(model, kv, rows, asked, **options))
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], **options: Any) -> DecodeCarry:
         """Make a decode carry for a new batch of rows, or raise `PlantedError`."""

@@ -19,6 +19,7 @@ from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
+from nanovllm.types import Tensor
 
 HOST_PROMPT = 32  # tokens before the steps of `host_time`
 
@@ -38,6 +39,13 @@ class Stopwatch:
         """Donates `kv`. Run prompts with the inner executor, and add the time."""
         start = time.perf_counter()
         result = self.inner.prefill(model, kv, rows, **options)
+        self.seconds += time.perf_counter() - start
+        return result
+
+    def score(self, model: Model, kv: KVState, rows: Any, asked: Any, **options: Any) -> tuple[Tensor, KVState]:
+        """Donates `kv`. Score given tokens with the inner executor, and add the time to the launch of the work."""
+        start = time.perf_counter()
+        result = self.inner.score(model, kv, rows, asked, **options)
         self.seconds += time.perf_counter() - start
         return result
 

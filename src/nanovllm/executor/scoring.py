@@ -1,0 +1,64 @@
+"""Scoring: the batch of tokens whose successors are given, and the log-probabilities of these successors.
+
+`asked` is an int64 array `[K, 2]`: for each log-probability the index of a token in the batch, ascending, and the id of the token after it.
+An index may occur more than once.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from nanovllm.executor.batch import HostBatch, first_dummy, prefill_batch
+from nanovllm.state.request import Sequence
+from nanovllm.state.window_frames import Frames
+from nanovllm.types import Float, Float32, Int64, Tensor
+
+LOGIT_BYTES = 512 << 20  # of the logits of one batch, as if they were float32
+PIECE_BYTES = 64 << 20  # of the float32 logits that are normalised at once
+
+
+def most_logits(vocab_size: int) -> int:
+    """The most tokens of one batch whose logits are computed, so that the logits have at most `LOGIT_BYTES`."""
+    return max(1, LOGIT_BYTES // (4 * vocab_size))
+
+
+def score_batch(
+    rows: Seq[tuple[Sequence, int]],
+    asked: Int64[np.ndarray, "K 2"],
+    *,
+    page_size: int,
+    dummy_page: int,
+    frames: Frames | None = None,
+) -> HostBatch:
+    """The batch of the next `count` unfilled tokens of each sequence, with the logits of the tokens in `asked`.
+
+    A filled sequence has a count of 1: its last token runs again. It reads its KV, and writes to the dummy page.
+
+    Args:
+        rows: Each sequence, with its count.
+        asked: The log-probabilities that are wanted.
+        page_size: Tokens per page.
+        dummy_page: The number of the dummy page.
+        frames: The frames of the sequences' pages, if layers have a sliding window.
+    """
+    again = np.repeat([s.todo == 0 for s, _ in rows], [count for _, count in rows])
+    pieces = [(s if s.todo else replace(s, num_filled=s.tokens.length - 1), count) for s, count in rows]
+    host = prefill_batch(pieces, page_size=page_size, dummy_page=dummy_page, frames=frames, draw=False)
+    slots, frame_slots = np.where(again, np.int32(first_dummy(dummy_page, frames) * page_size), host.slots), None
+    if frames is not None and host.frame_slots is not None:
+        frame_slots = np.where(again, np.int32(frames.num_frames * page_size), host.frame_slots)
+    return replace(host, slots=slots, frame_slots=frame_slots, logit_indices=np.unique(asked[:, 0]).astype(np.int32))
+
+
+def asked_logprobs(logits: Float[Tensor, "R V"], asked: Int64[np.ndarray, "K 2"]) -> Float32[Tensor, "K"]:
+    """The log-probabilities that are wanted, on the device. Row r of the logits belongs to the r-th different index in `asked`."""
+    size = max(1, PIECE_BYTES // (4 * logits.shape[1]))
+    row_of = np.unique(asked[:, 0], return_inverse=True)[1].reshape(-1)
+    rows, token_ids = torch.from_numpy(np.stack((row_of % size, asked[:, 1]))).to(logits.device)
+    ends = np.searchsorted(row_of, np.arange(0, len(logits) + size, size))
+    parts = [logits.new_empty(0, dtype=torch.float32)]
+    for piece, start, stop in zip(logits.split(size) if len(logits) else (), ends, ends[1:], strict=False):
+        parts.append(piece.float().log_softmax(-1)[rows[start:stop], token_ids[start:stop]])
+    return torch.cat(parts)
