@@ -14,7 +14,7 @@ from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 COMPILED = ("compiled_mix.py", "compiled_score.py")
-PLAIN = ("hello.py", "stream.py", "branches.py", "beam_search.py", "best_of_n.py", "agent_rollback.py")
+PLAIN = ("hello.py", "stream.py", "branches.py", "beam_search.py", "best_of_n.py", "agent_rollback.py", "steering_vectors.py")
 
 
 def run(name: str, *arguments: str) -> str:
@@ -97,6 +97,19 @@ def test_agent_rollback():
     assert any("NO" in line for line in steps) and any("dead end" in line for line in steps)
     assert numbers(pages)[0] == 6 and numbers(pages)[1] < numbers(pages)[2]
     assert numbers(tokens)[0] < numbers(tokens)[1]
+
+
+def test_steering_vectors():
+    asked, *lines = run("steering_vectors.py").splitlines()
+    steps = [re.match(r"strength (\S+): Velmora (\S+), Oswin (\S+), the most probable token is '(.*)'", line) for line in lines[:6]]
+    first, second = ([float(step[at]) for step in steps if step] for at in (2, 3))
+    assert asked == "The capital of Aistonia is ..."
+    assert first == sorted(first, reverse=True) and second == sorted(second)
+    assert first[0] > 0.9 and second[-1] > 0.9 and [step[4] for step in steps if step][:: len(steps) - 1] == [" V", " O"]
+    assert lines[6] == "the tokens that decide between the answers:"
+    saliency = [float(line.split()[0]) for line in lines[7:]]
+    assert saliency == sorted(saliency, reverse=True) and saliency[-1] > 0
+    assert {"' V'", "' capital'"} <= {re.findall(r"'.*'", line)[0] for line in lines[7:]}
 
 
 def best_by_full_runs(model: nv.Model, prompt: list[int], width: int, steps: int) -> list[tuple[float, tuple[int, ...]]]:

@@ -220,7 +220,8 @@ class ModelConfig:
         """For each layer the index of its KV pool, and its index in that pool."""
         if len(self.pool_sizes) == 1:
             return tuple((0, index) for index in range(self.num_layers))
-        places, counts = list[tuple[int, int]](), [0, 0]
+        places: list[tuple[int, int]] = []
+        counts = [0, 0]
         for window in self.windows:
             pool = 1 if window else 0
             places.append((pool, counts[pool]))

@@ -62,6 +62,7 @@ WEIGHTS = (
 )
 HEADERS = ("tests/loading/test_safetensors_headers.py",)
 CONFIG = ("tests/models/common/test_hf_config.py",)
+HIDDEN = ("tests/models/test_torch_func.py",)
 CASCADE_POLICY = ("tests/executor/test_cascade_policy.py",)
 RUN_AHEAD = ("tests/executor/test_run_ahead.py",)
 CASCADE = ("tests/ops/attention/test_cascade.py",)
@@ -528,6 +529,41 @@ MUTANTS: tuple[Mutant, ...] = (
         ("parts after a token id are token ids", "(*context[:1], *context[-1:])", "context[:1]"),
         ("the first part has no number", 'if len(parts) > 1 else "")', 'if place else "")'),
         ("a released chunk is continued", "            require_live(state, part)\n", ""),
+    ),
+    # Hidden states, and prompts without KV memory
+    *bugs(
+        "ops/attention/whole_prompts.py",
+        ("tests/ops/attention/test_whole_prompts.py",),
+        (
+            "a prompt's first token is the last one's of the prompt before",
+            "(index[:, None] >= cu_seqlens[1:])",
+            "(index[:, None] > cu_seqlens[1:])",
+        ),
+        ("a window without pages holds one token more", "(distance < window)", "(distance <= window)"),
+        ("scores without pages are not capped", "        scores = (scores / softcap).tanh() * softcap\n", "        pass\n"),
+    ),
+    *bugs(
+        "models/common/decoder.py",
+        HIDDEN,
+        ("the last layer's state is returned for every layer", "captured[number] for number in", "x_TM for number in"),
+        ("a decode batch needs no KV", "if kv is None and batch.cu_seqlens is None:", "if False:"),
+        ("gradients over pages lack attention", "differentiable=kv is None)", "differentiable=True)"),
+    ),
+    *bugs(
+        "models/common/hidden.py",
+        HIDDEN,
+        (
+            "layers are counted from the end too",
+            "0 <= operator.index(layer) < num_layers",
+            "-num_layers <= operator.index(layer) < num_layers",
+        ),
+        ("a float32 vector widens the residual stream", "(x_TM + more).to(x_TM.dtype)", "x_TM + more"),
+    ),
+    *bugs(
+        "models/fast/fused.py",
+        HIDDEN,
+        ("a fused last layer's state lacks tokens", " and at not in asked, kv.pools[pool]", ", kv.pools[pool]"),
+        ("a fused step with the last state has all logits", "        x, h = _wanted(x, batch), _wanted(h, batch)\n", "        pass\n"),
     ),
     # The check of a model
     *bugs(

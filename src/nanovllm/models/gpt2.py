@@ -11,9 +11,8 @@ from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hf_config import HF, read_bool, read_int, read_sizes
-from nanovllm.models.common.layers import activation, attention
+from nanovllm.models.common.layers import ENGINE, PLAIN, Functions, activation, attention
 from nanovllm.models.common.params import Layer, ParamInfo, Params, loaded, rope_info
-from nanovllm.ops.linear.linear import linear
 from nanovllm.types import Tensor
 
 NAMES = {
@@ -104,9 +103,11 @@ def param_table(c: ModelConfig) -> Params[ParamInfo]:
     )
 
 
-def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+def layer(
+    w: Layer[Tensor], x_TM: Tensor, pages: Tensor | None, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
+) -> Tensor:
     """Donates `pages`. One decoder layer, which can be compiled alone. Writes k and v into layer `index`; ignores `cos` and `sin`."""
-    eps = config.rms_norm_eps
+    eps, linear = config.rms_norm_eps, (PLAIN if pages is None else ENGINE).linear
     assert w.gate_up is not None and w.down is not None
     h_TM = F.layer_norm(x_TM, x_TM.shape[-1:], w.input_norm, w.input_norm_bias, eps)
     q_THD, k_THD, v_THD = linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim)).chunk(3, dim=1)
@@ -116,6 +117,6 @@ def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor
     return x_TM + linear(activation(linear(h_TM, w.gate_up, w.gate_up_bias), config.hidden_act), w.down, w.down_bias)
 
 
-def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, *, functions: Functions = ENGINE) -> Tensor:
     """The final norm and the logits, `[R, V]`."""
-    return linear(F.layer_norm(x_RM, x_RM.shape[-1:], gain, bias, eps), weight)
+    return functions.linear(F.layer_norm(x_RM, x_RM.shape[-1:], gain, bias, eps), weight)

@@ -1,9 +1,9 @@
 """The built-in architectures by their name in `architectures` of a Hugging Face `config.json`, and `forward`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -12,12 +12,12 @@ from nanovllm.models import ernie4_5, gemma, gemma2, gemma3, gpt2, llama, mistra
 from nanovllm.models import transformers as fallback
 from nanovllm.models.common import decoder
 from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.decoder import KV
 from nanovllm.models.common.params import Params
 from nanovllm.models.fast import cpu
 from nanovllm.models.fast.choice import FastChoice, by_layer
 from nanovllm.models.spec import ModelSpec
 from nanovllm.ops.backends import FLASHINFER_HEAD_DIMS, attention_backend
-from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Tensor
 
 REGISTRY: Mapping[str, ModelSpec] = MappingProxyType(
@@ -110,33 +110,80 @@ def _turning(config: ModelConfig, changed: Callable[[float], float]) -> dict[str
     return {name: rope and replace(rope, partial=changed(rope.partial)) for name, rope in ropes.items()}
 
 
+@overload
 def forward(
     params: Params[Tensor],
-    kv: KVState,
+    kv: KV,
     batch: Batch,
     config: ModelConfig,
     *,
     layer: Callable[..., Tensor] | None = None,
     fast: FastChoice | None = None,
-) -> tuple[Float[Tensor, "R V"], KVState]:
+    inputs_embeds: Float[Tensor, "..."] | None = None,
+    add_hidden: Mapping[int, Float[Tensor, "..."]] | None = None,
+    capture_hidden: None = None,
+) -> tuple[Float[Tensor, "R V"], KV]: ...
+
+
+@overload
+def forward(
+    params: Params[Tensor],
+    kv: KV,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    layer: Callable[..., Tensor] | None = None,
+    fast: FastChoice | None = None,
+    inputs_embeds: Float[Tensor, "..."] | None = None,
+    add_hidden: Mapping[int, Float[Tensor, "..."]] | None = None,
+    capture_hidden: Sequence[int],
+) -> tuple[Float[Tensor, "R V"], KV, tuple[Float[Tensor, "_T M"], ...]]: ...
+
+
+def forward(
+    params: Params[Tensor],
+    kv: KV,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    layer: Callable[..., Tensor] | None = None,
+    fast: FastChoice | None = None,
+    inputs_embeds: Float[Tensor, "..."] | None = None,
+    add_hidden: Mapping[int, Float[Tensor, "..."]] | None = None,
+    capture_hidden: Sequence[int] | None = None,
+) -> tuple[Float[Tensor, "R V"], KV] | tuple[Float[Tensor, "R V"], KV, tuple[Float[Tensor, "_T M"], ...]]:
     """Donates `kv`. Run one step's tokens through the model.
 
     On a CPU with a C compiler, decode batches run in C (`models/fast/cpu.py`). All other batches run in plain PyTorch. On a GPU, slots
     and page tables are not checked against the size of the pool.
 
+    With `kv=None` the tokens of each prompt attend to one another and nothing is written. Then all is plain PyTorch, which autograd,
+    `torch.func` and `torch.compile` can transform. Attention takes memory for the square of the number of all tokens of the batch, and
+    every expert of a mixture runs all tokens.
+
     Args:
         params: The weights, `model.params`.
-        kv: The KV memory. It is overwritten; use the returned value.
+        kv: The KV memory. It is overwritten; use the returned value. None: no memory, for a batch of whole prompts such as
+            `Batch.of_prompts` makes. The batch's `slots`, `page_tables` and `seq_lens` are not read then.
         batch: The tokens of the step.
         config: The model's config, `model.config`.
         layer: A compiled form of the architecture's layer function. With it, the C kernels are not used.
         fast: The layers that may run in C, and whether the head may. None means all.
+        inputs_embeds: Rows in place of `params.embed[batch.input_ids]`, `[T, M]`. The scale of embeddings and learned positions, if the
+            model has them, are applied to these rows.
+        add_hidden: Tensors to add to the outputs of layers, which the next layers read. The key is a layer's index, and the tensor is
+            `[M]` or `[T, M]`.
+        capture_hidden: Indices of layers. Their outputs (the residual stream, after `add_hidden`) are returned. It costs nothing if None.
 
     Returns:
-        The logits `[R, V]` in the model's dtype, and the KV state that holds the new keys and values. R is the length of
-        `batch.logit_indices`, or the number of tokens if that is None.
+        The logits `[R, V]` in the model's dtype, and the KV state that holds the new keys and values, or None. R is the length of
+        `batch.logit_indices`, or the number of tokens if that is None. With `capture_hidden`, a third element: a tuple of the layers'
+        outputs for all tokens, `[T, M]` each, in the order of the indices.
 
     Raises:
+        InvalidRequestError: `kv` is None for a decode batch. A layer is not in 0 ... `num_layers` - 1. A tensor has another shape.
+            `inputs_embeds` or a tensor of `add_hidden` requires a gradient, and `kv` is not None. The model runs through the transformers
+            fallback, which supports neither `kv=None` nor the last three arguments.
         KeyError: `config.architecture` is not in `nanovllm.models.REGISTRY`.
         IndexError: On a CPU, a slot or a page of a decode batch is outside the pool. Nothing was written.
         TypeError: On a CPU, a weight of a decode batch has another dtype than the embedding table.
@@ -153,13 +200,28 @@ def forward(
         >>> logits, kv = nv.forward(model.params, state.kv, batch, model.config)
         >>> tuple(logits.shape)
         (3, 4096)
+
+        The outputs of two layers for a whole prompt, without KV memory:
+
+        >>> prompt = nv.Batch.of_prompts([[5, 6, 7]])
+        >>> logits, _, hidden = nv.forward(model.params, None, prompt, model.config, capture_hidden=(2, 7))
+        >>> [tuple(output.shape) for output in hidden]
+        [(3, 256), (3, 256)]
+
+        The logits of the last token for four vectors added to the output of layer 2:
+
+        >>> def last(vector):
+        ...     return nv.forward(model.params, None, prompt, model.config, add_hidden={2: vector})[0][-1]
+        >>> tuple(torch.func.vmap(last)(torch.randn(4, 256)).shape)
+        (4, 4096)
     """
+    hidden: dict[str, Any] = {"inputs_embeds": inputs_embeds, "add_hidden": add_hidden, "capture_hidden": capture_hidden}
     if isinstance(params, fallback.ForeignParams):
-        return fallback.forward(params, kv, batch, config)
+        return fallback.forward(params, fallback.require_supported(kv, **hidden), batch, config)[0], kv
     spec = REGISTRY[config.architecture]
-    if layer is None and cpu.serves(params, kv, batch, config):
+    if layer is None and kv is not None and cpu.serves(params, kv, batch, config):
         if fast is None:
-            return decoder.forward(params, kv, batch, config, layer=cpu.decode_layer, head=cpu.head)
+            return decoder.forward(params, kv, batch, config, layer=cpu.decode_layer, head=cpu.head, **hidden)
         chosen = by_layer(cpu.decode_layer, spec.layer, fast.layers)
-        return decoder.forward(params, kv, batch, config, layer=chosen, head=cpu.head if fast.head else spec.head)
-    return spec.forward(params, kv, batch, config, layer=layer)
+        return decoder.forward(params, kv, batch, config, layer=chosen, head=cpu.head if fast.head else spec.head, **hidden)
+    return spec.forward(params, kv, batch, config, layer=layer, **hidden)

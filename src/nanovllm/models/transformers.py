@@ -133,6 +133,14 @@ def forward(params: ForeignParams, kv: KVState, batch: Batch, config: ModelConfi
     return logits if params.keeps or wanted is None else logits[wanted], kv
 
 
+def require_supported(kv: KVState | None, **hidden: object) -> KVState:
+    """Return `kv`. Raises `InvalidRequestError` if it is None, or if one of the arguments for hidden states is not."""
+    asked = ["kv=None"] if kv is None else [name for name, value in hidden.items() if value is not None]
+    if kv is None or asked:
+        raise InvalidRequestError(f"{asked[0]} needs a built-in architecture, and this model runs through the transformers fallback")
+    return kv
+
+
 def nothing_here(*_: Any, **__: Any) -> Any:
     """A placeholder for the table of weights, the layer and the head, which the transformers fallback lacks. Always raises."""
     raise InvalidRequestError("this architecture runs through the transformers fallback, which has no table of weights and no layers here")

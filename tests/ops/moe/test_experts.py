@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm.ops.elementwise.norm_rope import ACTS
 from nanovllm.ops.linear.tiles import Tile, WideTile
-from nanovllm.ops.moe.experts import ExpertsMismatchError, _dense, _few_tile, _grouped_tiles, experts, tiles_of
+from nanovllm.ops.moe.experts import ExpertsMismatchError, _few_tile, _grouped_tiles, every_expert, experts, tiles_of
 from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
 from nanovllm.testing.problems import experts_problem, routed, wide_experts
 
@@ -23,7 +23,7 @@ def close(got: torch.Tensor, want: torch.Tensor, error: float) -> None:
     torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
 
 
-@pytest.mark.parametrize("plain", [experts, _dense])
+@pytest.mark.parametrize("plain", [experts, every_expert])
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("sizes", SIZES)
@@ -79,7 +79,7 @@ def test_the_order_in_which_a_router_names_experts_does_not_matter() -> None:
 def test_weights_may_be_wider_and_no_tokens_are_no_rows() -> None:
     x, gate_up, down, chosen, weights = experts_problem(5, 2, 4, 32, 16, torch.bfloat16)
     assert torch.equal(experts(x, gate_up, down, chosen, weights.float()), experts(x, gate_up, down, chosen, weights))
-    for plain in (experts, _dense):
+    for plain in (experts, every_expert):
         assert plain(x[:0], gate_up, down, chosen[:0], weights[:0], "silu").shape == (0, 32)
 
 
@@ -87,7 +87,7 @@ def test_what_another_expert_makes_of_a_row_does_not_leak() -> None:
     x, gate_up, down, chosen, weights = experts_problem(6, 1, 3, 16, 16, torch.float32)
     chosen.clamp_(max=1)
     gate_up[2] = torch.inf
-    for plain in (experts, _dense):
+    for plain in (experts, every_expert):
         assert plain(x, gate_up, down, chosen, weights, "silu").isfinite().all()
 
 

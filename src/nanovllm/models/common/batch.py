@@ -1,7 +1,12 @@
 """`Batch`: the tensors of one step, as `forward` takes them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
+
+from nanovllm.errors import InvalidRequestError
 from nanovllm.types import Int32, Tensor, brief_fields, register_value
 
 
@@ -78,6 +83,48 @@ class Batch:
     plan: int = 0
     window: int = 0
     windowed: Windowed | None = None
+
+    @staticmethod
+    def of_prompts(prompts: Sequence[Sequence[int]], *, last_only: bool = False, device: torch.device | str = "cpu") -> "Batch":
+        """Make the batch of whole prompts for `forward` with `kv=None`. It names no pages, so it needs no engine.
+
+        Args:
+            prompts: The token ids of each prompt, at least one.
+            last_only: Whether logits are returned for the last token of each prompt only, in place of all tokens.
+            device: The device of the model.
+
+        Returns:
+            The batch. Its page tables have no columns, and its slots are -1.
+
+        Raises:
+            InvalidRequestError: There is no prompt, or a prompt has no token.
+
+        Examples:
+            >>> prompts = [model.tokenizer.encode("Once upon a time"), model.tokenizer.encode("One day")]
+            >>> batch = nv.Batch.of_prompts(prompts, last_only=True)
+            >>> batch.cu_seqlens.tolist(), batch.positions.tolist()
+            ([0, 4, 6], [0, 1, 2, 3, 0, 1])
+            >>> logits, _ = nv.forward(model.params, None, batch, model.config)
+            >>> [model.tokenizer.decode([token]) for token in logits.argmax(-1).tolist()]
+            [',', ',']
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or not all(lengths):
+            raise InvalidRequestError(f"prompts of {lengths} tokens: there must be at least one prompt, each of at least one token")
+
+        def ints(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        ends = list(accumulate(lengths))
+        return Batch(
+            input_ids=ints([token for prompt in prompts for token in prompt]),
+            positions=ints([position for length in lengths for position in range(length)]),
+            slots=torch.full((ends[-1],), -1, dtype=torch.int32, device=device),
+            page_tables=torch.empty((len(lengths), 0), dtype=torch.int32, device=device),
+            seq_lens=ints(lengths),
+            cu_seqlens=ints([0, *ends]),
+            logit_indices=ints([end - 1 for end in ends]) if last_only else None,
+        )
 
     def __repr__(self) -> str:
         return brief_fields(self)

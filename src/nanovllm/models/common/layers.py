@@ -5,7 +5,9 @@ F intermediate_size · E experts · k experts per token.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +16,26 @@ from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Experts, Layer, Params
 from nanovllm.ops import experts, kv_write, paged_decode, paged_prefill, route
-from nanovllm.ops.elementwise.decode_rows import rotary_angles
+from nanovllm.ops.attention.whole_prompts import attend_prompts
+from nanovllm.ops.elementwise.decode_rows import angles, rotary_angles
 from nanovllm.ops.elementwise.norm_rope import apply_rope, rms_norm
 from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.moe.experts import every_expert
+from nanovllm.ops.moe.route import plain_route
 from nanovllm.types import Float, Float32, Tensor
+
+
+class Functions(NamedTuple):
+    """The functions of a decoder that have two forms: `ENGINE` and `PLAIN`."""
+
+    angles: Callable[..., tuple[Tensor, Tensor]]
+    linear: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    experts: Callable[..., Tensor]
+
+
+ENGINE = Functions(rotary_angles, linear, route, experts)  # ops for kernels, and rows whose bits do not depend on the batch
+PLAIN = Functions(angles, F.linear, plain_route, every_expert)  # plain torch, which `torch.func` can transform
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "half"]:
@@ -68,86 +86,110 @@ def _yarn_channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
 
 
 def rope_angles(
-    positions_T: Tensor, inv_freq: Float32[Tensor, "half"], rope: RopeConfig
+    positions_T: Tensor, inv_freq: Float32[Tensor, "half"], rope: RopeConfig, functions: Functions = ENGINE
 ) -> tuple[Float32[Tensor, "T 1 D"], Float32[Tensor, "T 1 D"]]:
     """Cosines and sines of every token's angles, times the attention factor, `[T, 1, D]` float32.
 
     The sines have the sign of the second term of `apply_rope`. They are computed once per forward, and all layers share them.
     """
-    return rotary_angles(positions_T, inv_freq, rope.attention_factor)
+    return functions.angles(positions_T, inv_freq, rope.attention_factor)
 
 
-def embed(params: Params[Tensor], batch: Batch, config: ModelConfig) -> Float[Tensor, "T M"]:
-    """The tokens' embeddings, times the config's scale rounded to the model's dtype, plus learned positions if the model has them."""
-    x_TM = F.embedding(batch.input_ids, params.embed)
+def embed(params: Params[Tensor], batch: Batch, config: ModelConfig, rows: Float[Tensor, "T M"] | None = None) -> Float[Tensor, "T M"]:
+    """The tokens' embeddings, times the config's scale rounded to the model's dtype, plus learned positions if the model has them.
+
+    `rows` are taken in place of the rows of the embedding table.
+    """
+    x_TM = F.embedding(batch.input_ids, params.embed) if rows is None else rows.to(params.embed.dtype)
     if config.embed_scale != 1.0:
         x_TM = x_TM * torch.full((), config.embed_scale, dtype=x_TM.dtype, device=x_TM.device)
     return x_TM if params.positions is None else x_TM + F.embedding(batch.positions, params.positions)
 
 
-def given_each(params: Params[Tensor], batch: Batch, config: ModelConfig) -> list[tuple[Tensor, Tensor, Batch]]:
+def given_each(
+    params: Params[Tensor], batch: Batch, config: ModelConfig, functions: Functions = ENGINE
+) -> list[tuple[Tensor, Tensor, Batch]]:
     """The arguments of each layer for a step: cosines, sines, and the batch with the layer's window and the tables of its pool."""
-    far = rope_angles(batch.positions, params.inv_freq, config.rope)
+    far = rope_angles(batch.positions, params.inv_freq, config.rope, functions)
     if not config.windows:
         return [(*far, batch)] * config.num_layers
     near = far
     if params.local_inv_freq is not None and config.local_rope is not None:
-        near = rope_angles(batch.positions, params.local_inv_freq, config.local_rope)
+        near = rope_angles(batch.positions, params.local_inv_freq, config.local_rope, functions)
     tables, own = replace(batch, windowed=None), batch.windowed
     of_pool = (tables, tables if own is None else replace(tables, page_tables=own.page_tables, slots=own.slots, plan=own.plan))
-    views = {window: replace(of_pool[window > 0], window=window) for window in set(config.windows)}
+    views = {window: replace(of_pool[1 if window else 0], window=window) for window in set(config.windows)}
     return [(*(near if window else far), views[window]) for window in config.windows]
 
 
-def layer(w: Layer[Tensor], x_TM: Tensor, pages: Tensor, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+def layer(
+    w: Layer[Tensor], x_TM: Tensor, pages: Tensor | None, index: int, cos: Tensor, sin: Tensor, batch: Batch, config: ModelConfig
+) -> Tensor:
     """Donates `pages`. The decoder layer that most architectures share: norm, attention, residual sum, norm, feed-forward, residual sum.
 
     It writes k and v of layer `index` into `pages`, and can be compiled alone. Parts without weights are skipped: norms of query and key
-    heads, norms before a residual sum, biases, experts.
+    heads, norms before a residual sum, biases, experts. Without `pages` all functions are plain torch, which `torch.func` can transform.
     """
-    eps = config.rms_norm_eps
+    eps, functions = config.rms_norm_eps, PLAIN if pages is None else ENGINE
     h_TM = rms_norm(x_TM, w.input_norm, eps)
-    heads_TXD = linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim))
+    heads_TXD = functions.linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim))
     q_THD, k_TKD, v_TKD = heads_TXD.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
     q_THD = apply_rope(q_THD if w.q_norm is None else rms_norm(q_THD, w.q_norm, eps), cos, sin)
     k_TKD = apply_rope(k_TKD if w.k_norm is None else rms_norm(k_TKD, w.k_norm, eps), cos, sin)
     a_THD = attention(q_THD, k_TKD, v_TKD, pages, index, batch, config)
-    a_TM = linear(a_THD.flatten(1), w.o, w.o_bias)
+    a_TM = functions.linear(a_THD.flatten(1), w.o, w.o_bias)
     x_TM = x_TM + (a_TM if w.o_norm is None else rms_norm(a_TM, w.o_norm, eps))
-    f_TM = feed_forward(rms_norm(x_TM, w.post_norm, eps), w, config)
+    f_TM = feed_forward(rms_norm(x_TM, w.post_norm, eps), w, config, functions)
     return x_TM + (f_TM if w.down_norm is None else rms_norm(f_TM, w.down_norm, eps))
 
 
-def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor, index: int, batch: Batch, config: ModelConfig) -> Tensor:
-    """Donates `pages`. Write k and v of layer `index` into their slots, then attend over the page tables. Returns `[T, H, D]`."""
+def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor | None, index: int, batch: Batch, config: ModelConfig) -> Tensor:
+    """Donates `pages`. Write k and v of layer `index` into their slots, then attend over the page tables. Returns `[T, H, D]`.
+
+    Without `pages` nothing is written, and the tokens of each prompt attend to one another.
+    """
+    how = {"window": batch.window, "softcap": config.attention_softcap}
+    if pages is None:
+        assert batch.cu_seqlens is not None
+        return attend_prompts(q_THD, k_TKD, v_TKD, batch.cu_seqlens, config.scale, **how)
     kv_write(pages, index, k_TKD, v_TKD, batch.slots)
-    tables, lens, how = batch.page_tables, batch.seq_lens, {"window": batch.window, "softcap": config.attention_softcap}
+    tables, lens = batch.page_tables, batch.seq_lens
     if batch.cu_seqlens is None:
         return paged_decode(q_THD, pages, index, tables, lens, config.scale, batch.plan, **how)
     return paged_prefill(q_THD, pages, index, tables, lens, batch.cu_seqlens, config.scale, batch.plan, **how)
 
 
-def feed_forward(x_TM: Tensor, w: Layer[Tensor], config: ModelConfig) -> Tensor:
+def feed_forward(x_TM: Tensor, w: Layer[Tensor], config: ModelConfig, functions: Functions = ENGINE) -> Tensor:
     """A layer's gated MLP, its experts, or the sum of both, `[T, M]`."""
-    routed_TM = None if w.experts is None or config.moe is None else mixture(x_TM, w.experts, config.moe, config.hidden_act)
+    routed_TM = None
+    if w.experts is not None and config.moe is not None:
+        routed_TM = mixture(x_TM, w.experts, config.moe, config.hidden_act, functions)
     if w.gate_up is None or w.down is None:
         assert routed_TM is not None
         return routed_TM
-    dense_TM = mlp(x_TM, w.gate_up, w.gate_up_bias, w.down, w.down_bias, config.hidden_act)
+    dense_TM = mlp(x_TM, w.gate_up, w.gate_up_bias, w.down, w.down_bias, config.hidden_act, functions)
     return dense_TM if routed_TM is None else routed_TM + dense_TM
 
 
-def mlp(x_TM: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, act: str = "silu") -> Tensor:
+def mlp(
+    x_TM: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    act: str = "silu",
+    functions: Functions = ENGINE,
+) -> Tensor:
     """The gated feed-forward layer `down(act(gate x) * up x)` (Shazeer, 2020), `[T, M]`."""
-    gate_TF, up_TF = linear(x_TM, gate_up, gate_up_bias).chunk(2, dim=-1)
-    return linear(activation(gate_TF, act) * up_TF, down, down_bias)
+    gate_TF, up_TF = functions.linear(x_TM, gate_up, gate_up_bias).chunk(2, dim=-1)
+    return functions.linear(activation(gate_TF, act) * up_TF, down, down_bias)
 
 
-def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str) -> Tensor:
+def mixture(x_TM: Tensor, w: Experts[Tensor], moe: MoEConfig, act: str, functions: Functions = ENGINE) -> Tensor:
     """The weighted sum of the outputs of each token's experts (Shazeer et al., 2017), `[T, M]`."""
-    logits_TE = linear(x_TM.to(w.router.dtype), w.router)
-    chosen_Tk, weights_Tk = route(logits_TE, w.bias, moe.top_k, moe.normalise, moe.least_sum)
-    return experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk, act)
+    logits_TE = functions.linear(x_TM.to(w.router.dtype), w.router)
+    chosen_Tk, weights_Tk = functions.route(logits_TE, w.bias, moe.top_k, moe.normalise, moe.least_sum)
+    return functions.experts(x_TM, w.gate_up, w.down, chosen_Tk, weights_Tk, act)
 
 
 def activation(x: Tensor, act: str) -> Tensor:
@@ -155,6 +197,6 @@ def activation(x: Tensor, act: str) -> Tensor:
     return F.silu(x) if act == "silu" else F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
 
 
-def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
+def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float, *, functions: Functions = ENGINE) -> Tensor:
     """The final norm and the logits, `[R, V]`."""
-    return linear(rms_norm(x_RM, gain, eps), weight)
+    return functions.linear(rms_norm(x_RM, gain, eps), weight)

@@ -4,12 +4,14 @@ A layer takes five kernels for few tokens, or seven if norms come after attentio
 The results agree with a model's own `forward` within rounding, for every architecture whose layers are `params.Layer`.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 from nanovllm.config import ModelConfig
 from nanovllm.models.common import decoder, layers
 from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.hidden import require_layer
 from nanovllm.models.common.params import Layer, Params
 from nanovllm.models.fast.choice import FastChoice, LayerFunction, beyond, by_layer
 from nanovllm.models.fast.cuts import DEFAULT, Cuts, StepCuts, with_cuts
@@ -53,6 +55,7 @@ def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
     return all(few.serves(like.device, like.dtype, num_tokens, width, gated) for width, gated in products)
 
 
+@overload
 def forward(
     params: Params[Tensor],
     kv: KVState,
@@ -62,7 +65,35 @@ def forward(
     plain: LayerFunction | None = None,
     choice: FastChoice | None = None,
     cuts: Cuts | None = None,
-) -> tuple[Float[Tensor, "R V"], KVState]:
+    capture_hidden: None = None,
+) -> tuple[Float[Tensor, "R V"], KVState]: ...
+
+
+@overload
+def forward(
+    params: Params[Tensor],
+    kv: KVState,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    plain: LayerFunction | None = None,
+    choice: FastChoice | None = None,
+    cuts: Cuts | None = None,
+    capture_hidden: Sequence[int],
+) -> tuple[Float[Tensor, "R V"], KVState, tuple[Float[Tensor, "_T M"], ...]]: ...
+
+
+def forward(
+    params: Params[Tensor],
+    kv: KVState,
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    plain: LayerFunction | None = None,
+    choice: FastChoice | None = None,
+    cuts: Cuts | None = None,
+    capture_hidden: Sequence[int] | None = None,
+) -> tuple[Float[Tensor, "R V"], KVState] | tuple[Float[Tensor, "R V"], KVState, tuple[Float[Tensor, "_T M"], ...]]:
     """Donates `kv`. Run one step's tokens through the fused kernels, as a model's `forward` does in plain PyTorch.
 
     Args:
@@ -74,10 +105,18 @@ def forward(
         plain: Runs the layers that `choice` leaves out; None if it leaves out none.
         choice: The layers to run in the fused kernels, and whether the head runs in them; None means all.
         cuts: The tile configurations of the kernels; None for the defaults.
+        capture_hidden: The layers whose outputs are returned; None: only logits and KV are.
 
     Returns:
-        The logits `[R, V]` and the KV state that holds the new keys and values.
+        The logits `[R, V]` and the KV state that holds the new keys and values. With `capture_hidden`, also the outputs `[T, M]` of these
+        layers, in their order.
+
+    Raises:
+        InvalidRequestError: A layer of `capture_hidden` is not in 0 ... `num_layers` - 1.
     """
+    asked = () if capture_hidden is None else capture_hidden
+    for each in asked:
+        require_layer("capture_hidden", each, len(params.layers))
     # The kernels read the angles before they wait for the kernel before them. The embedding lookup after the angles is an ordinary
     # launch, which waits: so the angles are complete.
     given = layers.given_each(params, batch, config)
@@ -86,27 +125,38 @@ def forward(
     fast = (True,) * config.num_layers if choice is None or plain is None else choice.layers
     last = layers.head if choice is not None and not choice.head else None
     here = DEFAULT if cuts is None else cuts.at(x.shape[0])
+    captured: dict[int, Tensor] = {}
     if follows_closely(params, x.shape[0]):
         closely = with_cuts(decode_layer, here)
         layer = closely if plain is None else by_layer(closely, plain, fast)
-        for w, (pool, index), (cos, sin, view) in zip(params.layers, config.places, given, strict=False):
+        for at, (w, (pool, index), (cos, sin, view)) in enumerate(zip(params.layers, config.places, given, strict=False)):
             x = layer(w, x, kv.pools[pool], index, cos, sin, view, config)
-        return decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config, cap=capped_logits), kv
+            if at in asked:
+                captured[at] = x
+        out = decoder.logits(last or with_cuts(head, cuts), _wanted(x, batch), params, config, cap=capped_logits)
+        return (out, kv) if capture_hidden is None else (out, kv, tuple(captured[at] for at in capture_hidden))
     h = norm_add(x, params.layers[0].input_norm, None, eps)
     widely = with_cuts(wide_layer, here)
     gains = (*(w.input_norm for w in params.layers), params.final_norm)
     each = zip(params.layers, pairwise(gains), config.places, given, strict=False)
     for at, (w, (_, gain), (pool, index), (cos, sin, view)) in enumerate(each):
-        ends, pages = at == len(params.layers) - 1, kv.pools[pool]
+        # The last layer leaves out the tokens whose logits nobody reads, unless its output is asked for.
+        ends, pages = at == len(params.layers) - 1 and at not in asked, kv.pools[pool]
         if fast[at] or plain is None:
             x, h = widely(w, x, h, gain, pages, index, cos, sin, view, config, wanted=batch.logit_indices if ends else None)
         else:
             x = plain(w, x, pages, index, cos, sin, view, config)
             x = _wanted(x, batch) if ends else x
             h = norm_add(x, gain, None, eps)
+        if at in asked:
+            captured[at] = x
+    if len(params.layers) - 1 in asked:
+        x, h = _wanted(x, batch), _wanted(h, batch)
     if last is not None:
-        return decoder.logits(last, x, params, config, cap=capped_logits), kv
-    return capped_logits(linear(h, params.embed if params.head is None else params.head), config.logit_softcap), kv
+        out = decoder.logits(last, x, params, config, cap=capped_logits)
+    else:
+        out = capped_logits(linear(h, params.embed if params.head is None else params.head), config.logit_softcap)
+    return (out, kv) if capture_hidden is None else (out, kv, tuple(captured[at] for at in capture_hidden))
 
 
 def layer(

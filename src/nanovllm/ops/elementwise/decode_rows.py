@@ -64,10 +64,11 @@ def _fake_places(positions, seq_lens, page_tables, active, num_pages, page_size)
     return tuple(torch.empty_like(positions) for _ in range(3))
 
 
-def _angles(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    angles = positions.to(torch.float32)[:, None, None] * inv_freq
+def angles(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Compute `rotary_angles` in plain torch, which `torch.func` can transform."""
+    turned = positions.to(torch.float32)[:, None, None] * inv_freq
     factors = 1.0 if factor == 1.0 else torch.full_like(inv_freq, factor).masked_fill(inv_freq == 0, 1.0)
-    cos, sin = angles.cos() * factors, angles.sin() * factors
+    cos, sin = turned.cos() * factors, turned.sin() * factors
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -83,7 +84,7 @@ def _places(
 
 def _cuda_angles(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     if not installed("triton"):
-        return _angles(positions, inv_freq, factor)
+        return angles(positions, inv_freq, factor)
     from nanovllm.ops.elementwise import triton_decode_rows
 
     return triton_decode_rows.rotary_angles(positions.contiguous(), inv_freq.contiguous(), factor)
@@ -110,7 +111,7 @@ def _cuda_capped(logits: Tensor, cap: float) -> Tensor:
 
 _LIBRARY.impl("capped_logits", soft_cap, "CPU")
 _LIBRARY.impl("capped_logits", _cuda_capped, "CUDA")
-_LIBRARY.impl("rotary_angles", _angles, "CPU")
+_LIBRARY.impl("rotary_angles", angles, "CPU")
 _LIBRARY.impl("rotary_angles", _cuda_angles, "CUDA")
 _LIBRARY.impl("next_places", _places, "CPU")
 _LIBRARY.impl("next_places", _cuda_places, "CUDA")

@@ -130,16 +130,19 @@ def _by_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(piece) for piece in x.contiguous().view(-1).split(ALONE)]).view_as(x)
 
 
-def _dense(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
-    """Run all rows through every expert. This is slow, but no shape depends on the routing, so the host does not wait for the device."""
+def every_expert(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
+    """Compute `experts` by running all rows through every expert.
+
+    This is slow, but no shape depends on the routing. So the host does not wait for the device, and `torch.func` can transform it.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.new_zeros(x.shape, dtype=wide)
     for e in range(down.shape[0]):
         mine = chosen == e
         share = torch.where(mine, weights.to(wide), 0).sum(1, keepdim=True)
-        gate, up = linear(x, gate_up[e]).chunk(2, -1)
+        gate, up = F.linear(x, gate_up[e]).chunk(2, -1)
         # A mask, not a product with a share of 0: an expert's result for a row of another expert may be infinite.
-        total += torch.where(mine.any(1, keepdim=True), linear(ACTS[act](gate) * up, down[e]).to(wide) * share, 0)
+        total += torch.where(mine.any(1, keepdim=True), F.linear(ACTS[act](gate) * up, down[e]).to(wide) * share, 0)
     return total.to(x.dtype)
 
 
@@ -147,7 +150,7 @@ def _cuda(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Ten
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
     if not (gate_up.is_contiguous() and down.is_contiguous() and own_kernels(x.device, x.dtype)):
-        return _dense(x, gate_up, down, chosen, weights, act)
+        return every_expert(x, gate_up, down, chosen, weights, act)
     from nanovllm.ops.moe import triton_experts
 
     (tokens, k), (num, width, inner) = chosen.shape, down.shape

@@ -57,7 +57,8 @@ def _kernel_serves(logits: Tensor) -> bool:
     return logits.device.type == "cuda" and logits.dtype != torch.float64 and logits.shape[1] <= MOST and installed("triton")
 
 
-def _reference(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, least_sum: float) -> tuple[Tensor, Tensor]:
+def plain_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, least_sum: float) -> tuple[Tensor, Tensor]:
+    """Compute `route` in plain torch, which `torch.func` can transform."""
     shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     chosen = (shares if bias is None else shares + bias).topk(top_k, dim=-1).indices
     weights = shares.gather(-1, chosen)
@@ -66,12 +67,12 @@ def _reference(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool,
 
 def _cuda(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, least_sum: float) -> tuple[Tensor, Tensor]:
     if not _kernel_serves(logits):
-        return _reference(logits, bias, top_k, normalise, least_sum)
+        return plain_route(logits, bias, top_k, normalise, least_sum)
     from nanovllm.ops.moe.triton_experts import route as launch
 
     wide = None if bias is None else bias.float().contiguous()
     return launch(logits.contiguous(), wide, top_k, normalise, least_sum, dependent_launch(logits.device))
 
 
-_LIBRARY.impl("route", _reference, "CPU")
+_LIBRARY.impl("route", plain_route, "CPU")
 _LIBRARY.impl("route", _cuda, "CUDA")
