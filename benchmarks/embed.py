@@ -2,9 +2,11 @@
 
     python benchmarks/embed.py --model qwen3-0.6b --output benchmarks/results/h200-embed.json
 
-For each number of rows it measures a step of `generate_many`, a step of `decode_step` called as it is, and a step of `decode_step` in
-`torch.compile(fullgraph=True)`, with the time of its first two calls, which compile it. Prompts have 128 tokens. Steps that the caller runs
-are timed one by one, between two synchronisations, and the medians are given.
+For each number of rows it measures a step of `generate_many`, and a step of `decode_step` called as it is, in
+`torch.compile(fullgraph=True)`, in `torch.compile(mode="reduce-overhead")`, and captured by `capture`. `compile_*` is the time of the first
+two calls of a compiled step, and `capture_*` the time of the capture. `loop_*` is a step of `decode_loop`, and `beam_*` a step of a beam
+search with the rows as beams. Prompts have 128 tokens. Steps that the caller runs are timed one by one, between two synchronisations, and
+the medians are given.
 """
 
 import argparse
@@ -55,7 +57,7 @@ def measured(model: nv.Model, state: nv.EngineState, rows: int) -> tuple[nv.Engi
         begin = time.perf_counter()
         state, _ = nv.generate_many(model, state, prompts(rows, start), greedy)
         found[f"engine_b{rows}_ms"] = round(1e3 * (time.perf_counter() - begin) / REPLY, 3)
-    state, carry = nv.begin(model, state, prompts(rows, 6000), greedy, room=2 * (EAGER + COMPILED))
+    state, carry = nv.begin(model, state, prompts(rows, 6000), greedy, room=EAGER + COMPILED + 2)
 
     def eager(carry: nv.DecodeCarry) -> nv.DecodeCarry:
         return nv.decode_step(model.params, carry, model.config)[0]
@@ -71,7 +73,77 @@ def measured(model: nv.Model, state: nv.EngineState, rows: int) -> tuple[nv.Engi
     found[f"compile_b{rows}_s"] = round(time.perf_counter() - begin, 1)
     carry, found[f"compiled_b{rows}_ms"] = median(lambda carry: step(model.params, carry), carry, COMPILED)
     state, _ = nv.commit(model, state, carry)
+    for name, measure in (("reduce_overhead", reduced), ("captured", captured), ("loop", looped), ("beam", searched)):
+        branching = name == "beam"
+        state, carry = nv.begin(model, state, prompts(rows, 6000), greedy, room=4 * COMPILED, branching=branching)
+        carry, made = measure(model, state, carry)
+        found |= {f"{key}_b{rows}_{unit}": value for (key, unit), value in made.items()}
+        state, _ = nv.commit(model, state, carry)
     return state, found
+
+
+def reduced(model: nv.Model, state: nv.EngineState, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, dict[tuple[str, str], float]]:
+    """A step that `torch.compile` captures."""
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def step(params: Any, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, torch.Tensor]:
+        carry, out = nv.decode_step(params, carry, model.config)
+        return carry, out.token_ids
+
+    for _ in range(4):  # compiled, warmed up, recorded
+        carry, _ = step(model.params, carry)
+    carry, taken = median(lambda carry: step(model.params, carry)[0], carry, COMPILED)
+    return carry, {("reduce_overhead", "ms"): taken}
+
+
+def captured(model: nv.Model, state: nv.EngineState, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, dict[tuple[str, str], float]]:
+    """A step that `nv.capture` captures, with all its results."""
+    begin = time.perf_counter()
+    step = nv.capture(lambda carry: nv.decode_step(model.params, carry, model.config), carry)
+    seconds = round(time.perf_counter() - begin, 3)
+    carry, _ = step(carry)
+    carry, taken = median(lambda carry: step(carry)[0], carry, COMPILED)
+    return carry, {("captured", "ms"): taken, ("capture", "s"): seconds}
+
+
+def looped(model: nv.Model, state: nv.EngineState, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, dict[tuple[str, str], float]]:
+    """A step of a loop that is one call, without its capture."""
+
+    def body(carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, torch.Tensor]:
+        carry, out = nv.decode_step(model.params, carry, model.config)
+        return carry, out.token_ids
+
+    step = nv.capture(body, carry)
+    carry, taken = median(lambda carry: nv.decode_loop(model, state, carry, 32, step)[0], carry, 3)
+    return carry, {("loop", "ms"): round(taken / 32, 3)}
+
+
+def searched(model: nv.Model, state: nv.EngineState, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, dict[tuple[str, str], float]]:
+    """A step of a beam search, captured."""
+
+    def body(carry: nv.DecodeCarry, scores: torch.Tensor) -> tuple[nv.DecodeCarry, torch.Tensor]:
+        width, chosen = len(scores), []
+
+        def widest(logits: torch.Tensor) -> torch.Tensor:
+            found = logits.float().log_softmax(1).topk(width, 1)
+            chosen.append((scores.unsqueeze(1) + found.values, found.indices))
+            return logits
+
+        carry, _ = nv.decode_step(model.params, carry, model.config, process_logits=widest)
+        totals, tokens = chosen[0]
+        best = totals.flatten().topk(width)
+        return nv.split_rows(carry, best.indices // width, tokens.flatten()[best.indices].int()), best.values
+
+    scores = torch.zeros(carry.active.shape, device=carry.active.device)
+    step = nv.capture(body, carry, scores)
+
+    def run(carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        nonlocal scores
+        carry, scores = step(carry, scores)
+        return carry
+
+    carry, taken = median(run, carry, COMPILED)
+    return carry, {("beam", "ms"): taken}
 
 
 def median(step: Callable[[nv.DecodeCarry], nv.DecodeCarry], carry: nv.DecodeCarry, count: int) -> tuple[nv.DecodeCarry, float]:

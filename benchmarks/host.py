@@ -82,7 +82,7 @@ class Nothing:
         """Nothing runs ahead."""
         return 0
 
-    def begin(self, model: nv.Model, kv: Any, rows: Any, ticket: int, *, frames: Any = None) -> Any:
+    def begin(self, model: nv.Model, kv: Any, rows: Any, ticket: int, *, frames: Any = None, branching: bool = False) -> Any:
         """Return the number of rows as the carry."""
         return len(rows)
 

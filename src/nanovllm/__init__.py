@@ -7,6 +7,7 @@ the next one. `LLM` wraps all of this for programs that only need text.
 from nanovllm.chunks.compose import compose, drop
 from nanovllm.chunks.generate import Generation, generate, generate_many
 from nanovllm.chunks.handles import fork, release, truncate
+from nanovllm.chunks.loop import decode_loop
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import Score, score
 from nanovllm.chunks.session import begin, commit
@@ -21,6 +22,7 @@ from nanovllm.entrypoints.memory.pages import PageOwner, PageRun
 from nanovllm.entrypoints.memory.report import MemoryReport, memory
 from nanovllm.errors import (
     BrokenInvariantError,
+    CaptureError,
     CheckpointError,
     ChunkFileError,
     DonatedStateError,
@@ -31,6 +33,8 @@ from nanovllm.errors import (
     ReleasedChunkError,
     TuningFileError,
 )
+from nanovllm.executor.branches import split_rows
+from nanovllm.executor.capture import capture
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.common.batch import Batch
@@ -50,6 +54,7 @@ __all__ = [
     "LLM",
     "Batch",
     "BrokenInvariantError",
+    "CaptureError",
     "CheckpointError",
     "Chunk",
     "ChunkFileError",
@@ -86,9 +91,11 @@ __all__ = [
     "TuningFileError",
     "begin",
     "cancel",
+    "capture",
     "check",
     "commit",
     "compose",
+    "decode_loop",
     "decode_step",
     "drop",
     "fork",
@@ -103,6 +110,7 @@ __all__ = [
     "release",
     "save_chunk",
     "score",
+    "split_rows",
     "step",
     "submit",
     "truncate",

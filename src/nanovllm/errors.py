@@ -46,6 +46,20 @@ class DonatedStateError(NanoVLLMError):
     """
 
 
+class CaptureError(NanoVLLMError):
+    """A function cannot be captured in a CUDA graph. The message names the caller's line.
+
+    Examples:
+        >>> state, carry = nv.begin(model, state, ["Hello"], nv.SamplingParams(temperature=0), room=2)
+        >>> def step(carry):
+        ...     carry.active.zero_()
+        ...     return nv.decode_step(model.params, carry, model.config)
+        >>> nv.capture(step, carry)
+        Traceback (most recent call last):
+        nanovllm.errors.CaptureError: step (...) changed carry.active in place: return a carry with a new tensor instead
+    """
+
+
 class ReleasedChunkError(NanoVLLMError):
     """A chunk was used, or released again, after its release.
 

@@ -1,5 +1,7 @@
 """`begin`, `decode_step`, `commit`: decode steps in the caller's hands give what `generate` gives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -198,11 +200,25 @@ def test_a_carry_of_another_engine_is_refused():
     assert theirs.token_ids == reply([9], 3)
 
 
-def test_steps_beyond_the_room_are_discarded():
-    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=3)  # 10 tokens; the third page has room for 12
-    carry, _ = steps(carry, 5)
+def test_a_step_beyond_the_room_is_refused_and_the_carry_stays_usable():
+    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=3)
+    carry, _ = steps(carry, 3)
+    with pytest.raises(InvalidRequestError, match="has seen 3 steps and its session has room=3: commit it, or begin with more room"):
+        steps(carry, 1)
     state, (made,) = commit(MODEL, state, carry)
-    assert made.token_ids == reply(IDS, 3)
+    assert made.token_ids == reply(IDS, 3) and made.num_dropped == 0
+    assert state.stats.discarded_tokens == 0
+    right(state, made.chunk)
+
+
+def test_steps_beyond_the_room_of_traced_code_are_discarded_and_counted():
+    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=3)  # 10 tokens; the third page has room for 12
+    carry, _ = steps(carry, 3)
+    for _ in range(2):  # traced code checks nothing, as a lease that is switched off
+        lease = replace(carry.log.lease, checked=False)
+        carry, _ = steps(replace(carry, log=replace(carry.log, lease=lease)), 1)
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.token_ids == reply(IDS, 3) and made.num_dropped == 2
     assert state.stats.discarded_tokens == 2
     right(state, made.chunk)
 

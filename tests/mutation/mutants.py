@@ -358,7 +358,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a session's last room is refused", "if len(sequence.tokens) + room > limit:", "if len(sequence.tokens) + room >= limit:"),
         (
             "a filled context without steps is not reused",
-            "reused = 0 if num_steps else sum(s.todo == 0 for s in session.sequences)",
+            "reused = 0 if num_steps else sum(s.todo == 0 for s in sequences)",
             "reused = 0",
         ),
     ),

@@ -33,6 +33,8 @@ class Generation:
         text: The reply without special tokens. It ends before a stop string.
         finish_reason: "stop" or "length".
         logprobs: One entry per token of the reply, or None if `SamplingParams.logprobs` is None.
+        num_dropped: Tokens that traced steps sampled after the session's room was used up. They are not in the reply. Steps that are not
+            traced raise an error instead.
 
     Examples:
         >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
@@ -48,6 +50,7 @@ class Generation:
     text: str
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
+    num_dropped: int = 0
 
 
 @explain_unknown_keywords

@@ -1,5 +1,6 @@
 """`CapturedStep`: the CUDA graph of a decode step, the memory that it reads and writes, and its results on the host."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,13 +81,25 @@ def moving_tensors(batch: Batch) -> list[Tensor]:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Do as `torch.cuda.graph`, but keep cached memory: giving it back for every graph of an engine takes one or two seconds in total."""
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool)
-        try:
-            yield
-        finally:
-            graph.capture_end()
+    """Do as `torch.cuda.graph`, but keep cached memory: giving it back for every graph of an engine takes one or two seconds in total.
+
+    cuBLAS gets a workspace in the graph's own memory. PyTorch frees workspaces whenever somebody clears them, which `torch.compile` does
+    before it records a graph; a graph that was recorded over such a workspace would then write into memory of others.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # memory that the collector frees while a graph is recorded breaks the record
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool)
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+        if collects:
+            gc.enable()
 
 
 def pinned_results(out: DecodeOutput) -> Fetched:

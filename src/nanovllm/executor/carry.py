@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput
@@ -48,6 +49,18 @@ def for_a_session(carry: DecodeCarry, forward: Forward | None) -> DecodeCarry:
         windowed = replace(windowed, page_tables=windowed.page_tables.clone(), slots=windowed.slots.clone())
     own = {name: getattr(batch, name).clone() for name in ("input_ids", "positions", "slots", "page_tables", "seq_lens")}
     return replace(carry, batch=replace(batch, windowed=windowed, **own), forward=forward)
+
+
+def with_static_addresses(carry: DecodeCarry) -> DecodeCarry:
+    """The same carry, whose tensors `torch.compile` may treat as memory that stays where it is.
+
+    With `mode="reduce-overhead"` a compiled step writes them in place, inside of its CUDA graph, and copies none of them.
+    """
+    if carry.active.is_cuda:
+        for tensor in pytree.tree_leaves(carry):
+            if isinstance(tensor, Tensor):
+                torch._dynamo.mark_static_address(tensor, guard=False)  # other sessions have other addresses
+    return carry
 
 
 def sampling_rows(rows: Seq[Sequence]) -> list[tensors.Row]:

@@ -13,12 +13,33 @@ import torch
 from nanovllm import models
 from nanovllm.config import ModelConfig
 from nanovllm.errors import DonatedStateError, InvalidRequestError
+from nanovllm.executor.session_lease import SessionLease
 from nanovllm.models.common.batch import Batch
 from nanovllm.ops.elementwise.decode_rows import next_places
 from nanovllm.sampling.sampler import Sampled, record, sample
 from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor, brief, brief_fields, register_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branches:
+    """What `split_rows` needs in a session that was begun with `branching`.
+
+    Attributes:
+        origins: The context of `begin` that each row continues, int32 `[B]`.
+        spares: For each KV pool a page of each row that holds nothing, int32 `[B]`. In a pool of sliding-window layers it is a frame.
+        ran: How often rows were split, from any carry of the session, counted in place; int32, shape `[]`.
+        num_splits: How often they were split up to this carry; int32, shape `[]`.
+    """
+
+    origins: Int32[Tensor, "B"]
+    spares: tuple[Int32[Tensor, "B"], ...]
+    ran: Int32[Tensor, ""]
+    num_splits: Int32[Tensor, ""]
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +51,10 @@ class TokenLog:
         ran: Steps run from any carry of the session, counted in place; int32, shape `[]`. If a carry's `num_steps` differs, that carry was
             donated to another step or committed.
         num_steps: Steps that this carry has seen; int32, shape `[]`.
-        token_ids: The tokens, int32 `[B, room]`, of which `[:, :num_steps]` are set.
+        token_ids: The tokens, int32 `[B, room]`, of which `[:, :num_steps]` are set; -1 in steps in which a row was not active.
         logprobs: Their log-probabilities, float32 `[B, room]`, or None if no row asked for them.
+        branches: For `split_rows`; None if the session was begun without `branching`.
+        lease: What the host knows about the carries of the session. It belongs to the pytree's structure.
     """
 
     session: Int64[Tensor, ""]
@@ -39,6 +62,8 @@ class TokenLog:
     num_steps: Int32[Tensor, ""]
     token_ids: Int32[Tensor, "B room"]
     logprobs: Float32[Tensor, "B room"] | None = None
+    branches: Branches | None = None
+    lease: SessionLease | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -54,7 +79,7 @@ class DecodeCarry:
         kv: The KV memory of the engine.
         batch: The token that runs next in each of the B rows, with its position, slot and page table.
         sampling: The sampling options of the rows as tensors.
-        active: int32 `[B]`: 1 for a row that moves on with each step, 0 for padding.
+        active: int32 `[B]`: 1 for a row that moves on with each step, 0 for padding and for rows that have stopped.
         log: The tokens sampled since `begin`; None in the engine's own steps, whose tokens the host reads after each step.
         forward: The model function of the engine that the carry belongs to. It belongs to the pytree's structure; None means `nv.forward`.
 
@@ -109,7 +134,8 @@ class DecodeOutput:
         return brief_fields(self)
 
 
-register_value(TokenLog)
+register_value(Branches)
+register_value(TokenLog, static=("lease",))
 register_value(DecodeCarry, static=("forward",))
 register_value(DecodeOutput)
 
@@ -143,6 +169,7 @@ def decode_step(
 
     Raises:
         InvalidRequestError: `carry` is not a `DecodeCarry`, or `params` are not `Params`.
+            If the step is not traced: the carry has seen `room` steps, so its rows have no pages for another one.
         DonatedStateError: The carry was donated to an earlier step, or committed.
 
     Examples:
@@ -153,12 +180,14 @@ def decode_step(
         >>> reply.text
         ', a boy'
     """
+    num_steps = None
     if not torch.compiler.is_compiling():
         require_carry(carry)
         if forward is None and not isinstance(params, models.Params):
             raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params: pass model.params")
-        if carry.log is not None:
-            require_fresh(carry.log)
+        if carry.log is not None and (carry.log.lease is None or carry.log.lease.checked):
+            num_steps = require_fresh(carry.log)
+            require_room(carry.log, num_steps)
     run = forward or carry.forward or models.forward
     logits, kv = run(params, carry.kv, carry.batch, config)
     if process_logits is not None:
@@ -169,6 +198,8 @@ def decode_step(
     if token_ids is not None:
         sampled = _forced(logits, sampled, token_ids)
     carry = advance(carry, kv, sampled)
+    if num_steps is not None and carry.log is not None:
+        note(carry.log, num_steps + 1)
     return carry, DecodeOutput(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
@@ -184,14 +215,47 @@ def require_carry(carry: Any) -> None:
         raise InvalidRequestError(f"carry={reprlib.repr(carry)} must be a DecodeCarry from begin(...), not {type(carry).__name__}")
 
 
-def require_fresh(log: TokenLog) -> None:
-    """Raise `DonatedStateError` if the carry of this log was donated to a step or committed."""
+def require_fresh(log: TokenLog) -> int:
+    """Return how many steps the carry of this log has seen. Waits for the device only if the host does not know the carry.
+
+    Raises:
+        DonatedStateError: The carry was donated to a step, or committed.
+    """
+    lease = log.lease
+    if lease is not None and not lease.committed and lease.knows(log.num_steps, _counters(log)):
+        return lease.num_steps
+    if lease is not None and not lease.committed and lease.outdated(log.num_steps):
+        raise DonatedStateError(f"this carry of session {lease.session} was donated to a captured function: use the carry that it returned")
     ran, num_steps = int(log.ran), int(log.num_steps)
+    if lease is not None and lease.committed:
+        ran = -1
     if ran != num_steps:
         raise DonatedStateError(
             f"this carry has seen {num_steps} steps of session {int(log.session)}, "
             + ("which was committed" if ran < 0 else f"of which {ran} were run: a step took it over; use the carry that this step returned")
         )
+    if log.branches is not None and int(log.branches.ran) != int(log.branches.num_splits):
+        raise DonatedStateError(f"the rows of this carry of session {int(log.session)} were split: use the carry that split_rows returned")
+    return num_steps
+
+
+def _counters(log: TokenLog) -> tuple[Tensor, ...]:
+    """The tensors that every step, and every split, of the session counts up in place."""
+    return (log.ran,) if log.branches is None else (log.ran, log.branches.ran)
+
+
+def require_room(log: TokenLog, num_steps: int, more: int = 1) -> None:
+    """Raise `InvalidRequestError` if `more` steps from a carry that has seen `num_steps` steps exceed the session's room."""
+    if num_steps + more > log.token_ids.shape[1]:
+        raise InvalidRequestError(
+            f"this carry has seen {num_steps} steps and its session has room={log.token_ids.shape[1]}: commit it, or begin with more room"
+        )
+
+
+def note(log: TokenLog, num_steps: int) -> None:
+    """Let the host know that the carry of this log is the newest, and has seen `num_steps` steps."""
+    if log.lease is not None:
+        log.lease.note(log.num_steps, _counters(log), num_steps)
 
 
 def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
@@ -199,34 +263,55 @@ def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
 
     A token beyond the end of its row's page table is written to the dummy page, and attends to the pages in the table.
     """
-    batch, token_ids = carry.batch, sampled.token_ids
+    batch, token_ids, log = carry.batch, sampled.token_ids, carry.log
+    if log is not None:  # a row that has stopped runs its last token again, so that its KV stays as it is
+        log = _write(log, sampled, carry.active > 0)
+        token_ids = torch.where(carry.active > 0, token_ids, batch.input_ids)
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
     places = batch.positions, batch.seq_lens
     positions, slots, seq_lens = next_places(*places, batch.page_tables, carry.active, num_pages, page_size)
     windowed = batch.windowed
     if windowed is not None:
         _, frame_slots, _ = next_places(*places, windowed.page_tables, carry.active, kv.pools[1].shape[1], page_size)
-        windowed = replace(windowed, slots=frame_slots)
+        windowed = replace(windowed, slots=donated(windowed.slots, frame_slots))
     return replace(
         carry,
         kv=kv,
-        batch=replace(batch, input_ids=token_ids, positions=positions, slots=slots, seq_lens=seq_lens, windowed=windowed),
+        batch=replace(
+            batch,
+            input_ids=donated(batch.input_ids, token_ids),
+            positions=donated(batch.positions, positions),
+            slots=donated(batch.slots, slots),
+            seq_lens=donated(batch.seq_lens, seq_lens),
+            windowed=windowed,
+        ),
         sampling=record(carry.sampling, token_ids),
-        log=None if carry.log is None else _write(carry.log, sampled),
+        log=log,
     )
 
 
-def _write(log: TokenLog, sampled: Sampled) -> TokenLog:
+def donated(old: Tensor, new: Tensor) -> Tensor:
+    """The new value of a tensor of a carry. In traced code on a GPU it is written into the memory of the old value.
+
+    So the tensors of a carry keep their addresses, and a compiled step can be replayed as a CUDA graph (`mode="reduce-overhead"`).
+    """
+    return old.copy_(new) if torch.compiler.is_compiling() and old.is_cuda else new
+
+
+def _write(log: TokenLog, sampled: Sampled, active: Tensor) -> TokenLog:
     here = torch.arange(log.token_ids.shape[1], device=log.token_ids.device) == log.num_steps
+    token_ids = torch.where(active, sampled.token_ids, -1).unsqueeze(1)
     logprobs = log.logprobs
     if logprobs is not None and sampled.logprobs is not None:
-        logprobs = torch.where(here, sampled.logprobs.unsqueeze(1), logprobs)
+        logprobs = donated(logprobs, torch.where(here, sampled.logprobs.unsqueeze(1), logprobs))
     return TokenLog(
         session=log.session,
-        ran=log.ran.add_(1),
-        num_steps=log.num_steps + 1,
-        token_ids=torch.where(here, sampled.token_ids.unsqueeze(1), log.token_ids),
+        token_ids=donated(log.token_ids, torch.where(here, token_ids, log.token_ids)),
         logprobs=logprobs,
+        branches=log.branches,
+        ran=log.ran.add_(1),
+        num_steps=donated(log.num_steps, log.num_steps + 1),
+        lease=log.lease,
     )
 
 

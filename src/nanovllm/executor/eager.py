@@ -77,12 +77,21 @@ class EagerExecutor:
         """Return 0: this executor never runs ahead."""
         return 0
 
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
-        """Return a carry over new tensors, and keep its plan until `end`. The plan of the engine's own carry stays as it is."""
-        plan_before = self._plan
-        carry = self.load(model, kv, rows, frames=frames)  # replaces `_plan` by the session's plan
-        self._sessions[ticket] = self._plan
-        self._plan = plan_before
+    def begin(
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[Sequence],
+        ticket: int,
+        *,
+        frames: Frames | None = None,
+        branching: bool = False,
+    ) -> DecodeCarry:
+        """Return a carry over new tensors, and keep its plan until `end`."""
+        host = decode_batch(rows, frames=frames, **self._layout)
+        plan = None if self._cascades is None or branching else self._cascades.decode(host)
+        self._sessions[ticket] = plan
+        carry = decode_carry(model, kv, rows, host, 0 if plan is None else plan.handle)
         return for_a_session(carry, self._program_of(model))
 
     def end(self, ticket: int) -> None:

@@ -120,10 +120,20 @@ class Executor(Protocol):
         """Return how many tokens ran ahead and were discarded since the last call, and reset the count to 0."""
         ...
 
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
+    def begin(
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[Sequence],
+        ticket: int,
+        *,
+        frames: Frames | None = None,
+        branching: bool = False,
+    ) -> DecodeCarry:
         """Return a carry with its own tensors, for steps that the caller runs.
 
-        `end` with the same ticket frees the plan that the executor keeps for it.
+        `end` with the same ticket frees the plan that the executor keeps for it. With `branching` the page tables of the rows may change
+        later, so no plan may depend on them.
         """
         ...
 

@@ -32,6 +32,7 @@ from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward, fused
 from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, extension_sizes
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.executor.executor import Drawn
+from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
 from nanovllm.executor.scoring import asked_logprobs, score_batch
 from nanovllm.executor.step_program import StepProgram
@@ -125,7 +126,8 @@ class GraphExecutor:
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
         self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
-        self._program = StepProgram(model, self._decode.forward)
+        self._logits = LogitsGraphs(model, self._decode.forward)
+        self._program = StepProgram(model, self._logits.forward)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}
         self._spare: list[DecodePlans] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step whose buffers are filled, and its rows in use
@@ -209,30 +211,47 @@ class GraphExecutor:
         return self._ahead.take_discarded_count()
 
     @_on_device
-    def begin(self, model: Model, kv: KVState, rows: Seq[Sequence], ticket: int, *, frames: Frames | None = None) -> DecodeCarry:
+    def begin(
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[Sequence],
+        ticket: int,
+        *,
+        frames: Frames | None = None,
+        branching: bool = False,
+    ) -> DecodeCarry:
         """Return a carry with its own tensors. Its plan covers all pages of the rows, so it stays valid for all steps that have room."""
         host = decode_batch(rows, frames=frames, **self._layout)
-        shared = None if self._cascades is None else self._cascades.decode(host)
-        if shared is not None:
-            carry = decode_carry(model, kv, rows, host, shared.handle)
-            self._sessions[ticket] = shared
-            return for_a_session(carry, self._program)
-        if self._decode.fuses(host):
-            return for_a_session(decode_carry(model, kv, rows, host), self._program)
-        plan = next((p for p in self._spare if p.batch_size == len(rows)), None)
-        if plan is None:
-            plan = self._attention.decode_plans(len(rows))
-        plan.update(host)
-        carry = decode_carry(model, kv, rows, host, *plan.handles)
-        self._spare = [p for p in self._spare if p is not plan]
-        self._sessions[ticket] = plan
-        return for_a_session(carry, self._program)
+        if branching and not self._together:
+            raise InvalidRequestError("branching=True needs the fused kernels, which do not serve all layers of this model on this GPU")
+        plans = (0, 0) if branching else self._follow(host, ticket)
+        carry = for_a_session(decode_carry(model, kv, rows, host, *plans), self._program)
+        self._logits.prepare(kv, carry.batch)
+        return carry
 
     def end(self, ticket: int) -> None:
         """Free the session's plan, or keep it for a later session."""
         plan = self._sessions.pop(ticket, None)
         if isinstance(plan, DecodePlans):
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
+
+    def _follow(self, host: HostBatch, ticket: int) -> tuple[int, int]:
+        """The handles of the plans for all steps of a session that has room in its pages; 0 for the fused plan of its number of rows."""
+        shared = None if self._cascades is None else self._cascades.decode(host)
+        if shared is not None:
+            self._sessions[ticket] = shared
+            return shared.handle, shared.handle
+        if self._decode.fuses(host):
+            return 0, 0
+        plan = next((p for p in self._spare if p.batch_size == len(host.input_ids)), None)
+        if plan is None:
+            plan = self._attention.decode_plans(len(host.input_ids))
+        plan.update(host)
+        self._spare = [p for p in self._spare if p is not plan]
+        self._sessions[ticket] = plan
+        first, second = plan.handles
+        return first, second
 
     def _extension(
         self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: tensors.Features, draw: bool, frames: Frames | None

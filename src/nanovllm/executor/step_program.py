@@ -3,6 +3,7 @@
 So a caller's compiled program runs the kernels that the engine would run, and tracing a step does not depend on the number of layers.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -30,13 +31,12 @@ class StepProgram:
     """The model function of one engine's decode steps, with the signature of `nv.forward`.
 
     Called as it is, it calls the executor's function. In traced code a decode batch becomes the op `nanovllm::decode_logits`, whose
-    arguments are all weights, the KV pools and the tensors of the batch.
+    arguments are the weights, the KV pools and the tensors of the batch. No weights stand for the engine's own.
     """
 
     def __init__(self, model: Model, forward: Forward) -> None:
         self.forward, self.config, self.dtype = forward, model.config, model.dtype
-        self._params = model.params
-        self._weights = tensors_of(model.params)
+        self.params = model.params
         self.handle = register(self)
 
     def __call__(self, params: Any, kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
@@ -46,8 +46,10 @@ class StepProgram:
         if config is not self.config:  # the op runs the engine's config, so another one is traced layer by layer
             return models.forward(params, kv, batch, config)
         windowed = batch.windowed
+        # The engine's own weights are no arguments of the op: a call of the compiled program need not check hundreds of tensors.
+        weights = [] if params is self.params else tensors_of(params)
         logits = torch.ops.nanovllm.decode_logits.default(
-            tensors_of(params), kv.pools[0], kv.pools[1] if len(kv.pools) > 1 else None, batch.input_ids, batch.positions, batch.slots,
+            weights, kv.pools[0], kv.pools[1] if len(kv.pools) > 1 else None, batch.input_ids, batch.positions, batch.slots,
             batch.page_tables, batch.seq_lens, None if windowed is None else windowed.page_tables,
             None if windowed is None else windowed.slots, batch.plan, 0 if windowed is None else windowed.plan, self.handle,
             self.config.vocab_size, self.dtype,
@@ -55,10 +57,10 @@ class StepProgram:
         return logits, kv
 
     def params_of(self, weights: list[Tensor]) -> Any:
-        """The weights as a tree: the engine's own tree if they are its tensors."""
-        if all(one is other for one, other in zip(weights, self._weights, strict=True)):
-            return self._params
-        leaves, spec = pytree.tree_flatten(self._params)
+        """The weights as a tree. No weights, and the engine's own tensors, give the engine's own tree."""
+        leaves, spec = pytree.tree_flatten(self.params)
+        if not weights or all(map(operator.is_, weights, tensors_of(leaves))):
+            return self.params
         given = iter(weights)
         return pytree.tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 

@@ -1,0 +1,150 @@
+"""`split_rows`: let the rows of a session go on from other rows, with shared pages. Everything happens on the device."""
+
+from dataclasses import replace
+
+import torch
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.decode import Branches, DecodeCarry, donated, note, require_carry, require_fresh
+from nanovllm.ops.kv_cache.copy_pages import copy_pages
+from nanovllm.sampling.tensors import Penalties
+from nanovllm.types import Float32, Int32, Int64, Tensor, brief
+
+
+@torch.no_grad()
+def split_rows(
+    carry: DecodeCarry,
+    parents: Int32[Tensor, "B"] | Int64[Tensor, "B"],
+    token_ids: Int32[Tensor, "B"] | None = None,
+    logprobs: Float32[Tensor, "B"] | None = None,
+) -> DecodeCarry:
+    """Donates `carry`. Let each row go on from the tokens of the row `parents[row]`; one row may have several children.
+
+    Full pages are shared, and the last page of each row is copied. Nothing waits for the device. The function traces with
+    `torch.compile(fullgraph=True)` and can be captured, so that a step of a beam search or of a tree search is one graph.
+
+    A row takes over the text, the KV and the penalties' counts of its parent, and the stop conditions with which `commit` ends its
+    reply. It keeps its own seed and sampling options, so children of one row sample different texts.
+
+    Args:
+        carry: A carry of a session that was begun with `branching=True`.
+        parents: The parent of each row, `[B]`, on the carry's device. On a GPU a number that is no row stands for the nearest row.
+        token_ids: For each row the token that takes the place of its parent's newest sampled token, int32 `[B]`. None: the parent's.
+        logprobs: The log-probabilities of `token_ids`, for sessions that keep log-probabilities. None: NaN for other tokens than the
+            parent's.
+
+    Returns:
+        The carry of the same number of rows.
+
+    Raises:
+        InvalidRequestError: The session was begun without `branching`, or `parents` has another shape or dtype, or names no row.
+        DonatedStateError: The carry was donated to a step, or committed.
+
+    Examples:
+        >>> state, carry = nv.begin(model, state, ["The cat", "The dog"], nv.SamplingParams(temperature=0), room=4, branching=True)
+        >>> carry = nv.split_rows(carry, torch.tensor([1, 1]))
+        >>> for _ in range(4):
+        ...     carry, out = nv.decode_step(model.params, carry, model.config)
+        >>> state, replies = nv.commit(model, state, carry)
+        >>> replies[0].text == replies[1].text, model.tokenizer.decode(replies[0].chunk.token_ids[:2])
+        (True, 'The dog')
+    """
+    num_steps = None
+    if not torch.compiler.is_compiling():
+        require_carry(carry)
+        _require(carry, parents, token_ids, logprobs)
+        if carry.log is not None and (carry.log.lease is None or carry.log.lease.checked):
+            num_steps = require_fresh(carry.log)
+    log, batch = carry.log, carry.batch
+    assert log is not None and log.branches is not None
+    scored = logprobs if logprobs is not None or token_ids is None else torch.full_like(token_ids, torch.nan, dtype=torch.float32)
+    rows, branches = parents.clamp(0, batch.input_ids.shape[0] - 1).long(), log.branches
+    size = carry.kv.pools[0].shape[4]
+    own = (batch.seq_lens - 1) // size  # the place of each row's last page in its table
+    taken = own[rows]
+    seq_lens = batch.seq_lens[rows]
+    all_tables = (batch.page_tables, *(() if batch.windowed is None else (batch.windowed.page_tables,)))
+    tables, slots, spares = [], [], []
+    for pages, table, spare in zip(carry.kv.pools, all_tables, branches.spares, strict=True):
+        last = table.gather(1, own.long().unsqueeze(1)).squeeze(1)
+        copy_pages(pages, last[rows].contiguous(), spare)
+        tables.append(_table(table, rows, own, taken, spare, pages.shape[1] - 1))
+        slots.append(spare * size + (seq_lens - 1) % size)
+        spares.append(donated(spare, last))
+    windowed, newest = batch.windowed, batch.input_ids[rows] if token_ids is None else token_ids.int()
+    penalties = None if carry.sampling.penalties is None else _penalties(carry.sampling.penalties, rows, batch.input_ids[rows], newest)
+    after = replace(
+        carry,
+        batch=replace(
+            batch,
+            input_ids=donated(batch.input_ids, newest),
+            positions=donated(batch.positions, batch.positions[rows]),
+            seq_lens=donated(batch.seq_lens, seq_lens),
+            page_tables=donated(batch.page_tables, tables[0]),
+            slots=donated(batch.slots, slots[0]),
+            windowed=windowed
+            and replace(windowed, page_tables=donated(windowed.page_tables, tables[1]), slots=donated(windowed.slots, slots[1])),
+        ),
+        active=donated(carry.active, carry.active[rows]),
+        sampling=replace(carry.sampling, penalties=penalties),
+        log=replace(
+            log,
+            token_ids=donated(log.token_ids, _with_newest(log.token_ids[rows], log.num_steps, token_ids)),
+            logprobs=log.logprobs
+            if log.logprobs is None
+            else donated(log.logprobs, _with_newest(log.logprobs[rows], log.num_steps, scored)),
+            num_steps=donated(log.num_steps, log.num_steps + 0),  # another tensor, by which the lease tells the carries apart
+            branches=Branches(
+                origins=donated(branches.origins, branches.origins[rows]),
+                spares=tuple(spares),
+                ran=branches.ran.add_(1),
+                num_splits=donated(branches.num_splits, branches.num_splits + 1),
+            ),
+        ),
+    )
+    if num_steps is not None and after.log is not None:
+        note(after.log, num_steps)
+    return after
+
+
+def _table(
+    table: Int32[Tensor, "B P"], rows: Tensor, own: Tensor, taken: Tensor, spare: Int32[Tensor, "B"], dummy: int
+) -> Int32[Tensor, "B P"]:
+    """The pages of each row after a split: the parent's full pages, the copy of its last page, then the row's own pages that follow."""
+    columns = torch.arange(table.shape[1], device=table.device)
+    ahead = columns - (taken - own).unsqueeze(1)  # the row's own unused pages move to the places after the parent's last page
+    unused = torch.where(ahead < table.shape[1], table.gather(1, ahead.clamp(0, table.shape[1] - 1)), dummy)
+    after = torch.where(columns == taken.unsqueeze(1), spare.unsqueeze(1), unused)
+    return torch.where(columns < taken.unsqueeze(1), table[rows], after)
+
+
+def _with_newest(table: Tensor, num_steps: Tensor, values: Tensor | None) -> Tensor:
+    """A table of the log, with the column of the newest step replaced."""
+    if values is None:
+        return table
+    newest = torch.arange(table.shape[1], device=table.device) == num_steps - 1
+    return torch.where(newest, values.to(table.dtype).unsqueeze(1), table)
+
+
+def _penalties(penalties: Penalties, rows: Tensor, old: Tensor, new: Tensor) -> Penalties:
+    """The penalties of the parents, whose newest token is another now."""
+    counts, one = penalties.counts[rows], torch.ones_like(rows, dtype=torch.int32).unsqueeze(1)
+    counts = counts.scatter_add(1, old.long().unsqueeze(1), -one).scatter_add(1, new.long().unsqueeze(1), one)
+    return replace(
+        penalties,
+        prompt_mask=donated(penalties.prompt_mask, penalties.prompt_mask[rows]),
+        counts=donated(penalties.counts, counts),
+    )
+
+
+def _require(carry: DecodeCarry, parents: Tensor, token_ids: Tensor | None, logprobs: Tensor | None) -> None:
+    if carry.log is None or carry.log.branches is None:
+        raise InvalidRequestError(f"carry={carry!r} cannot be split: call begin(..., branching=True)")
+    rows = carry.active.shape[0]
+    for name, value in (("parents", parents), ("token_ids", token_ids), ("logprobs", logprobs)):
+        if value is not None and (not isinstance(value, Tensor) or value.shape != (rows,) or value.device != carry.active.device):
+            raise InvalidRequestError(f"{name}={brief(value)} must be a tensor of shape [{rows}] on {carry.active.device}")
+    if parents.dtype not in (torch.int32, torch.int64):
+        raise InvalidRequestError(f"parents={brief(parents)} must be int32 or int64")
+    if not parents.is_cuda and not bool(((parents >= 0) & (parents < rows)).all()):
+        raise InvalidRequestError(f"parents={parents.tolist()} must be rows from 0 to {rows - 1}")

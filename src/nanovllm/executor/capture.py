@@ -1,0 +1,310 @@
+"""`capture`: a caller's function of a carry as one CUDA graph, with the signature of the function."""
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.errors import CaptureError, InvalidRequestError, NanoVLLMError
+from nanovllm.executor.captured_step import MOVED, recording
+from nanovllm.executor.carry import with_static_addresses
+from nanovllm.executor.decode import DecodeCarry, TokenLog, note, require_carry, require_fresh, require_room
+from nanovllm.executor.session_lease import SessionLease
+from nanovllm.types import Tensor
+
+INSIDE = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)  # code that is not the caller's
+
+
+@torch.no_grad()
+def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
+    """Capture a function of a carry in a CUDA graph, and return a function of the same type that replays the graph.
+
+    The function takes a carry, and after it any number of pytrees of tensors. It returns the next carry, or a tuple whose first element is
+    the next carry. It can hold any number of `decode_step`s, code that `torch.compile` has compiled, and anything else that needs nothing
+    from the host. It runs twice for the capture, on copies of the carry's tensors: `carry` itself stays as it is.
+
+    The returned function donates the carry. It takes every carry of the engine with tensors of the same shapes, and copies tensors that
+    are not in the graph's memory into it. The returned tensors, apart from those of the carry, are copies that no later call changes. On a
+    CPU there are no graphs: the returned function calls `function`, with the same checks.
+
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/ (CUDA Graphs).
+
+    Args:
+        function: A function of a carry, and of `inputs`. It must not change tensors in place, and must not keep tensors.
+        carry: A carry of `begin`, not donated. Its KV memory is the memory of the graph.
+        *inputs: Further arguments of the function. Every call passes tensors of the same shapes; other values must stay the same.
+
+    Returns:
+        The function that replays the graph.
+
+    Raises:
+        CaptureError: The function waits for the device, allocates memory that outlives it, changes a donated tensor, or returns a carry of
+            another shape. The message names the caller's line.
+        InvalidRequestError: `carry` is not a carry of `begin`, or the function returns no carry.
+        DonatedStateError: The carry was donated to a step, or committed. The returned function raises it too.
+
+    Examples:
+        >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=3)
+        >>> step = nv.capture(lambda carry: nv.decode_step(model.params, carry, model.config), carry)
+        >>> for _ in range(3):
+        ...     carry, out = step(carry)
+        >>> state, (reply,) = nv.commit(model, state, carry)
+        >>> reply.text
+        ', a boy'
+    """
+    require_fresh(_log(carry))
+    if carry.active.is_cuda:
+        with torch.cuda.device(carry.active.device):
+            return Captured(function, carry, inputs)
+    advanced = _tried(function, carry, inputs)
+
+    @torch.no_grad()
+    def call(carry: DecodeCarry, *inputs: Any) -> Any:
+        """Donates `carry`. Call the function."""
+        log = _log(carry)
+        require_room(log, require_fresh(log), advanced)
+        before = _versions(carry)
+        result = function(carry, *inputs)
+        _require_unchanged(function, before, carry)
+        return result
+
+    return call
+
+
+class Captured:
+    """A graph, the carry whose memory it reads and writes, and the memory of its other inputs and of its results."""
+
+    def __init__(self, function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> None:
+        self._device, self._carry, self._spec = carry.active.device, carry, _structure(carry)
+        leaves, self._inputs_spec = pytree.tree_flatten(inputs)
+        self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = _moving(carry)
+        self._graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        here = torch.cuda.current_stream(self._device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):  # the same stream, because libraries allocate workspaces for each
+            self._advanced = _tried(function, carry, inputs)
+        try:
+            with recording(self._graph, pool, stream):
+                self._whole, self._rest, self._rest_spec = self._record(function, carry)
+        except Exception as error:  # ending a capture that has failed raises an error of its own
+            raise _first_error(error) from error
+        here.wait_stream(stream)
+        _require_nothing_kept(function, pool, [leaf for leaf in self._rest if isinstance(leaf, Tensor)])
+        self._lease = _share(carry)
+
+    def _record(self, function: Callable[..., Any], carry: DecodeCarry) -> tuple[bool, list[Any], Any]:
+        """Run the function, and write the tensors of its carry into the memory of `carry`. Returns its other results."""
+        result = _recorded(function, carry, pytree.tree_unflatten(self._inputs, self._inputs_spec))
+        after = _carry_of(result)
+        rest, spec = pytree.tree_flatten(None if after is result else tuple(result[1:]))
+        static = {_storage(leaf) for leaf in self._leaves}
+        # A result may be memory of the carry, which the copies below overwrite.
+        rest = [leaf.clone() if isinstance(leaf, Tensor) and _storage(leaf) in static else leaf for leaf in rest]
+        moved = [(old, new) for old, new in zip(self._leaves, _moving(after), strict=True) if not _same(old, new)]
+        _copy([old for old, _ in moved], [new.clone() if _storage(new) in static else new for _, new in moved])
+        return after is result, rest, spec
+
+    @torch.no_grad()
+    def __call__(self, carry: DecodeCarry, *inputs: Any) -> Any:
+        """Donates `carry`. Replay the graph over a carry and further inputs."""
+        log, own = _log(carry), _log(self._carry)
+        num_steps = require_fresh(log)
+        require_room(log, num_steps, self._advanced)
+        with torch.cuda.device(self._device):
+            if not self._owns(carry):
+                self._take(carry)
+            if inputs or self._inputs:
+                self._take_inputs(inputs)
+            self._graph.replay()
+            rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._rest]
+            if log.ran is not own.ran:
+                log.ran.add_(self._advanced)
+        # All carries of the graph have the same memory. By the object of its counter the lease knows the newest.
+        counter = own.num_steps.view(())
+        after = replace(self._carry, log=replace(own, session=log.session, ran=log.ran, num_steps=counter, lease=log.lease))
+        torch._dynamo.mark_static_address(counter, guard=False)
+        self._lease = _share(after)
+        note(_log(after), num_steps + self._advanced)
+        return after if self._whole else (after, *pytree.tree_unflatten(rest, self._rest_spec))
+
+    def _owns(self, carry: DecodeCarry) -> bool:
+        """Whether all tensors of this carry are in the memory of the graph."""
+        own, log, mine = self._carry, _log(carry), _log(self._carry)
+        same = carry.batch is own.batch and carry.sampling is own.sampling and carry.active is own.active and carry.kv is own.kv
+        logged = log.token_ids is mine.token_ids and log.logprobs is mine.logprobs and _same(log.num_steps, mine.num_steps)
+        return same and logged and carry.forward is own.forward
+
+    def _take(self, carry: DecodeCarry) -> None:
+        """Copy the tensors of a carry into the memory of the graph, except those that are there."""
+        leaves = _moving(carry)
+        if _structure(carry) != self._spec or any(one.shape != other.shape for one, other in zip(leaves, self._leaves, strict=True)):
+            raise InvalidRequestError(f"{carry!r} has other shapes, options or plans than the captured carry: capture the function again")
+        if not all(map(_same, carry.kv.pools, self._carry.kv.pools)):
+            raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
+        held = self._lease
+        if held is not None and held is not _log(carry).lease and not held.committed:
+            raise InvalidRequestError(
+                f"the carry of session {held.session} is in the memory of this function: commit it first, or capture the function again"
+            )
+        moved = [(old, new) for old, new in zip(self._leaves, leaves, strict=True) if not _same(old, new)]
+        _copy([old for old, _ in moved], [new for _, new in moved])
+
+    def _take_inputs(self, inputs: tuple[Any, ...]) -> None:
+        leaves, spec = pytree.tree_flatten(inputs)
+        if spec != self._inputs_spec:
+            raise InvalidRequestError(f"the inputs are built like {spec}, those of the capture like {self._inputs_spec}")
+        for place, (old, new) in enumerate(zip(self._inputs, leaves, strict=True)):
+            if not isinstance(old, Tensor):
+                if isinstance(new, Tensor) or (old is not new and old != new):
+                    raise InvalidRequestError(
+                        f"input {place} is {new!r}, but was {old!r} at the capture: pass values that change as tensors"
+                    )
+            elif not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+                shown = f"{new.dtype} {list(new.shape)}" if isinstance(new, Tensor) else repr(new)
+                raise InvalidRequestError(f"input {place} is {shown}, but was {old.dtype} {list(old.shape)} at the capture")
+            else:
+                old.copy_(new, non_blocking=True)
+
+
+def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> int:
+    """Run the function on copies of the tensors, which loads kernels and compiles code. Returns the steps that it takes."""
+    kept = {pool.data_ptr() for pool in carry.kv.pools}
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.data_ptr() not in kept else leaf
+
+    copied, given = pytree.tree_map(copy, (carry, inputs))
+    before = _versions(copied)
+    after = _carry_of(function(_unchecked(with_static_addresses(copied)), *given))
+    _require_unchanged(function, before, copied)
+    old, new = _moving(carry), _moving(after)
+    if _structure(after) != _structure(carry) or [t.shape for t in old] != [t.shape for t in new]:
+        raise CaptureError(f"{_name(function)} returns a carry of other shapes or another structure than it is given: {after!r}")
+    return int(_log(after).num_steps) - int(_log(carry).num_steps)
+
+
+def _recorded(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> Any:
+    """Run the function while a graph records it. Its errors name the caller's line."""
+    try:
+        return function(_unchecked(carry), *inputs)
+    except NanoVLLMError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{_line(function, error)} cannot be part of a CUDA graph: {_first_line(error)}") from error
+
+
+def _line(function: Callable[..., Any], error: BaseException) -> str:
+    """The innermost line of the caller's code in a traceback."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*INSIDE, "<"))]
+    if not frames:
+        return _name(function)
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`,"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """The function with its file and line."""
+    code = getattr(function, "__code__", None)
+    return repr(function) if code is None else f"{function.__name__} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _unchecked(carry: DecodeCarry) -> DecodeCarry:
+    """The carry with a lease that checks nothing, because a check waits for the device."""
+    log = _log(carry)
+    return replace(carry, log=replace(log, lease=SessionLease(session=0, room=log.token_ids.shape[1], checked=False)))
+
+
+def _first_error(error: BaseException) -> BaseException:
+    """The package's own error among an error and those before it, or the error."""
+    before: BaseException | None = error
+    while before is not None and not isinstance(before, NanoVLLMError):
+        before = before.__context__
+    return before or error
+
+
+def _share(carry: DecodeCarry) -> SessionLease | None:
+    """Let the session's lease know that other carries have the memory of this carry. Returns the lease."""
+    log = _log(carry)
+    if log.lease is not None:
+        log.lease.share([log.num_steps])
+    return log.lease
+
+
+def _log(carry: Any) -> TokenLog:
+    require_carry(carry)
+    if carry.log is None:
+        raise InvalidRequestError(f"carry={carry!r} has no log: pass the carry of begin, or of a later decode_step")
+    return carry.log
+
+
+def _carry_of(result: Any) -> DecodeCarry:
+    """The carry in the result of the caller's function."""
+    first = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(first, DecodeCarry):
+        raise InvalidRequestError(
+            f"the function returns {type(first).__name__}: it must return the next carry, or a tuple whose first element is the next carry"
+        )
+    return first
+
+
+def _structure(carry: DecodeCarry) -> Any:
+    """All of a carry that is no tensor, apart from its session."""
+    return pytree.tree_flatten(replace(carry, log=replace(_log(carry), lease=None)))[1]
+
+
+def _moving(carry: DecodeCarry) -> list[Tensor]:
+    """The tensors of a carry, apart from the KV memory, and from the number and the count of steps that belong to the session."""
+    log = _log(carry)
+    kept = {id(tensor) for tensor in (*carry.kv.pools, log.session, log.ran)}
+    return [leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor) and id(leaf) not in kept]
+
+
+def _versions(carry: DecodeCarry) -> dict[str, tuple[Tensor, int]]:
+    """How often each tensor was written that a step leaves as it is, by its name."""
+    batch, sampling, log = carry.batch, carry.sampling, _log(carry)
+    tensors: dict[str, Any] = {f"sampling.{name}": getattr(sampling, name) for name in sampling.__dataclass_fields__}
+    tensors |= {"active": carry.active, "batch.page_tables": batch.page_tables}
+    if not carry.active.is_cuda:  # on a GPU a traced step writes these in place
+        tensors |= {f"batch.{name}": getattr(batch, name) for name in MOVED} | {"log.token_ids": log.token_ids}
+    return {name: (tensor, tensor._version) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+
+def _require_unchanged(function: Callable[..., Any], before: dict[str, tuple[Tensor, int]], carry: DecodeCarry) -> None:
+    for name, (tensor, version) in before.items():
+        if tensor._version != version:
+            raise CaptureError(f"{_name(function)} changed carry.{name} in place: return a carry with a new tensor instead")
+
+
+def _require_nothing_kept(function: Callable[..., Any], pool: Any, results: list[Tensor]) -> None:
+    """Require that of the memory of the graph only its results are still in use."""
+    known, kept = {_storage(tensor) for tensor in results}, 0
+    for segment in torch.cuda.memory_snapshot(pool):
+        blocks = segment["blocks"] if tuple(segment["segment_pool_id"]) == tuple(pool) else ()
+        kept += sum(block["size"] for block in blocks if block["state"] == "active_allocated" and block["address"] not in known)
+    if kept:
+        raise CaptureError(
+            f"{_name(function)} keeps {kept} bytes that it allocated, in a list for example, and every replay overwrites them: "
+            "return such tensors"
+        )
+
+
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, values)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other or one.data_ptr() == other.data_ptr()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
