@@ -5,7 +5,8 @@ the next one. `LLM` wraps all of this for programs that only need text.
 """
 
 from nanovllm.chunks.compose import compose, drop
-from nanovllm.chunks.generate import Generation, generate, generate_many
+from nanovllm.chunks.generate import generate, generate_many
+from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import fork, release, truncate
 from nanovllm.chunks.loop import decode_loop
 from nanovllm.chunks.prefill import prefill
@@ -42,6 +43,7 @@ from nanovllm.models.common.params import Params
 from nanovllm.models.model import Model
 from nanovllm.models.registry import forward
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, Stats
 from nanovllm.state.invariants import check
@@ -68,6 +70,7 @@ __all__ = [
     "Generation",
     "InvalidRequestError",
     "KVState",
+    "LogitsProcessor",
     "MemoryReport",
     "Metrics",
     "Model",
@@ -88,6 +91,7 @@ __all__ = [
     "Stats",
     "StepOutput",
     "TokenLogprobs",
+    "TokensSoFar",
     "TuningFileError",
     "begin",
     "cancel",

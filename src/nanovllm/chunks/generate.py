@@ -1,12 +1,16 @@
 """Whole replies by one function call: `generate` and `generate_many`."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from nanovllm.chunks.generation import Generation, one_for_each
 from nanovllm.chunks.handles import chunk_of
 from nanovllm.chunks.prefill import fill, reserve_all
+from nanovllm.chunks.processed import processed
 from nanovllm.chunks.thinking import Retain, check_retain, without_thinking
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.prompt import Context
@@ -16,46 +20,22 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state import pool as pools
-from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
-from nanovllm.state.request import Queue, RequestOutput, Sequence, TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Generation:
-    """A finished reply, and the chunk that holds its KV.
-
-    Attributes:
-        chunk: The context and the reply, completely filled. It includes the tokens of a stop string.
-        token_ids: The reply's tokens, including those of a stop string.
-        text: The reply without special tokens. It ends before a stop string.
-        finish_reason: "stop" or "length".
-        logprobs: One entry per token of the reply, or None if `SamplingParams.logprobs` is None.
-        num_dropped: Tokens that traced steps sampled after the session's room was used up. They are not in the reply. Steps that are not
-            traced raise an error instead.
-
-    Examples:
-        >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
-        >>> state, reply = nv.generate(model, state, "Hello", greedy)
-        >>> reply.text, reply.finish_reason
-        ('! How can I help you?', 'stop')
-        >>> len(reply.chunk) == len(model.tokenizer.encode("Hello")) + len(reply.token_ids)
-        True
-    """
-
-    chunk: Chunk
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    logprobs: list[TokenLogprobs] | None = None
-    num_dropped: int = 0
+from nanovllm.state.request import Queue, RequestOutput, Sequence
 
 
 @explain_unknown_keywords
 def generate(
-    model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None, *, retain: Retain = "all"
+    model: Model,
+    state: EngineState,
+    context: Context,
+    sampling_params: SamplingParams | None = None,
+    *,
+    retain: Retain = "all",
+    process_logits: LogitsProcessor | Callable[..., Any] | None = None,
 ) -> tuple[EngineState, Generation]:
     """Generate one reply to one context.
 
@@ -68,6 +48,7 @@ def generate(
         context: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
         sampling_params: The options. None: the model's `generation_config`.
         retain: Which tokens the reply's chunk keeps; see `generate_many`.
+        process_logits: A function that every step calls before it samples; see `generate_many`.
 
     Returns:
         The next state, and the reply.
@@ -86,7 +67,7 @@ def generate(
         >>> reply.text
         ' Oswin'
     """
-    state, (generation,) = generate_many(model, state, [context], sampling_params, retain=retain)
+    state, (generation,) = generate_many(model, state, [context], sampling_params, retain=retain, process_logits=process_logits)
     return state, generation
 
 
@@ -99,6 +80,7 @@ def generate_many(
     sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
     *,
     retain: Retain = "all",
+    process_logits: LogitsProcessor | Callable[..., Any] | None = None,
 ) -> tuple[EngineState, list[Generation]]:
     """Generate one reply to each context, decoded together as a batch.
 
@@ -113,6 +95,10 @@ def generate_many(
         sampling_params: Options for all contexts, or a list with one per context. None: the model's `generation_config`.
         retain: "all", or a mode of `drop` by which think blocks are removed from the replies' chunks. Think blocks are found by the
             model's think tokens, closed or not. `token_ids` and `text` keep them.
+        process_logits: A pure function from the logits `[B, V]`, or from the logits and a `TokensSoFar`, to the logits to sample from; or
+            a `LogitsProcessor`. Its rows are the contexts, in order, in every step, so it may mix them. Rows that have ended stay in the
+            batch. On a GPU it becomes part of the step's CUDA graph. Log-probabilities are then those of the logits that it returns. At
+            most `max_num_seqs` contexts.
 
     Returns:
         The next state, and one reply per context, in the same order.
@@ -142,7 +128,10 @@ def generate_many(
     for context, params in zip(contexts, sampling_params, strict=True):
         inner, sequence, _ = new_sequence(model, inner, context, params, keep=True)
         sequences.append(sequence)
-    for sequence in _bounded(state, sequences):
+    sequences = _bounded(state, sequences)
+    if (processor := as_processor(process_logits)) is not None:
+        return _processed(model, state, inner, sequences, processor, retain)
+    for sequence in sequences:
         inner = replace(inner, pool=pools.acquire(inner.pool, sequence.pages), waiting=inner.waiting.push(sequence))
     ended: dict[int, RequestOutput] = {}
     with guarded(state) as taken:
@@ -165,21 +154,19 @@ def generate_many(
         return commit_state(inner, running=state.running, waiting=state.waiting, loaded=None), generations
 
 
-def one_for_each(contexts: Seq[Context], sampling_params: SamplingParams | Seq[SamplingParams | None] | None) -> Seq[SamplingParams | None]:
-    """One `SamplingParams` or None per context.
-
-    Raises:
-        InvalidRequestError: `contexts` is not a list, or `sampling_params` is a list of another length.
-    """
-    if not isinstance(contexts, list | tuple):
-        raise InvalidRequestError(f"contexts must be a list of contexts, not {type(contexts).__name__}: pass one context as [context]")
-    if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-        return [sampling_params] * len(contexts)
-    if not isinstance(sampling_params, list | tuple):
-        raise InvalidRequestError(f"sampling_params must be SamplingParams, None or a list of these, not {type(sampling_params).__name__}")
-    if len(sampling_params) != len(contexts):
-        raise InvalidRequestError(f"{len(contexts)} contexts and {len(sampling_params)} sampling_params: pass one, or one per context")
-    return sampling_params
+def _processed(
+    model: Model, state: EngineState, inner: EngineState, sequences: list[Sequence], processor: LogitsProcessor, retain: Retain
+) -> tuple[EngineState, list[Generation]]:
+    """The replies of a call with `process_logits`."""
+    if len(sequences) > state.config.max_num_seqs:
+        raise InvalidRequestError(f"{len(sequences)} contexts with process_logits exceed max_num_seqs={state.config.max_num_seqs}")
+    with guarded(state) as taken:
+        inner, generations = processed(model, inner, sequences, processor, taken)
+        kept = []
+        for generation, sequence in zip(generations, sequences, strict=True):
+            inner, chunk = without_thinking(model, inner, generation.chunk, sequence.request.num_prompt, retain, taken)
+            kept.append(replace(generation, chunk=chunk))
+        return commit_state(inner, running=state.running, waiting=state.waiting, loaded=None), kept
 
 
 def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:

@@ -76,11 +76,11 @@ def decode_loop(
     _require(model, state, carry, steps)
     if carry.active.is_cuda and not isinstance(body, Captured):
         step = capture(step, carry)
-    rows, look = [], _Look()
+    rows, going = [], Rows()
     for count in range(1, steps + 1):
         carry, row = step(carry)
         rows.append(row)
-        if until is not None and look.all_stopped(carry, count):
+        if until is not None and going.all_stopped(carry, count):
             break
     return carry, _stacked(rows, steps)
 
@@ -114,7 +114,7 @@ def _stacked(rows: list[Any], steps: int) -> Any:
     return pytree.tree_map(lambda *each: torch.stack([*each, *[torch.zeros_like(each[0])] * missing]), *rows)
 
 
-class _Look:
+class Rows:
     """Sees on the host whether all rows have stopped. On a GPU it sees the rows of the look before, so that the device always has work."""
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.decode import Branches, DecodeCarry, donated, note, require_carry, require_fresh
@@ -73,6 +74,10 @@ def split_rows(
         spares.append(donated(spare, last))
     windowed, newest = batch.windowed, batch.input_ids[rows] if token_ids is None else token_ids.int()
     penalties = None if carry.sampling.penalties is None else _penalties(carry.sampling.penalties, rows, batch.input_ids[rows], newest)
+
+    def follow(value: Tensor) -> Tensor:
+        return donated(value, value[rows])
+
     after = replace(
         carry,
         batch=replace(
@@ -87,6 +92,8 @@ def split_rows(
         ),
         active=donated(carry.active, carry.active[rows]),
         sampling=replace(carry.sampling, penalties=penalties),
+        processing=tuple(replace(one, carried=pytree.tree_map(follow, one.carried)) for one in carry.processing),
+        token_ids=None if carry.token_ids is None else donated(carry.token_ids, _placed(carry.token_ids[rows], seq_lens, newest)),
         log=replace(
             log,
             token_ids=donated(log.token_ids, _with_newest(log.token_ids[rows], log.num_steps, token_ids)),
@@ -116,6 +123,11 @@ def _table(
     unused = torch.where(ahead < table.shape[1], table.gather(1, ahead.clamp(0, table.shape[1] - 1)), dummy)
     after = torch.where(columns == taken.unsqueeze(1), spare.unsqueeze(1), unused)
     return torch.where(columns < taken.unsqueeze(1), table[rows], after)
+
+
+def _placed(table: Tensor, seq_lens: Tensor, token_ids: Tensor) -> Tensor:
+    """The table of all tokens, with the newest token of each row replaced."""
+    return table.scatter(1, (seq_lens - 1).clamp(max=table.shape[1] - 1).long().unsqueeze(1), token_ids.unsqueeze(1))
 
 
 def _with_newest(table: Tensor, num_steps: Tensor, values: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm import models
 from nanovllm.config import ModelConfig
@@ -16,6 +17,7 @@ from nanovllm.errors import DonatedStateError, InvalidRequestError
 from nanovllm.executor.session_lease import SessionLease
 from nanovllm.models.common.batch import Batch
 from nanovllm.ops.elementwise.decode_rows import next_places
+from nanovllm.sampling.process_logits import Processing, TokensSoFar, process
 from nanovllm.sampling.sampler import Sampled, record, sample
 from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState
@@ -81,6 +83,9 @@ class DecodeCarry:
         sampling: The sampling options of the rows as tensors.
         active: int32 `[B]`: 1 for a row that moves on with each step, 0 for padding and for rows that have stopped.
         log: The tokens sampled since `begin`; None in the engine's own steps, whose tokens the host reads after each step.
+        processing: The functions of the caller between logits and samples, with what they carry.
+        token_ids: The tokens of each row so far, int32 `[B, W]`, written in place; `batch.seq_lens` of them are tokens. None without
+            `processing`.
         forward: The model function of the engine that the carry belongs to. It belongs to the pytree's structure; None means `nv.forward`.
 
     Examples:
@@ -97,6 +102,8 @@ class DecodeCarry:
     sampling: Sampling
     active: Int32[Tensor, "B"]
     log: TokenLog | None = None
+    processing: tuple[Processing, ...] = ()
+    token_ids: Int32[Tensor, "B W"] | None = None
     forward: Callable[..., tuple[Tensor, KVState]] | None = None
 
     def __repr__(self) -> str:
@@ -190,6 +197,8 @@ def decode_step(
             require_room(carry.log, num_steps)
     run = forward or carry.forward or models.forward
     logits, kv = run(params, carry.kv, carry.batch, config)
+    if carry.processing:
+        carry, logits = _processed(carry, logits)
     if process_logits is not None:
         logits = process_logits(logits)
     seq_lens = carry.batch.seq_lens
@@ -207,6 +216,15 @@ def decode_step(
         top_logprobs=sampled.top_logprobs,
         logits=logits,
     )
+
+
+def _processed(carry: DecodeCarry, logits: Tensor) -> tuple[DecodeCarry, Tensor]:
+    """Run the processors of the carry."""
+    assert carry.token_ids is not None
+    before = carry.processing
+    logits, after = process(logits, TokensSoFar(token_ids=carry.token_ids, lengths=carry.batch.seq_lens), before)
+    carried = [pytree.tree_map(donated, old.carried, new.carried) for old, new in zip(before, after, strict=True)]
+    return replace(carry, processing=tuple(replace(old, carried=new) for old, new in zip(before, carried, strict=True))), logits
 
 
 def require_carry(carry: Any) -> None:
@@ -267,6 +285,9 @@ def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
     if log is not None:  # a row that has stopped runs its last token again, so that its KV stays as it is
         log = _write(log, sampled, carry.active > 0)
         token_ids = torch.where(carry.active > 0, token_ids, batch.input_ids)
+    if carry.token_ids is not None:
+        last = (batch.seq_lens.long().unsqueeze(1)).clamp(max=carry.token_ids.shape[1] - 1)
+        carry.token_ids.scatter_(1, last, token_ids.unsqueeze(1))
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
     places = batch.positions, batch.seq_lens
     positions, slots, seq_lens = next_places(*places, batch.page_tables, carry.active, num_pages, page_size)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import multiple
 
-from nanovllm.chunks.generate import Generation, generate_many
+from nanovllm.chunks.generate import generate_many
+from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import detach, release
 from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.donation import enter

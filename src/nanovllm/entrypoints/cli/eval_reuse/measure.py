@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from nanovllm.chunks.compose import PROBED, compose, drop
-from nanovllm.chunks.generate import Generation, generate_many
+from nanovllm.chunks.generate import generate_many
+from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin, commit

@@ -1,0 +1,85 @@
+"""`generate_many` with a function between logits and samples: the contexts are the rows of one batch from the first step to the last."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from nanovllm.chunks.generation import Generation
+from nanovllm.chunks.loop import Rows
+from nanovllm.chunks.session_rows import closed, opened
+from nanovllm.engine.output import scan
+from nanovllm.executor.capture import capture
+from nanovllm.executor.decode import DecodeCarry, decode_step, donated
+from nanovllm.executor.executor import executor_of
+from nanovllm.models.model import Model
+from nanovllm.sampling.process_logits import LogitsProcessor
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.pool import Taken
+from nanovllm.state.request import Sequence
+
+SCANNED = 16  # steps between two searches for stop strings
+
+
+def processed(
+    model: Model, state: EngineState, sequences: Seq[Sequence], processor: LogitsProcessor, taken: Taken
+) -> tuple[EngineState, list[Generation]]:
+    """Generate one reply to each sequence. Donates the KV.
+
+    A row that has ended stays in the batch, so that the processor sees the same rows in every step. On a GPU the step, with the processor,
+    is one CUDA graph, which stops rows by itself.
+    """
+    ticket = state.next_id
+    state, session, carry = opened(model, state, sequences, taken, processor=processor)
+    try:
+        step, stops = _step(model, sequences, model.device), [s for s in sequences if s.stops is not None]
+        step = capture(step, carry) if carry.active.is_cuda else step
+        rows = Rows()
+        for count in range(1, session.room + 1):
+            carry = step(carry)
+            if stops and count % SCANNED == 0:
+                carry = _without_ended(carry, sequences, count)
+            if rows.all_stopped(carry, count):
+                break
+        return closed(model, state, session, carry)
+    finally:
+        executor_of(state).end(ticket)
+
+
+def _step(model: Model, sequences: Seq[Sequence], device: torch.device) -> Callable[[DecodeCarry], DecodeCarry]:
+    """One decode step, after which rows stop that have sampled an end token or reached their length."""
+    params, config = model.params, model.config
+    most = max(1, *(len(s.request.stop_ids) for s in sequences))
+    padded = [[*s.request.stop_ids, *[-1] * (most - len(s.request.stop_ids))] for s in sequences]
+    ends = torch.tensor(padded, dtype=torch.int32, device=device)
+    limits = torch.tensor([s.request.max_len - len(s.tokens) for s in sequences], dtype=torch.int32, device=device)
+
+    def step(carry: DecodeCarry) -> DecodeCarry:
+        carry, out = decode_step(params, carry, config)
+        assert carry.log is not None
+        over = (out.token_ids.unsqueeze(1) == ends).any(1) | (carry.log.num_steps >= limits)
+        return replace(carry, active=donated(carry.active, torch.where(over, 0, carry.active)))
+
+    return step
+
+
+def _without_ended(carry: DecodeCarry, sequences: Seq[Sequence], count: int) -> DecodeCarry:
+    """The carry in which rows with a stop string among their first `count` tokens have stopped."""
+    assert carry.log is not None
+    active = carry.active.cpu().numpy().copy()
+    for row, (sequence, tokens) in enumerate(zip(sequences, carry.log.token_ids[:, :count].tolist(), strict=True)):
+        active[row] &= not _found(sequence, tokens)
+    return replace(carry, active=torch.from_numpy(active.astype(np.int32)).to(carry.active.device))
+
+
+def _found(sequence: Sequence, tokens: list[int]) -> bool:
+    """Whether these tokens contain a stop string of the sequence."""
+    stops = sequence.stops
+    for token in tokens:
+        if stops is not None and token >= 0:
+            stops = scan(stops, token, sequence.request.sampling.stop)
+            if stops.found is not None:
+                return True
+    return False

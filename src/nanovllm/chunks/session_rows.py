@@ -1,0 +1,193 @@
+"""From sequences to the rows of decode steps that nobody schedules, and back: `opened` and `closed`, for sessions and for `generate`."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from nanovllm.chunks.generation import Generation
+from nanovllm.chunks.handles import chunk_of
+from nanovllm.chunks.prefill import adopt, fill, reserve_all
+from nanovllm.engine.output import counted, finish_reason, reply_text, scan
+from nanovllm.executor.carry import with_static_addresses
+from nanovllm.executor.decode import Branches, DecodeCarry, TokenLog, note
+from nanovllm.executor.executor import executor_of
+from nanovllm.executor.session_lease import SessionLease
+from nanovllm.models.model import Model
+from nanovllm.sampling.process_logits import LogitsProcessor, first_carried, processing_of, tokens_of
+from nanovllm.sampling.tensors import features
+from nanovllm.state import pool as pools
+from nanovllm.state.engine_state import EngineState, Session
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pool import Pool, Taken
+from nanovllm.state.request import Sequence, TokenLogprobs
+from nanovllm.state.vector import IntVector
+
+
+def opened(
+    model: Model,
+    state: EngineState,
+    sequences: Seq[Sequence],
+    taken: Taken,
+    *,
+    branching: bool = False,
+    processor: LogitsProcessor | None = None,
+) -> tuple[EngineState, Session, DecodeCarry]:
+    """Give each sequence pages up to its limit, fill all its tokens but the last, and make the carry of the first step.
+
+    Donates the KV. `executor.end` frees what the executor keeps for the session, whose number is `state.next_id`.
+
+    Raises:
+        OutOfPagesError: Too few pages are available; nothing was written.
+    """
+    ticket, device, size = state.next_id, model.device, state.config.page_size
+    room = max(s.request.max_len - len(s.tokens) for s in sequences)
+    scored = features([s.request.sampling for s in sequences]).num_logprobs
+    state, sequences = adopt(state, sequences, logits=True)
+    state, sequences = reserve_all(state, sequences, _reserved(sequences, room, branching, size), taken)
+    state, sequences = _filled(model, state, sequences)
+    frames, rows = state.pool.frames, [_first_pages(s, len(s.pages) - branching) for s in sequences]
+    carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching)
+    log = TokenLog(
+        session=torch.tensor(ticket, device=device),
+        ran=torch.tensor(0, dtype=torch.int32, device=device),
+        num_steps=torch.tensor(0, dtype=torch.int32, device=device),
+        token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=device),
+        logprobs=None if scored is None else torch.zeros(len(sequences), room, device=device),
+        branches=_branches(state, sequences, carry) if branching else None,
+        lease=SessionLease(session=ticket, room=room),
+    )
+    note(log, 0)
+    carry = replace(carry, log=log)
+    if processor is not None:
+        width = max(len(s.tokens) for s in sequences) + room + 1
+        tokens = tokens_of([s.tokens.array() for s in sequences], width, device)
+        processing = processing_of(processor, first_carried(processor, tokens))
+        carry = replace(carry, processing=(processing,), token_ids=tokens.token_ids)
+    return replace(state, next_id=ticket + 1), Session(sequences=tuple(sequences), room=room), with_static_addresses(carry)
+
+
+def closed(model: Model, state: EngineState, session: Session, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
+    """Turn each row into a reply with its chunk. Donates the KV."""
+    assert carry.log is not None
+    num_run = int(carry.log.num_steps)
+    num_steps = min(num_run, session.room)
+    sequences, pool = session.sequences, state.pool
+    if carry.log.branches is not None:
+        sequences, pool = _branched(state, session, carry, carry.log.branches)
+    sampled = carry.log.token_ids.cpu().numpy()[:, :num_steps]
+    going, split = carry.active.tolist(), carry.log.branches is not None
+    rows = [_with_sampled(*row, split=split) for row in zip(sequences, sampled, going, strict=True)]
+    prompt = rerun = 0
+    if num_steps:
+        counts = [counted(s, 1) for s in sequences]
+        prompt, rerun = sum(p for p, _ in counts), sum(a for _, a in counts)
+    run = num_run * len(rows)
+    # Without branches, `fill` runs the newest token of a reply once more.
+    used = sum(sequence.num_generated + (sequence.num_generated > 0 and not sequence.todo) for sequence, _ in rows)
+    # `opened` does not count the last token of a filled context as reused, because a step runs it. Without a step, it is reused.
+    reused = 0 if num_steps else sum(s.todo == 0 for s in sequences)
+    stats = state.stats.add(
+        prefill_tokens=prompt, decode_tokens=run - prompt, reused_tokens=reused, rerun_tokens=rerun, discarded_tokens=run - used
+    )
+    # `opened` reserved pages up to each row's newest token, so nothing is allocated here.
+    state, filled = fill(model, replace(state, stats=stats, pool=pool), [sequence for sequence, _ in rows])
+    generations = []
+    for row, (sequence, (_, reason)) in enumerate(zip(filled, rows, strict=True)):
+        state, chunk = chunk_of(model, state, sequence)
+        token_ids = sequence.tokens.array(sequence.request.num_prompt).tolist()
+        generations.append(
+            Generation(
+                chunk=chunk,
+                token_ids=token_ids,
+                text=reply_text(model, sequence),
+                finish_reason=reason,
+                logprobs=_logprobs(carry.log, row, token_ids) if sequence.request.sampling.logprobs is not None else None,
+                num_dropped=max(0, num_run - session.room),
+            )
+        )
+    return state, generations
+
+
+def _reserved(sequences: Seq[Sequence], room: int, branching: bool, page_size: int) -> list[int]:
+    """The number of tokens of each row for which `begin` reserves pages."""
+    if not branching:
+        return [s.request.max_len for s in sequences]
+    if len({len(s.tokens) % page_size for s in sequences}) == 1:  # all rows reach the ends of their pages in the same steps
+        return [(pages_for(len(s.tokens) + room, page_size) + 1) * page_size for s in sequences]
+    return [(pages_for(len(s.tokens), page_size) + room + 1) * page_size for s in sequences]
+
+
+def _filled(model: Model, state: EngineState, sequences: Seq[Sequence]) -> tuple[EngineState, list[Sequence]]:
+    """Run all tokens but the last of each sequence. With branches a sequence may have more pages than a step's page tables are wide."""
+    size = state.config.page_size
+    state, filled = fill(model, state, [_first_pages(s, pages_for(len(s.tokens), size)) for s in sequences], keep_back=1)
+    return state, [done.with_pages(s.pages, done.num_filled) for done, s in zip(filled, sequences, strict=True)]
+
+
+def _first_pages(sequence: Sequence, count: int) -> Sequence:
+    """The sequence with the first `count` of its pages."""
+    if count == len(sequence.pages):
+        return sequence
+    return sequence.with_pages(IntVector.of(sequence.pages.array(0, count)), sequence.num_filled)
+
+
+def _branches(state: EngineState, sequences: Seq[Sequence], carry: DecodeCarry) -> Branches:
+    """What `split_rows` needs for these sequences, whose last pages are spare."""
+    device, frames = carry.active.device, state.pool.frames
+    spare = np.array([s.pages[-1] for s in sequences], np.int32)
+    by_page = [] if frames is not None and frames.alone else [spare]
+    by_frame = [] if frames is None else [frames.of(spare)]
+    return Branches(
+        origins=torch.arange(len(sequences), dtype=torch.int32, device=device),
+        spares=tuple(torch.from_numpy(pages).to(device) for pages in (*by_page, *by_frame)),
+        ran=torch.tensor(0, dtype=torch.int32, device=device),
+        num_splits=torch.tensor(0, dtype=torch.int32, device=device),
+    )
+
+
+def _branched(state: EngineState, session: Session, carry: DecodeCarry, branches: Branches) -> tuple[list[Sequence], Pool]:
+    """The sequences as `split_rows` has left them, each the owner of its pages, and the pool without the pages that no row needs."""
+    tables, frames = carry.batch.page_tables.cpu().numpy(), state.pool.frames
+    if frames is not None and frames.alone:
+        held = np.unique(np.concatenate([s.pages.array() for s in session.sequences]))
+        page_of = dict(zip(frames.of(held).tolist(), held.tolist(), strict=True))
+        tables = np.array([[page_of.get(frame, -1) for frame in row] for row in tables.tolist()], np.int32)
+    counts = -(-carry.batch.seq_lens.cpu().numpy() // state.config.page_size)
+    pool, sequences = state.pool, []
+    for row, (origin, count) in enumerate(zip(branches.origins.tolist(), counts.tolist(), strict=True)):
+        base = session.sequences[origin]
+        pages = IntVector.of(np.ascontiguousarray(tables[row, :count]))
+        sequences.append(base.with_pages(pages, base.num_filled))
+        pool = pools.acquire(pool, pages)
+    for sequence in session.sequences:
+        pool = pools.release(pool, sequence.pages)
+    return sequences, pool
+
+
+def _logprobs(log: TokenLog, row: int, token_ids: list[int]) -> list[TokenLogprobs] | None:
+    """The log-probabilities of a row's tokens, or None if no row asked for them."""
+    if log.logprobs is None:
+        return None
+    values = log.logprobs[row, : len(token_ids)].tolist()
+    return [TokenLogprobs(token_id=token, logprob=value) for token, value in zip(token_ids, values, strict=True)]
+
+
+def _with_sampled(sequence: Sequence, tokens: np.ndarray, going: int, *, split: bool) -> tuple[Sequence, str]:
+    """The sequence with its sampled tokens up to the first that ends it, and the finish reason. `going` is 0 if the row was stopped.
+
+    All tokens except the newest are filled. In a session whose rows were split, the newest is filled as well if a later step ran it: its
+    page may be shared since.
+    """
+    reason, filled = None, sequence.num_filled
+    for place, token in enumerate(tokens.tolist()):
+        if token < 0:  # the row was stopped before this step
+            break
+        stops = sequence.stops and scan(sequence.stops, token, sequence.request.sampling.stop)
+        filled = len(sequence.tokens) + (split and place + 1 < len(tokens))
+        sequence = replace(sequence, tokens=sequence.tokens.append(token), stops=stops)
+        if (reason := finish_reason(sequence, token)) is not None:
+            break
+    sequence = replace(sequence, num_filled=filled, most_filled=max(filled, sequence.most_filled))
+    return sequence, reason or ("length" if going else "stop")
