@@ -2,11 +2,11 @@
 
     python benchmarks/embed.py --model qwen3-0.6b --output benchmarks/results/h200-embed.json
 
-For each number of rows it measures a step of `generate_many`, and a step of `decode_step` called as it is, in
-`torch.compile(fullgraph=True)`, in `torch.compile(mode="reduce-overhead")`, and captured by `capture`. `compile_*` is the time of the first
-two calls of a compiled step, and `capture_*` the time of the capture. `loop_*` is a step of `decode_loop`, and `beam_*` a step of a beam
-search with the rows as beams. Prompts have 128 tokens. Steps that the caller runs are timed one by one, between two synchronisations, and
-the medians are given.
+For each number of rows it measures a step of `generate_many`, as it is and with `process_logits` (`mixed_*`). Then it measures a step of
+`decode_step`: called as it is, in `torch.compile(fullgraph=True)`, in `torch.compile(mode="reduce-overhead")`, and captured by `capture`.
+`compile_*` is the time of the first two calls of a compiled step, and `capture_*` the time of the capture. `loop_*` is a step of
+`decode_loop`, and `beam_*` a step of a beam search with the rows as beams. Prompts have 128 tokens. Steps that the caller runs are timed
+one by one, between two synchronisations, and the medians are given.
 """
 
 import argparse
@@ -54,9 +54,8 @@ def measured(model: nv.Model, state: nv.EngineState, rows: int) -> tuple[nv.Engi
     """The figures of one number of rows."""
     greedy, found = nv.SamplingParams(temperature=0, max_tokens=REPLY, ignore_eos=True), dict[str, float]()
     for start in (0, 3000):  # the first call loads kernels
-        begin = time.perf_counter()
-        state, _ = nv.generate_many(model, state, prompts(rows, start), greedy)
-        found[f"engine_b{rows}_ms"] = round(1e3 * (time.perf_counter() - begin) / REPLY, 3)
+        found[f"engine_b{rows}_ms"], state = replies(model, state, prompts(rows, start), greedy)
+        found[f"mixed_b{rows}_ms"], state = replies(model, state, prompts(rows, start + 900), greedy, process_logits=mixed)
     state, carry = nv.begin(model, state, prompts(rows, 6000), greedy, room=EAGER + COMPILED + 2)
 
     def eager(carry: nv.DecodeCarry) -> nv.DecodeCarry:
@@ -80,6 +79,19 @@ def measured(model: nv.Model, state: nv.EngineState, rows: int) -> tuple[nv.Engi
         found |= {f"{key}_b{rows}_{unit}": value for (key, unit), value in made.items()}
         state, _ = nv.commit(model, state, carry)
     return state, found
+
+
+def replies(model: nv.Model, state: nv.EngineState, contexts: list[list[int]], *options: Any, **more: Any) -> tuple[float, nv.EngineState]:
+    """The milliseconds per step of whole replies, their prompts included, and the state."""
+    begin = time.perf_counter()
+    state, _ = nv.generate_many(model, state, contexts, *options, **more)
+    return round(1e3 * (time.perf_counter() - begin) / REPLY, 3), state
+
+
+def mixed(logits: torch.Tensor) -> torch.Tensor:
+    """Each two neighbouring rows get the mean of both, as in classifier-free guidance. A row without a neighbour keeps its logits."""
+    pairs = logits[: len(logits) // 2 * 2].unflatten(0, (-1, 2))
+    return torch.cat((pairs.mean(1, keepdim=True).expand_as(pairs).flatten(0, 1), logits[pairs.shape[0] * 2 :]))
 
 
 def reduced(model: nv.Model, state: nv.EngineState, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, dict[tuple[str, str], float]]:

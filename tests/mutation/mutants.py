@@ -356,6 +356,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "chunks/session.py",
         SESSION,
         ("a session's last room is refused", "if len(sequence.tokens) + room > limit:", "if len(sequence.tokens) + room >= limit:"),
+    ),
+    *bugs(
+        "chunks/session_rows.py",
+        SESSION,
         (
             "a filled context without steps is not reused",
             "reused = 0 if num_steps else sum(s.todo == 0 for s in sequences)",
@@ -687,7 +691,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "entrypoints/llm.py",
         LLM,
-        ("a chat thinks always", "self.chat_tokens(messages, enable_thinking=enable_thinking)]", "self.chat_tokens(messages)]"),
+        (
+            "a chat thinks always",
+            "tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)",
+            "tokens = self.chat_tokens(messages)",
+        ),
         ("an LLM has one seed", "            seed=seed,\n", ""),
         (
             "an LLM loads for the usual length",

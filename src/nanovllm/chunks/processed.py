@@ -1,8 +1,7 @@
 """`generate_many` with a function between logits and samples: the contexts are the rows of one batch from the first step to the last."""
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.loop import Rows
 from nanovllm.chunks.session_rows import closed, opened
 from nanovllm.engine.output import scan
-from nanovllm.executor.capture import capture
 from nanovllm.executor.decode import DecodeCarry, decode_step, donated
 from nanovllm.executor.executor import executor_of
 from nanovllm.models.model import Model
@@ -19,6 +17,7 @@ from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.pool import Taken
 from nanovllm.state.request import Sequence
+from nanovllm.types import Tensor
 
 SCANNED = 16  # steps between two searches for stop strings
 
@@ -31,38 +30,50 @@ def processed(
     A row that has ended stays in the batch, so that the processor sees the same rows in every step. On a GPU the step, with the processor,
     is one CUDA graph, which stops rows by itself.
     """
-    ticket = state.next_id
+    executor, ticket = executor_of(state), state.next_id
     state, session, carry = opened(model, state, sequences, taken, processor=processor)
+    lease = None if carry.log is None else carry.log.lease
     try:
-        step, stops = _step(model, sequences, model.device), [s for s in sequences if s.stops is not None]
-        step = capture(step, carry) if carry.active.is_cuda else step
-        rows = Rows()
+        inputs, stops = _ends(sequences, model.device), any(s.stops is not None for s in sequences)
+        step, rows = executor.captured(_Step(model), carry, *inputs), Rows()
         for count in range(1, session.room + 1):
-            carry = step(carry)
+            carry = step(carry, *inputs)
             if stops and count % SCANNED == 0:
                 carry = _without_ended(carry, sequences, count)
             if rows.all_stopped(carry, count):
                 break
         return closed(model, state, session, carry)
     finally:
-        executor_of(state).end(ticket)
+        executor.end(ticket)
+        if lease is not None:
+            lease.committed = True  # the graph may take the next call's carry
 
 
-def _step(model: Model, sequences: Seq[Sequence], device: torch.device) -> Callable[[DecodeCarry], DecodeCarry]:
-    """One decode step, after which rows stop that have sampled an end token or reached their length."""
-    params, config = model.params, model.config
-    most = max(1, *(len(s.request.stop_ids) for s in sequences))
-    padded = [[*s.request.stop_ids, *[-1] * (most - len(s.request.stop_ids))] for s in sequences]
-    ends = torch.tensor(padded, dtype=torch.int32, device=device)
-    limits = torch.tensor([s.request.max_len - len(s.tokens) for s in sequences], dtype=torch.int32, device=device)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """One decode step, after which rows stop that have sampled an end token or reached their length. Equal for the same model."""
 
-    def step(carry: DecodeCarry) -> DecodeCarry:
-        carry, out = decode_step(params, carry, config)
+    model: Model
+
+    def __call__(self, carry: DecodeCarry, ends: Tensor, limits: Tensor) -> DecodeCarry:
+        carry, out = decode_step(self.model.params, carry, self.model.config)
         assert carry.log is not None
         over = (out.token_ids.unsqueeze(1) == ends).any(1) | (carry.log.num_steps >= limits)
         return replace(carry, active=donated(carry.active, torch.where(over, 0, carry.active)))
 
-    return step
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Step) and other.model is self.model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+
+def _ends(sequences: Seq[Sequence], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each row its end tokens, padded with -1, and the most tokens of its reply."""
+    most = max(1, *(len(s.request.stop_ids) for s in sequences))
+    padded = [[*s.request.stop_ids, *[-1] * (most - len(s.request.stop_ids))] for s in sequences]
+    limits = [s.request.max_len - len(s.tokens) for s in sequences]
+    return torch.tensor(padded, dtype=torch.int32, device=device), torch.tensor(limits, dtype=torch.int32, device=device)
 
 
 def _without_ended(carry: DecodeCarry, sequences: Seq[Sequence], count: int) -> DecodeCarry:

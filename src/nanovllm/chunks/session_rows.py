@@ -61,7 +61,7 @@ def opened(
     note(log, 0)
     carry = replace(carry, log=log)
     if processor is not None:
-        width = max(len(s.tokens) for s in sequences) + room + 1
+        width = 1 << (max(len(s.tokens) for s in sequences) + room).bit_length()  # few widths, so that a graph serves many calls
         tokens = tokens_of([s.tokens.array() for s in sequences], width, device)
         processing = processing_of(processor, first_carried(processor, tokens))
         carry = replace(carry, processing=(processing,), token_ids=tokens.token_ids)
@@ -154,7 +154,8 @@ def _branched(state: EngineState, session: Session, carry: DecodeCarry, branches
         held = np.unique(np.concatenate([s.pages.array() for s in session.sequences]))
         page_of = dict(zip(frames.of(held).tolist(), held.tolist(), strict=True))
         tables = np.array([[page_of.get(frame, -1) for frame in row] for row in tables.tolist()], np.int32)
-    counts = -(-carry.batch.seq_lens.cpu().numpy() // state.config.page_size)
+    held = np.isin(tables, np.concatenate([s.pages.array() for s in session.sequences])).sum(1)  # the rest of a table is padding
+    counts = np.minimum(-(-carry.batch.seq_lens.cpu().numpy() // state.config.page_size), held)
     pool, sequences = state.pool, []
     for row, (origin, count) in enumerate(zip(branches.origins.tolist(), counts.tolist(), strict=True)):
         base = session.sequences[origin]

@@ -20,7 +20,7 @@ def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: floa
         request=sequence.request, tokens=sequence.tokens.append(token), pages=sequence.pages, num_filled=filled,
         most_filled=max(filled, sequence.most_filled), num_cached=sequence.num_cached, first_token=sequence.first_token or now,
         logprobs=logprobs, stops=stops, provenance=sequence.provenance, exact_len=sequence.exact_len, gaps=sequence.gaps,
-        retired=sequence.retired,
+        retired=sequence.retired, carried=drawn.carried_of(sequence, row),
     )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """The requests of an engine: `submit` and `submit_many` queue them, `cancel` drops them; sequences, capacity and seeds of requests."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config, validate_for
+from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk, offset_after
 from nanovllm.state.engine_state import EngineState
@@ -24,7 +27,14 @@ from nanovllm.tokenizer.tokenizer import Detokenizer
 
 
 @explain_unknown_keywords
-def submit(model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None = None) -> tuple[EngineState, int]:
+def submit(
+    model: Model,
+    state: EngineState,
+    context: Context,
+    sampling_params: SamplingParams | None = None,
+    *,
+    process_logits: LogitsProcessor | Callable[..., Any] | None = None,
+) -> tuple[EngineState, int]:
     """Queue a request, to be run by calls of `step`.
 
     Donates `state`.
@@ -34,6 +44,10 @@ def submit(model: Model, state: EngineState, context: Context, sampling_params: 
         state: The newest state of the engine.
         context: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
         sampling_params: The options. None: the model's `generation_config`.
+        process_logits: A pure function from the logits `[B, V]`, or from the logits and a `TokensSoFar`, to the logits to sample from; or
+            a `LogitsProcessor`. The rows of a step come and go, so it must treat each row by itself. The rows of other requests that it
+            gets are ignored. Pass the same function for many requests: they share one call per step. On a GPU it becomes part of the
+            step's CUDA graph.
 
     Returns:
         The next state, and the request's id.
@@ -55,7 +69,7 @@ def submit(model: Model, state: EngineState, context: Context, sampling_params: 
         '! How can I help you?'
     """
     state = enter_with(model, state)
-    state, sequence, _ = new_sequence(model, state, context, sampling_params)
+    state, sequence, _ = new_sequence(model, state, context, sampling_params, process_logits=as_processor(process_logits))
     if sequence.pages.length:
         state = replace(state, pool=pools.acquire(state.pool, sequence.pages, sequence.retired))
     return commit_state(state, waiting=state.waiting.push(sequence)), sequence.request.request_id
@@ -96,7 +110,13 @@ def cancel(state: EngineState, request_id: int) -> EngineState:
 
 
 def new_sequence(
-    model: Model, state: EngineState, context: Context, sampling_params: SamplingParams | None, *, keep: bool = False
+    model: Model,
+    state: EngineState,
+    context: Context,
+    sampling_params: SamplingParams | None,
+    *,
+    keep: bool = False,
+    process_logits: LogitsProcessor | None = None,
 ) -> tuple[EngineState, Sequence, Chunk | None]:
     """A sequence for a context, with the next request id, and its base chunk.
 
@@ -125,6 +145,7 @@ def new_sequence(
         stop_ids=frozenset((*ends, *params.stop_token_ids)),
         arrival=time.perf_counter(),
         keep=keep,
+        process_logits=process_logits,
     )
     if params.stop and model.tokenizer is None:
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, but this model has none: use stop_token_ids")
@@ -174,12 +195,19 @@ def request_seed(seed: int, request_id: int) -> int:
 
 
 def submit_many(
-    model: Model, state: EngineState, contexts: Seq[Context], sampling_params: Seq[SamplingParams | None], *, keep: bool = False
+    model: Model,
+    state: EngineState,
+    contexts: Seq[Context],
+    sampling_params: Seq[SamplingParams | None],
+    *,
+    keep: bool = False,
+    process_logits: LogitsProcessor | None = None,
 ) -> tuple[EngineState, list[int]]:
     """Queue a request for each context and return their ids in order. If one is invalid, none is queued.
 
     Args:
         keep: Whether a request that ends keeps its pages until `detach`.
+        process_logits: The function between logits and samples of all of them.
 
     Raises:
         InvalidRequestError: As in `submit`; the message names the prompt's index.
@@ -188,7 +216,7 @@ def submit_many(
     ids = []
     for place, (context, params) in enumerate(zip(contexts, sampling_params, strict=True)):
         try:
-            state, sequence, _ = new_sequence(model, state, context, params, keep=keep)
+            state, sequence, _ = new_sequence(model, state, context, params, keep=keep, process_logits=process_logits)
         except NanoVLLMError as error:
             raise (error if len(contexts) == 1 else type(error)(f"prompt {place}: {error}")) from None
         if sequence.pages.length:

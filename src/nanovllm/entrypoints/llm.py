@@ -1,7 +1,7 @@
 """`LLM`: an object for programs that only need text. It holds the only mutable variable of the package, `LLM.state`."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
+from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.messages import render
@@ -160,7 +161,11 @@ class LLM:
 
     @explain_unknown_keywords
     def generate(
-        self, prompts: Any, sampling_params: SamplingParams | list[SamplingParams | None] | tuple[SamplingParams | None, ...] | None = None
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | list[SamplingParams | None] | tuple[SamplingParams | None, ...] | None = None,
+        *,
+        process_logits: LogitsProcessor | Callable[..., Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate replies to one prompt or to a list of prompts, as a batch.
 
@@ -169,6 +174,8 @@ class LLM:
         Args:
             prompts: A text, token ids or a chunk; or a list of prompts. In a list, a prompt may also be a list of parts.
             sampling_params: Options for all prompts, or a list with one per prompt. None: the model's `generation_config`.
+            process_logits: A function between the logits and the sample of all prompts, as in `submit`. To mix the rows of several prompts,
+                use `nv.generate_many`.
 
         Returns:
             One output per prompt, in the same order.
@@ -194,7 +201,7 @@ class LLM:
         ids: list[int] = []
         try:
             with uninterrupted():
-                ids = self._submit(contexts, params)
+                ids = self._submit(contexts, params, as_processor(process_logits))
             with bar(len(ids), "generate", "reply") as shown:
                 waited = set(ids)
                 while waited:
@@ -207,7 +214,13 @@ class LLM:
             self._forget(ids)
 
     @explain_unknown_keywords
-    def stream(self, prompt: Context, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Context,
+        sampling_params: SamplingParams | None = None,
+        *,
+        process_logits: LogitsProcessor | Callable[..., Any] | None = None,
+    ) -> Iterator[Piece]:
         """Generate the reply to one prompt piece by piece.
 
         Streams and calls of `generate` may be interleaved. The request is queued when the first piece is read. It is cancelled when the
@@ -216,6 +229,7 @@ class LLM:
         Args:
             prompt: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
             sampling_params: The options. None: the model's `generation_config`.
+            process_logits: A function between the logits and the sample, as in `submit`.
 
         Returns:
             An iterator of pieces. Their texts together are the text that `generate` returns.
@@ -234,10 +248,17 @@ class LLM:
         """
         new_sequence(self.model, enter(self.state), prompt, sampling_params)  # only raises errors; nothing is committed
         params = from_generation_config(self.model.generation_config) if sampling_params is None else sampling_params
-        return self._pieces(prompt, params)
+        return self._pieces(prompt, params, as_processor(process_logits))
 
     @explain_unknown_keywords
-    def chat(self, messages: Any, sampling_params: SamplingParams | None = None, *, enable_thinking: bool = True) -> RequestOutput:
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        enable_thinking: bool = True,
+        process_logits: LogitsProcessor | Callable[..., Any] | None = None,
+    ) -> RequestOutput:
         """Generate the reply to a conversation.
 
         The model's chat template makes the prompt. Earlier messages are found in the prefix index and do not run again.
@@ -246,6 +267,7 @@ class LLM:
             messages: A list of `{"role": "system" | "user" | "assistant", "content": text}`.
             sampling_params: The options. None: the model's `generation_config`.
             enable_thinking: False asks the chat template for a reply without a think block.
+            process_logits: A function between the logits and the sample, as in `submit`.
 
         Returns:
             The output.
@@ -262,7 +284,8 @@ class LLM:
             >>> llm.chat(messages, greedy, enable_thinking=False).text
             'Hello! How can I help you?'
         """
-        return self.generate([self.chat_tokens(messages, enable_thinking=enable_thinking)], sampling_params)[0]
+        tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)
+        return self.generate([tokens], sampling_params, process_logits=process_logits)[0]
 
     @explain_unknown_keywords
     def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:
@@ -289,13 +312,13 @@ class LLM:
         """
         return render(self.model.tokenizer, messages, enable_thinking=enable_thinking)
 
-    def _pieces(self, prompt: Context, params: SamplingParams) -> Iterator[Piece]:
+    def _pieces(self, prompt: Context, params: SamplingParams, processor: LogitsProcessor | None) -> Iterator[Piece]:
         """The pieces of a reply, read from the state, so that steps of other calls count too."""
         ids: list[int] = []
         text, seen = TextStream.of(self.tokenizer, params.stop), 0
         try:
             with uninterrupted():
-                ids = self._submit([prompt], [params])
+                ids = self._submit([prompt], [params], processor)
             while True:
                 output = self.inbox.get(ids[0])
                 if output is not None:
@@ -312,9 +335,9 @@ class LLM:
         finally:
             self._forget(ids)
 
-    def _submit(self, contexts: list[Context], params: list[SamplingParams | None]) -> list[int]:
+    def _submit(self, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> list[int]:
         """Queue requests and enter them in the inbox."""
-        self.state, ids = submit_many(self.model, self.state, contexts, params)
+        self.state, ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
         self.inbox = self.inbox.update(dict.fromkeys(ids))
         return ids
 

@@ -1,7 +1,7 @@
 """Builds the tensors of a step from the sequences that it runs. Padding rows own the dummy page."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -149,6 +149,22 @@ def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int, dummy
         page_counts=pad(host.page_counts, 1),
         frame_tables=None if host.frame_tables is None else pad(host.frame_tables, dummy_frame),
         frame_slots=None if host.frame_slots is None else pad(host.frame_slots, dummy_frame * page_size),
+    )
+
+
+def widened(host: HostBatch, *, dummy_page: int, frames: Frames | None = None) -> HostBatch:
+    """A decode batch whose page tables have a power of two of columns, at least 8, so that few widths occur."""
+    width = host.page_tables.shape[1]
+    extra = max(8, 1 << (width - 1).bit_length()) - width
+
+    def wide(table: np.ndarray, dummy: int) -> np.ndarray:
+        return np.pad(table, ((0, 0), (0, extra)), constant_values=dummy)
+
+    own = host.frame_tables
+    return replace(
+        host,
+        page_tables=wide(host.page_tables, first_dummy(dummy_page, frames)),
+        frame_tables=None if own is None or frames is None else wide(own, frames.num_frames),
     )
 
 

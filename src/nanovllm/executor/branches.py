@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import torch
-from torch.utils import _pytree as pytree
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.decode import Branches, DecodeCarry, donated, note, require_carry, require_fresh
 from nanovllm.ops.kv_cache.copy_pages import copy_pages
+from nanovllm.sampling.process_logits import mapped
 from nanovllm.sampling.tensors import Penalties
 from nanovllm.types import Float32, Int32, Int64, Tensor, brief
 
@@ -92,7 +92,7 @@ def split_rows(
         ),
         active=donated(carry.active, carry.active[rows]),
         sampling=replace(carry.sampling, penalties=penalties),
-        processing=tuple(replace(one, carried=pytree.tree_map(follow, one.carried)) for one in carry.processing),
+        processing=tuple(replace(one, carried=mapped(follow, one.carried)) for one in carry.processing),
         token_ids=None if carry.token_ids is None else donated(carry.token_ids, _placed(carry.token_ids[rows], seq_lens, newest)),
         log=replace(
             log,

@@ -80,7 +80,7 @@ class Captured:
     """A graph, the carry whose memory it reads and writes, and the memory of its other inputs and of its results."""
 
     def __init__(self, function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> None:
-        self._device, self._carry, self._spec = carry.active.device, carry, _structure(carry)
+        self._device, self._function, self._carry, self._spec = carry.active.device, function, carry, _structure(carry)
         leaves, self._inputs_spec = pytree.tree_flatten(inputs)
         self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._leaves = _moving(carry)
@@ -133,6 +133,13 @@ class Captured:
         note(_log(after), num_steps + self._advanced)
         return after if self._whole else (after, *pytree.tree_unflatten(rest, self._rest_spec))
 
+    def fits(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> bool:
+        """Whether this is a graph of the function for carries and inputs of these shapes, and no session uses it now."""
+        given, spec = pytree.tree_flatten(inputs)
+        free = self._lease is None or self._lease.committed
+        alike = function == self._function and spec == self._inputs_spec and _structure(carry) == self._spec
+        return free and alike and _shapes(_moving(carry)) == _shapes(self._leaves) and _shapes(given) == _shapes(self._inputs)
+
     def _owns(self, carry: DecodeCarry) -> bool:
         """Whether all tensors of this carry are in the memory of the graph."""
         own, log, mine = self._carry, _log(carry), _log(self._carry)
@@ -143,7 +150,7 @@ class Captured:
     def _take(self, carry: DecodeCarry) -> None:
         """Copy the tensors of a carry into the memory of the graph, except those that are there."""
         leaves = _moving(carry)
-        if _structure(carry) != self._spec or any(one.shape != other.shape for one, other in zip(leaves, self._leaves, strict=True)):
+        if _structure(carry) != self._spec or _shapes(leaves) != _shapes(self._leaves):
             raise InvalidRequestError(f"{carry!r} has other shapes, options or plans than the captured carry: capture the function again")
         if not all(map(_same, carry.kv.pools, self._carry.kv.pools)):
             raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
@@ -295,6 +302,10 @@ def _require_nothing_kept(function: Callable[..., Any], pool: Any, results: list
             f"{_name(function)} keeps {kept} bytes that it allocated, in a list for example, and every replay overwrites them: "
             "return such tensors"
         )
+
+
+def _shapes(tensors: list[Any]) -> list[Any]:
+    return [(tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
 
 
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:

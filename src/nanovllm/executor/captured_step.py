@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn
-from nanovllm.models.common.batch import Batch
 from nanovllm.sampling import tensors
+from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.types import Tensor
 
 RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # the results of a step that the host fetches
@@ -22,11 +23,12 @@ Way = Literal["fused", "planned", "shared"]  # by `rope_attend`, by FlashInfer's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """The key of a captured graph: its number of rows, its sampling features, and its way to attend."""
+    """The key of a captured graph: its number of rows, its sampling features, its way to attend, and the functions before sampling."""
 
     size: int
     features: tensors.Features
     way: Way
+    processors: tuple[LogitsProcessor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,9 +76,10 @@ class CapturedStep:
         return self.fetched
 
 
-def moving_tensors(batch: Batch) -> list[Tensor]:
+def moving_tensors(carry: DecodeCarry) -> list[Tensor]:
     """The tensors that a step updates in place for the next step."""
-    return [*(getattr(batch, name) for name in MOVED), *(() if batch.windowed is None else (batch.windowed.slots,))]
+    batch, carried = carry.batch, pytree.tree_leaves([one.carried for one in carry.processing if one.carried is not None])
+    return [*(getattr(batch, name) for name in MOVED), *(() if batch.windowed is None else (batch.windowed.slots,)), *carried]
 
 
 @contextmanager

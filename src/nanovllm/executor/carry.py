@@ -10,8 +10,10 @@ from torch.utils import _pytree as pytree
 from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.row_processing import kept, process_rows, with_processing
 from nanovllm.models.model import Model
 from nanovllm.sampling import sampler, tensors
+from nanovllm.sampling.process_logits import Processing
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.types import Tensor
@@ -30,12 +32,13 @@ def decode_carry(
         plan: The handle of the attention plan.
         windowed_plan: The handle for layers with a sliding window. None: `plan` serves all layers.
     """
-    return DecodeCarry(
+    carry = DecodeCarry(
         kv=kv,
         batch=to_device(host, model.device, plan, plan if windowed_plan is None else windowed_plan),
         sampling=sampling_of(rows, model),
         active=torch.ones(len(rows), dtype=torch.int32, device=model.device),
     )
+    return with_processing(carry, rows)
 
 
 def for_a_session(carry: DecodeCarry, forward: Forward | None) -> DecodeCarry:
@@ -86,10 +89,11 @@ def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) ->
     if not whole:
         return None
     positions = torch.tensor([s.tokens.length for s in whole], dtype=torch.int32, device=logits.device)
-    return to_host(sampler.sample(logits, sampling_of(whole, model), positions))
+    logits, processing = process_rows(logits, whole)
+    return to_host(sampler.sample(logits, sampling_of(whole, model), positions), kept(processing))
 
 
-def to_host(out: "DecodeOutput | sampler.Sampled") -> Drawn:
+def to_host(out: "DecodeOutput | sampler.Sampled", processing: tuple[Processing, ...] = ()) -> Drawn:
     """Wait for a step's results, and copy them to the host."""
 
     def fetch(tensor: Tensor | None) -> np.ndarray | None:
@@ -100,4 +104,5 @@ def to_host(out: "DecodeOutput | sampler.Sampled") -> Drawn:
         logprobs=fetch(out.logprobs),
         top_ids=fetch(out.top_ids),
         top_logprobs=fetch(out.top_logprobs),
+        processing=processing,
     )

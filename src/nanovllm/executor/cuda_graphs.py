@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import BrokenInvariantError
@@ -18,6 +19,7 @@ from nanovllm.executor.captured_step import MOVED, CapturedStep, StepKind, Way, 
 from nanovllm.executor.cascade_policy import Cascades, own_runs
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
 from nanovllm.executor.executor import Forward
+from nanovllm.executor.row_processing import processors_of, row_processing
 from nanovllm.executor.run_ahead import retire
 from nanovllm.models.common.batch import Batch, Windowed
 from nanovllm.models.common.params import Params
@@ -26,8 +28,10 @@ from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.sampling import tensors
+from nanovllm.sampling.process_logits import LogitsProcessor, tokens_of
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool_sizes import dummies
+from nanovllm.state.request import Sequence
 from nanovllm.types import Int64, Tensor
 
 GREEDY = tensors.Features()
@@ -88,28 +92,40 @@ class StepGraphs:
         self._fused, self._cuts, self._warm = fused, cuts, warm
         self._fused_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
+        self._token_ids: Tensor | None = None
+        self._max_tokens = limits.max_model_len
         self.usual, self._recent = tuple(usual), []
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # one for all: memory cached for a stream serves no other
 
-    def load(self, kv: KVState, host: HostBatch, drawing: Seq[tensors.Row], features: tensors.Features) -> CapturedStep:
+    def load(
+        self,
+        kv: KVState,
+        host: HostBatch,
+        drawing: Seq[tensors.Row],
+        features: tensors.Features,
+        processed: Seq[Sequence] = (),
+    ) -> CapturedStep:
         """Return a step that is ready to be replayed over these rows, captured now if it is new.
 
-        `drawing` are the rows that `tensors.build` takes; greedy `features` do not read them.
+        `drawing` are the rows that `tensors.build` takes; greedy `features` do not read them. `processed` are the sequences of the rows if
+        some of them have a function between logits and samples.
         """
         rows = len(host.input_ids)
         size = self.size(rows)
         host = padded(host, size, **self._layout)
-        kind = StepKind(size=size, features=features, way=self._follow(host))
+        kind = StepKind(size=size, features=features, way=self._follow(host), processors=processors_of(processed))
         if kind not in self._steps:
             self.capture(kv, kind)
             self._follow(host)
         step = self._steps[kind]
-        self._note_use(features)
+        self._note_use(features, kind.processors)
         self._fill(step.carry, host, rows)
         if features != GREEDY:
             sampling = tensors.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
             tensors.copy_into(step.carry.sampling, sampling)
+        if kind.processors:
+            self._fill_processing(step.carry, processed)
         return step
 
     def refresh(self, step: CapturedStep, host: HostBatch) -> bool:
@@ -190,12 +206,23 @@ class StepGraphs:
         self._decode_plan(size).update(host)
         return "planned"
 
-    def _note_use(self, features: tensors.Features) -> None:
-        """Free the rare graphs whose sampling features were used least recently."""
-        self._recent = [f for f in self._recent if f != features] + ([] if features in self.usual else [features])
+    def _note_use(self, features: tensors.Features, processors: tuple[LogitsProcessor, ...]) -> None:
+        """Free the rare graphs whose sampling features and processors were used least recently."""
+        used = features, processors
+        self._recent = [f for f in self._recent if f != used] + ([] if features in self.usual and not processors else [used])
         for old in self._recent[:-RARE_FEATURES]:
-            self._steps = {kind: step for kind, step in self._steps.items() if kind.features != old}
+            self._steps = {kind: step for kind, step in self._steps.items() if (kind.features, kind.processors) != old}
         self._recent = self._recent[-RARE_FEATURES:]
+
+    def _fill_processing(self, carry: DecodeCarry, rows: Seq[Sequence]) -> None:
+        """Copy the tokens of the rows, and what their processors carry, into the static buffers of a carry."""
+        assert carry.token_ids is not None
+        table = tokens_of([s.tokens.array() for s in rows], max(s.tokens.length for s in rows), self._device).token_ids
+        carry.token_ids[: table.shape[0], : table.shape[1]].copy_(table)
+        fresh = row_processing(rows, [one.processor for one in carry.processing], self._device, pad_to=len(carry.active))
+        for old, new in zip(pytree.tree_leaves(carry.processing), pytree.tree_leaves(fresh), strict=True):
+            if isinstance(old, Tensor):
+                old.copy_(new)
 
     def _decode_plan(self, size: int) -> DecodePlans:
         assert self._attention is not None
@@ -265,12 +292,21 @@ class StepGraphs:
             batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[0][:size], plan=first, windowed=windowed),
             sampling=tensors.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
             active=active,
+            processing=row_processing([], kind.processors, self._device, pad_to=size),
+            token_ids=self._tokens()[:size] if kind.processors else None,
         )
+
+    def _tokens(self) -> Tensor:
+        """The memory for the tokens of all rows, which steps with processors read. Most engines never need it."""
+        if self._token_ids is None:
+            shape = self.sizes[-1], self._max_tokens + 1
+            self._token_ids = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._token_ids
 
     def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
         """Run one decode step, and write the changed tensors back into the carry's memory."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
-        torch._foreach_copy_(moving_tensors(carry.batch), moving_tensors(after.batch))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(moving_tensors(carry), moving_tensors(after))  # pyright: ignore[reportPrivateImportUsage]
         return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all logits in memory
 
 

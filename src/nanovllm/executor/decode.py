@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from nanovllm import models
 from nanovllm.config import ModelConfig
@@ -17,7 +16,7 @@ from nanovllm.errors import DonatedStateError, InvalidRequestError
 from nanovllm.executor.session_lease import SessionLease
 from nanovllm.models.common.batch import Batch
 from nanovllm.ops.elementwise.decode_rows import next_places
-from nanovllm.sampling.process_logits import Processing, TokensSoFar, process
+from nanovllm.sampling.process_logits import Processing, TokensSoFar, mapped, process
 from nanovllm.sampling.sampler import Sampled, record, sample
 from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState
@@ -223,7 +222,7 @@ def _processed(carry: DecodeCarry, logits: Tensor) -> tuple[DecodeCarry, Tensor]
     assert carry.token_ids is not None
     before = carry.processing
     logits, after = process(logits, TokensSoFar(token_ids=carry.token_ids, lengths=carry.batch.seq_lens), before)
-    carried = [pytree.tree_map(donated, old.carried, new.carried) for old, new in zip(before, after, strict=True)]
+    carried = [mapped(donated, old.carried, new.carried) for old, new in zip(before, after, strict=True)]
     return replace(carry, processing=tuple(replace(old, carried=new) for old, new in zip(before, carried, strict=True))), logits
 
 

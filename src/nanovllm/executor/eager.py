@@ -1,7 +1,9 @@
 """`EagerExecutor`: steps as plain function calls, as on a CPU."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_
 from nanovllm.executor.cascade_policy import Cascades
 from nanovllm.executor.decode import DecodeCarry, decode_step
 from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.row_processing import kept
 from nanovllm.executor.scoring import asked_logprobs, score_batch
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
@@ -71,7 +74,7 @@ class EagerExecutor:
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
         """Donates `carry`. Run the step and wait for its results."""
         carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
-        return carry, to_host(out)
+        return carry, to_host(out, kept(carry.processing))
 
     def take_discarded_count(self) -> int:
         """Return 0: this executor never runs ahead."""
@@ -97,6 +100,10 @@ class EagerExecutor:
     def end(self, ticket: int) -> None:
         """Drop the plan of this session."""
         self._sessions.pop(ticket, None)
+
+    def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
+        """The function as it is."""
+        return function
 
     def _prompts(self, model: Model, kv: KVState, host: HostBatch) -> tuple[Tensor, KVState]:
         plan = 0 if self._cascades is None else self._cascades.prompts(host)

@@ -7,13 +7,15 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.row_processing import CarriedRow, carried_rows
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
+from nanovllm.sampling.process_logits import Processing
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Lease
@@ -33,12 +35,16 @@ class Drawn:
         logprobs: Their log-probabilities, `[R]`, or None.
         top_ids: The k most probable tokens, `[R, k]`, or None.
         top_logprobs: The log-probabilities of `top_ids`, `[R, k]`, or None.
+        processing: The processors that carry tensors, as they are after the step. Row r of the results is their row `rows[r]`.
+        rows: See `processing`; None: the same rows.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    processing: tuple[Processing, ...] = ()
+    rows: np.ndarray | None = None
 
     def at(self, rows: np.ndarray) -> "Drawn":
         """The results of some rows, in the order of `rows`."""
@@ -51,7 +57,15 @@ class Drawn:
             logprobs=chosen(self.logprobs),
             top_ids=chosen(self.top_ids),
             top_logprobs=chosen(self.top_logprobs),
+            processing=self.processing,
+            rows=rows if self.rows is None else self.rows[rows],
         )
+
+    def carried_of(self, sequence: Sequence, row: int) -> CarriedRow | None:
+        """What the processor of the sequence in row `row` carries after the step, or None."""
+        if not self.processing:
+            return None
+        return carried_rows(self.processing, sequence, row if self.rows is None else int(self.rows[row]))
 
 
 @runtime_checkable
@@ -139,6 +153,10 @@ class Executor(Protocol):
 
     def end(self, ticket: int) -> None:
         """Free the plan that `begin` made for this ticket."""
+        ...
+
+    def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
+        """A function of a carry and of inputs as a CUDA graph, kept for later calls, or as it is where there are no graphs."""
         ...
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from tqdm import tqdm
 from nanovllm.config import EngineConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
-from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows
+from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows, widened
+from nanovllm.executor.capture import Captured
 from nanovllm.executor.captured_step import CapturedStep, StepKind
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, sampling_rows
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
@@ -33,6 +34,7 @@ from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, exten
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.logits_graphs import LogitsGraphs
+from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
 from nanovllm.executor.scoring import asked_logprobs, score_batch
 from nanovllm.executor.step_program import StepProgram
@@ -60,6 +62,7 @@ NOTHING: tensors.Row = (SamplingParams(temperature=0), 0, tensors.NO_IDS, tensor
 # that are a multiple of 16 and for others: Triton compiles separate kernels for the two.
 FUSED_PROMPTS = ((1, 160), (1, 161), (1, 224), (1, 225), (1, 512), (2, 256), (16, 32))
 SPARE_PLANS = 8  # attention plans of ended sessions, kept for later sessions
+CAPTURED = 4  # captured functions of the engine's own sessions, kept for later ones
 
 
 def _on_device(method: Callable[Concatenate["GraphExecutor", P], R]) -> Callable[Concatenate["GraphExecutor", P], R]:
@@ -130,6 +133,7 @@ class GraphExecutor:
         self._program = StepProgram(model, self._logits.forward)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}
         self._spare: list[DecodePlans] = []
+        self._captured: list[Captured] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step whose buffers are filled, and its rows in use
         self._ahead = RunAhead(limits.page_size)
         self._warm_up(model, kv, limits, warm, progress)
@@ -141,7 +145,7 @@ class GraphExecutor:
         """Donates `kv`. Run prompt tokens: a few of them as rows of a captured step, more of them as one call of the model."""
         features = tensors.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
-        if few and features in self._extend.usual and model.params is self._model.params:
+        if few and features in self._extend.usual and model.params is self._model.params and not processors_of([s for s, _ in rows]):
             return self._extension(kv, rows, features, draw, frames), kv
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
@@ -166,7 +170,8 @@ class GraphExecutor:
         places = longest_first(rows)
         carried = placed(rows, places)
         drawing = () if features == GREEDY else sampling_rows(carried)
-        step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, features)
+        processed = carried if processors_of(rows) else ()
+        step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, features, processed)
         self._loaded = step, len(rows)
         self._restart(step, rows, places)
         return step.carry
@@ -201,10 +206,10 @@ class GraphExecutor:
         step, rows = self._current(carry)
         if not self._ahead.take():
             step.graph.replay()
-        results = step.fetch()
+        results, processing = step.fetch(), kept(step.carry.processing)
         if self._ahead.next():
             step.graph.replay()
-        return step.carry, results.wait(rows).at(self._ahead.places)
+        return step.carry, replace(results.wait(rows), processing=processing).at(self._ahead.places)
 
     def take_discarded_count(self) -> int:
         """Return how many tokens ran ahead and were discarded since the last call, and reset the count to 0."""
@@ -226,7 +231,8 @@ class GraphExecutor:
         if branching and not self._together:
             raise InvalidRequestError("branching=True needs the fused kernels, which do not serve all layers of this model on this GPU")
         plans = (0, 0) if branching else self._follow(host, ticket)
-        carry = for_a_session(decode_carry(model, kv, rows, host, *plans), self._program)
+        wide = widened(host, dummy_page=self._layout["dummy_page"], frames=frames)
+        carry = for_a_session(decode_carry(model, kv, rows, wide, *plans), self._program)
         self._logits.prepare(kv, carry.batch)
         return carry
 
@@ -235,6 +241,13 @@ class GraphExecutor:
         plan = self._sessions.pop(ticket, None)
         if isinstance(plan, DecodePlans):
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
+
+    def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
+        """The function as a CUDA graph, which may have been captured for an earlier carry of the same shapes."""
+        known = [one for one in self._captured if one.fits(function, carry, *inputs)]
+        run = known[-1] if known else Captured(function, carry, inputs)
+        self._captured = [*(one for one in self._captured if one is not run), run][-CAPTURED:]
+        return run
 
     def _follow(self, host: HostBatch, ticket: int) -> tuple[int, int]:
         """The handles of the plans for all steps of a session that has room in its pages; 0 for the fused plan of its number of rows."""
@@ -271,8 +284,8 @@ class GraphExecutor:
         return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))
 
     def _restart(self, step: CapturedStep, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> None:
-        # With penalties a step counts its tokens in place: a discarded step would already have counted them.
-        self._ahead.restart(rows, places, allowed=not step.kind.features.penalties)
+        # A step counts tokens for penalties, and writes what processors carry, in place: a discarded step would already have done so.
+        self._ahead.restart(rows, places, allowed=not step.kind.features.penalties and not carries(step.kind.processors))
 
     def _require_weights(self, model: Model) -> None:
         if model.params is not self._model.params:

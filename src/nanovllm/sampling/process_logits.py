@@ -142,10 +142,15 @@ def process(
         if one.uses is not None:
             uses = one.uses
             new = torch.where(uses.unsqueeze(1), new, logits)
-            carried = pytree.tree_map(lambda value, old, uses=uses: torch.where(_like(uses, value), value, old), carried, one.carried)
+            carried = mapped(lambda value, old, uses=uses: torch.where(_like(uses, value), value, old), carried, one.carried)
         logits = new
         after.append(replace(one, carried=carried))
     return logits, tuple(after)
+
+
+def mapped(function: Callable[..., Tensor], *carried: Any) -> Any:
+    """A function of the tensors of trees of the same structure, leaf by leaf. None for processors that carry nothing."""
+    return None if carried[0] is None else pytree.tree_map(function, *carried)
 
 
 def _called(one: Processing, logits: Tensor, tokens: TokensSoFar) -> tuple[Tensor, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 from immutables import Map
 
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
 from nanovllm.state.vector import IntVector
 from nanovllm.tokenizer.tokenizer import Detokenizer
@@ -26,6 +27,7 @@ class Request:
         stop_ids: Token ids at which the reply ends.
         arrival: When the request was submitted, in seconds of a monotonic clock.
         keep: Whether its pages stay in `EngineState.kept` when it ends.
+        process_logits: The function between its logits and its samples, or None.
     """
 
     request_id: int
@@ -36,6 +38,7 @@ class Request:
     stop_ids: frozenset[int]
     arrival: float
     keep: bool = False
+    process_logits: LogitsProcessor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Sequence:
         exact_len: The number of leading tokens whose KV is exact even if the provenance is not.
         gaps: The gaps of the chunk with which the sequence began.
         retired: The number of leading pages whose KV in layers with a sliding window it no longer needs.
+        carried: What `process_logits` carries after the newest token, or None.
     """
 
     request: Request
@@ -90,6 +94,7 @@ class Sequence:
     exact_len: int = 0
     gaps: Gaps = ()
     retired: int = 0
+    carried: Any = None
 
     @property
     def offset(self) -> int:
@@ -117,7 +122,7 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=self.tokens, pages=pages, num_filled=num_filled, most_filled=self.most_filled,
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired, carried=self.carried,
         )  # fmt: skip
 
     def restart(self, pages: IntVector, num_filled: int, retired: int = 0) -> "Sequence":
@@ -130,7 +135,7 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=self.tokens, pages=self.pages, num_filled=filled, most_filled=max(self.most_filled, filled),
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired, carried=self.carried,
         )  # fmt: skip
 
     def drew(self, token_ids: np.ndarray) -> "Sequence":
@@ -139,7 +144,7 @@ class Sequence:
         return Sequence(
             request=self.request, tokens=tokens, pages=self.pages, num_filled=tokens.length - 1, most_filled=tokens.length - 1,
             num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired,
+            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired, carried=self.carried,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Results of steps that ran in vain must not be visible.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from nanovllm.executor.decode import DecodeCarry
 from nanovllm.executor.executor import Drawn, Executor
+from nanovllm.executor.row_processing import carries, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, retire
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
@@ -82,7 +84,11 @@ class AheadExecutor:
         """Let go of the resources of a decode session."""
         self.inner.end(ticket)
 
+    def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
+        """The function as the inner executor captures it."""
+        return self.inner.captured(function, carry, *inputs)
+
     def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> DecodeCarry:
-        # Penalty counts are written in place, so a step ahead could not be undone.
-        self.ahead.restart(rows, places, allowed=carry.sampling.penalties is None)
+        # Counts for penalties, and what processors carry, are written in place: a step ahead could not be undone.
+        self.ahead.restart(rows, places, allowed=carry.sampling.penalties is None and not carries(processors_of(rows)))
         return carry

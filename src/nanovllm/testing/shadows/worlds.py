@@ -96,6 +96,11 @@ class FlakyExecutor:
         """Let go of the resources of a decode session. This call never fails."""
         self.inner.end(ticket)
 
+    def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
+        """The function, whose calls count and may raise `PlantedError`."""
+        run = self.inner.captured(function, carry, *inputs)
+        return lambda *arguments: self._run(lambda: run(*arguments))
+
     def _run(self, call: Callable[[], T]) -> T:
         if self.countdown is None:
             return call()

@@ -1,7 +1,7 @@
 """An engine for measurements: it runs whole batches with `submit` and `step`, and times the model's calls."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -80,6 +80,10 @@ class Stopwatch:
     def end(self, ticket: int) -> None:
         """End a decode session with the inner executor."""
         self.inner.end(ticket)
+
+    def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
+        """The function as the inner executor captures it."""
+        return self.inner.captured(function, carry, *inputs)
 
 
 @contextmanager

@@ -1,0 +1,121 @@
+"""`process_logits` of submitted requests: any mix of functions in one step, with and without tensors of their own, through preemption."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nanovllm as nv
+from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.shadows.worlds import PlantedError
+
+MODEL = random_model(tiny_config(vocab_size=40), 0)
+
+
+def shifted(logits: torch.Tensor, tokens: nv.TokensSoFar) -> torch.Tensor:
+    """Make the token after the newest one likelier."""
+    return logits.scatter_add(1, (tokens.last().long() + 1).remainder(40).unsqueeze(1), torch.full((len(logits), 1), 3.0))
+
+
+def counting(logits: torch.Tensor, tokens: nv.TokensSoFar, carried: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Add a number to one logit that depends on all logits so far."""
+    seen = carried["seen"] + logits.amax(1)
+    place = carried["steps"].remainder(40).unsqueeze(1)
+    return logits.scatter_add(1, place, seen.unsqueeze(1)), {"seen": seen * 0.5, "steps": carried["steps"] + 1}
+
+
+SHIFTED = nv.LogitsProcessor(shifted)
+COUNTING = nv.LogitsProcessor(counting, lambda tokens: {"seen": torch.zeros(len(tokens.lengths)), "steps": tokens.lengths.long()})
+CHOICES = [None, SHIFTED, COUNTING, nv.LogitsProcessor(lambda logits: -logits)]
+
+
+def by_hand(prompt: list[int], params: nv.SamplingParams, processor: nv.LogitsProcessor | None) -> list[int]:
+    """The tokens of a reply by single steps in an engine of its own."""
+    state = nv.init_state(MODEL, num_pages=32, page_size=4)
+    state, carry = nv.begin(MODEL, state, [prompt], params, room=params.max_tokens, process_logits=processor)
+    for _ in range(params.max_tokens):
+        carry, _ = nv.decode_step(MODEL.params, carry, MODEL.config)
+    state, (gen,) = nv.commit(MODEL, state, carry)
+    nv.check(state)
+    return gen.token_ids
+
+
+@given(data=st.data())
+def test_any_mix_of_requests_gives_what_each_gives_alone(data: st.DataObject):
+    page_size = data.draw(st.sampled_from([1, 2, 4]))
+    pool, budget = data.draw(st.integers(12, 40)), data.draw(st.integers(1, 12))
+    limits = {"num_pages": -(-pool // page_size) + 6, "page_size": page_size, "max_num_batched_tokens": budget, "max_num_seqs": 3}
+    state = nv.init_state(MODEL, **limits)
+    wanted, got = {}, {}
+    for _ in range(data.draw(st.integers(1, 5))):
+        prompt = data.draw(st.lists(st.integers(0, 39), min_size=1, max_size=6))
+        temperature = data.draw(st.sampled_from([0.0, 1.0]))
+        params = nv.SamplingParams(temperature=temperature, seed=3, max_tokens=data.draw(st.integers(1, 6)), ignore_eos=True)
+        processor = data.draw(st.sampled_from(CHOICES))
+        state, rid = nv.submit(MODEL, state, prompt, params, process_logits=processor)
+        wanted[rid] = by_hand(prompt, params, processor)
+        for _ in range(data.draw(st.integers(0, 3))):
+            state, outs = nv.step(MODEL, state)
+            got.update({out.request_id: out.output.token_ids for out in outs if out.output})
+            nv.check(state)
+    while state.running or state.waiting:
+        state, outs = nv.step(MODEL, state)
+        got.update({out.request_id: out.output.token_ids for out in outs if out.output})
+    nv.check(state)
+    assert got == wanted
+
+
+def test_preemption_keeps_what_a_function_carries():
+    params = nv.SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8]]
+    state = nv.init_state(MODEL, num_pages=9, page_size=4, max_num_seqs=3, max_num_batched_tokens=8)
+    ids, got = [], {}
+    for prompt in prompts:
+        state, rid = nv.submit(MODEL, state, prompt, params, process_logits=COUNTING)
+        ids.append(rid)
+    while state.running or state.waiting:
+        state, outs = nv.step(MODEL, state)
+        got.update({out.request_id: out.output.token_ids for out in outs if out.output})
+    assert state.stats.preemptions > 0
+    assert [got[rid] for rid in ids] == [by_hand(prompt, params, COUNTING) for prompt in prompts]
+
+
+def test_a_function_that_fails_leaves_the_state_usable():
+    fails = [False]
+
+    def sometimes(logits: torch.Tensor, tokens: nv.TokensSoFar, carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if fails[0]:
+            raise PlantedError("planted")
+        return counting(logits, tokens, {"seen": carried, "steps": tokens.lengths.long()})[0], carried + 1
+
+    processor = nv.LogitsProcessor(sometimes, lambda tokens: torch.zeros(len(tokens.lengths)))
+    params = nv.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    want = by_hand([1, 2, 3], params, processor)
+    state = nv.init_state(MODEL, num_pages=16, page_size=4)
+    state, _ = nv.submit(MODEL, state, [1, 2, 3], params, process_logits=processor)
+    tokens: list[int] = []
+    for turn in range(20):
+        fails[0] = turn % 2 == 1
+        try:
+            state, outs = nv.step(MODEL, state)
+        except PlantedError:
+            nv.check(state)
+            continue
+        tokens += [token for out in outs for token in out.token_ids]
+        if not state.running:
+            break
+    assert tokens == want
+
+
+def test_the_llm_takes_a_function():
+    llm = nv.LLM(MODEL, num_pages=32, page_size=4)
+    params = nv.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    prompts = [[1, 2, 3], [9]]
+    want = [by_hand(prompt, params, COUNTING) for prompt in prompts]
+    assert [out.token_ids for out in llm.generate(prompts, params, process_logits=COUNTING)] == want
+    pieces = list(llm.stream(prompts[0], params, process_logits=COUNTING))
+    assert pieces[-1].output.token_ids == want[0]
+    with pytest.raises(nv.InvalidRequestError, match="process_logits=3 must be a function of the logits, or a LogitsProcessor"):
+        llm.generate(prompts, params, process_logits=3)
