@@ -13,7 +13,7 @@ from nanovllm.executor.capture import Captured, capture
 from nanovllm.executor.decode import DecodeCarry, decode_step, donated, require_carry, require_fresh
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
-from nanovllm.types import Bool, Tensor
+from nanovllm.types import Bool, Tensor, brief
 
 Body = Callable[[DecodeCarry], tuple[DecodeCarry, Any]]
 LOOK = 8  # steps between two looks at a GPU's rows
@@ -41,17 +41,18 @@ def decode_loop(
         state: The newest state of the engine. It is only read, and stays valid.
         carry: A carry of `begin`, or of a later step.
         steps: How often `body` runs, at least 1.
-        body: A function from a carry to the next carry and a pytree of tensors. None: one `decode_step`, which returns its token ids.
+        body: A function from a carry to the next carry and a pytree of tensors, such as `decode_step`. None: one `decode_step`, which
+            returns its token ids.
         until: A function from that pytree to bool `[B]`, true for rows that stop. A row that has stopped samples no more tokens. After all
             rows have stopped, the loop ends. It runs on the device.
 
     Returns:
         The carry after the last step, and the pytree of stacked tensors `[steps, ...]`. They are zeros for steps after all rows had
-        stopped.
+        stopped. Leaves that are no tensors, such as None, stay as they are.
 
     Raises:
-        InvalidRequestError: `steps` is no integer of at least 1, the steps exceed the session's room, an argument has the wrong type, or
-            the carry began in another engine.
+        InvalidRequestError: `steps` is no integer of at least 1, the steps exceed the session's room, an argument has the wrong type,
+            `body` or `until` returns something else, or the carry began in another engine.
         DonatedStateError: `carry` or `state` was donated.
         CaptureError: `body` or `until` cannot be captured.
 
@@ -70,7 +71,7 @@ def decode_loop(
     if torch.compiler.is_compiling():
         rows = []
         for _ in range(steps):
-            carry, row = step(carry)
+            carry, row = _pair(step(carry))
             rows.append(row)
         return carry, _stacked(rows, steps)
     _require(model, state, carry, steps)
@@ -78,7 +79,7 @@ def decode_loop(
         step = capture(step, carry)
     rows, going = [], Rows()
     for count in range(1, steps + 1):
-        carry, row = step(carry)
+        carry, row = _pair(step(carry))
         rows.append(row)
         if until is not None and going.all_stopped(carry, count):
             break
@@ -100,9 +101,12 @@ def _stopping(body: Body, until: Callable[[Any], Tensor]) -> Body:
 
     def step(carry: DecodeCarry) -> tuple[DecodeCarry, Any]:
         going = (carry.active > 0).any()
-        carry, row = body(carry)
-        active = torch.where(until(row), 0, carry.active)
-        row = pytree.tree_map(lambda tensor: torch.where(going, tensor, torch.zeros_like(tensor)), row)
+        carry, row = _pair(body(carry))
+        over = until(row)
+        if not isinstance(over, Tensor) or over.shape != carry.active.shape or over.dtype != torch.bool:
+            raise InvalidRequestError(f"until returns {brief(over)}: it must return bool {list(carry.active.shape)}, one for each row")
+        active = torch.where(over, 0, carry.active)
+        row = pytree.tree_map_only(Tensor, lambda tensor: torch.where(going, tensor, torch.zeros_like(tensor)), row)
         return replace(carry, active=donated(carry.active, active)), row
 
     return step
@@ -111,7 +115,17 @@ def _stopping(body: Body, until: Callable[[Any], Tensor]) -> Body:
 def _stacked(rows: list[Any], steps: int) -> Any:
     """The trees of tensors as one tree of tensors `[steps, ...]`, with zeros for steps that did not run."""
     missing = steps - len(rows)
-    return pytree.tree_map(lambda *each: torch.stack([*each, *[torch.zeros_like(each[0])] * missing]), *rows)
+
+    def stacked(*each: Any) -> Any:
+        return torch.stack([*each, *[torch.zeros_like(each[0])] * missing]) if isinstance(each[0], Tensor) else each[0]
+
+    return pytree.tree_map(stacked, *rows)
+
+
+def _pair(result: Any) -> tuple[DecodeCarry, Any]:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], DecodeCarry):
+        raise InvalidRequestError(f"body returns {type(result).__name__}: it must return the next carry and a pytree of tensors")
+    return result
 
 
 class Rows:

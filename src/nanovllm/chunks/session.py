@@ -153,3 +153,6 @@ def _retire(carry: DecodeCarry) -> None:
             tables.page_tables.fill_(dummy)
             tables.slots.fill_(dummy * page_size)
     carry.active.fill_(0)
+    if carry.log.branches is not None:
+        for pages, spare in zip(carry.kv.pools, carry.log.branches.spares, strict=True):
+            spare.fill_(pages.shape[1] - 1)

@@ -15,7 +15,7 @@ from nanovllm.executor.decode import Branches, DecodeCarry, TokenLog, note
 from nanovllm.executor.executor import executor_of
 from nanovllm.executor.session_lease import SessionLease
 from nanovllm.models.model import Model
-from nanovllm.sampling.process_logits import LogitsProcessor, first_carried, processing_of, tokens_of
+from nanovllm.sampling.process_logits import LogitsProcessor, first_carried, mapped, processing_of, tokens_of
 from nanovllm.sampling.tensors import features
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState, Session
@@ -23,6 +23,7 @@ from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence, TokenLogprobs
 from nanovllm.state.vector import IntVector
+from nanovllm.types import Tensor
 
 
 def opened(
@@ -41,31 +42,25 @@ def opened(
     Raises:
         OutOfPagesError: Too few pages are available; nothing was written.
     """
-    ticket, device, size = state.next_id, model.device, state.config.page_size
+    ticket, size = state.next_id, state.config.page_size
     room = max(s.request.max_len - len(s.tokens) for s in sequences)
-    scored = features([s.request.sampling for s in sequences]).num_logprobs
     state, sequences = adopt(state, sequences, logits=True)
     state, sequences = reserve_all(state, sequences, _reserved(sequences, room, branching, size), taken)
     state, sequences = _filled(model, state, sequences)
     frames, rows = state.pool.frames, [_first_pages(s, len(s.pages) - branching) for s in sequences]
-    carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching)
-    log = TokenLog(
-        session=torch.tensor(ticket, device=device),
-        ran=torch.tensor(0, dtype=torch.int32, device=device),
-        num_steps=torch.tensor(0, dtype=torch.int32, device=device),
-        token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=device),
-        logprobs=None if scored is None else torch.zeros(len(sequences), room, device=device),
-        branches=_branches(state, sequences, carry) if branching else None,
-        lease=SessionLease(session=ticket, room=room),
-    )
-    note(log, 0)
-    carry = replace(carry, log=log)
-    if processor is not None:
-        width = 1 << (max(len(s.tokens) for s in sequences) + room).bit_length()  # few widths, so that a graph serves many calls
-        tokens = tokens_of([s.tokens.array() for s in sequences], width, device)
-        processing = processing_of(processor, first_carried(processor, tokens))
-        carry = replace(carry, processing=(processing,), token_ids=tokens.token_ids)
-    return replace(state, next_id=ticket + 1), Session(sequences=tuple(sequences), room=room), with_static_addresses(carry)
+    try:
+        carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching)
+        log = _log(sequences, ticket, room, model.device)
+        log = replace(log, branches=_branches(state, sequences, model.device)) if branching else log
+        note(log, 0)
+        carry = replace(carry, log=log)
+        if processor is not None:
+            carry = _with_processor(carry, sequences, processor, room)
+        carry = with_static_addresses(carry)
+    except BaseException:
+        executor_of(state).end(ticket)
+        raise
+    return replace(state, next_id=ticket + 1), Session(sequences=tuple(sequences), room=room), carry
 
 
 def closed(model: Model, state: EngineState, session: Session, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
@@ -133,17 +128,44 @@ def _first_pages(sequence: Sequence, count: int) -> Sequence:
     return sequence.with_pages(IntVector.of(sequence.pages.array(0, count)), sequence.num_filled)
 
 
-def _branches(state: EngineState, sequences: Seq[Sequence], carry: DecodeCarry) -> Branches:
+def _log(sequences: Seq[Sequence], ticket: int, room: int, device: torch.device) -> TokenLog:
+    """The log of a session before its first step."""
+    scored = features([s.request.sampling for s in sequences]).num_logprobs
+    return TokenLog(
+        session=torch.tensor(ticket, device=device),
+        ran=_counter(device),
+        num_steps=_counter(device),
+        token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=device),
+        logprobs=None if scored is None else torch.zeros(len(sequences), room, device=device),
+        lease=SessionLease(session=ticket, room=room),
+    )
+
+
+def _counter(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # whose tensors do not count the writes to them, as the lease needs it
+        return torch.tensor(0, dtype=torch.int32, device=device)
+
+
+def _with_processor(carry: DecodeCarry, sequences: Seq[Sequence], processor: LogitsProcessor, room: int) -> DecodeCarry:
+    """The carry with a processor, and with the table of tokens that it reads."""
+    width = 1 << (max(len(s.tokens) for s in sequences) + room).bit_length()  # few widths, so that a graph serves many calls
+    tokens = tokens_of([s.tokens.array() for s in sequences], width, carry.active.device)
+    # Memory of their own: `init` may return the table itself, one tensor twice, or an expanded one, which steps cannot write in place.
+    carried = mapped(torch.clone, first_carried(processor, tokens))
+    return replace(carry, processing=(processing_of(processor, carried),), token_ids=tokens.token_ids)
+
+
+def _branches(state: EngineState, sequences: Seq[Sequence], device: torch.device) -> Branches:
     """What `split_rows` needs for these sequences, whose last pages are spare."""
-    device, frames = carry.active.device, state.pool.frames
+    frames = state.pool.frames
     spare = np.array([s.pages[-1] for s in sequences], np.int32)
     by_page = [] if frames is not None and frames.alone else [spare]
     by_frame = [] if frames is None else [frames.of(spare)]
     return Branches(
         origins=torch.arange(len(sequences), dtype=torch.int32, device=device),
         spares=tuple(torch.from_numpy(pages).to(device) for pages in (*by_page, *by_frame)),
-        ran=torch.tensor(0, dtype=torch.int32, device=device),
-        num_splits=torch.tensor(0, dtype=torch.int32, device=device),
+        ran=_counter(device),
+        num_splits=_counter(device),
     )
 
 
@@ -154,12 +176,11 @@ def _branched(state: EngineState, session: Session, carry: DecodeCarry, branches
         held = np.unique(np.concatenate([s.pages.array() for s in session.sequences]))
         page_of = dict(zip(frames.of(held).tolist(), held.tolist(), strict=True))
         tables = np.array([[page_of.get(frame, -1) for frame in row] for row in tables.tolist()], np.int32)
-    held = np.isin(tables, np.concatenate([s.pages.array() for s in session.sequences])).sum(1)  # the rest of a table is padding
-    counts = np.minimum(-(-carry.batch.seq_lens.cpu().numpy() // state.config.page_size), held)
     pool, sequences = state.pool, []
-    for row, (origin, count) in enumerate(zip(branches.origins.tolist(), counts.tolist(), strict=True)):
+    for row, (origin, length) in enumerate(zip(branches.origins.tolist(), carry.batch.seq_lens.tolist(), strict=True)):
         base = session.sequences[origin]
-        pages = IntVector.of(np.ascontiguousarray(tables[row, :count]))
+        most = len(base.tokens) + session.room  # steps beyond the room may have taken more pages, or the dummy page
+        pages = IntVector.of(np.ascontiguousarray(tables[row, : pages_for(min(length, most), state.config.page_size)]))
         sequences.append(base.with_pages(pages, base.num_filled))
         pool = pools.acquire(pool, pages)
     for sequence in session.sequences:

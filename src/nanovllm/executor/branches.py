@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.decode import Branches, DecodeCarry, donated, note, require_carry, require_fresh
+from nanovllm.models.common.batch import Batch
 from nanovllm.ops.kv_cache.copy_pages import copy_pages
 from nanovllm.sampling.process_logits import mapped
 from nanovllm.sampling.tensors import Penalties
@@ -25,7 +26,8 @@ def split_rows(
     `torch.compile(fullgraph=True)` and can be captured, so that a step of a beam search or of a tree search is one graph.
 
     A row takes over the text, the KV and the penalties' counts of its parent, and the stop conditions with which `commit` ends its
-    reply. It keeps its own seed and sampling options, so children of one row sample different texts.
+    reply. It keeps its own seed and sampling options, so children of one row sample different texts. A child of a row that has stopped has
+    stopped too, and keeps the newest token of its parent. After the session's room is used up, rows go on from themselves.
 
     Args:
         carry: A carry of a session that was begun with `branching=True`.
@@ -59,21 +61,23 @@ def split_rows(
     log, batch = carry.log, carry.batch
     assert log is not None and log.branches is not None
     scored = logprobs if logprobs is not None or token_ids is None else torch.full_like(token_ids, torch.nan, dtype=torch.float32)
-    rows, branches = parents.clamp(0, batch.input_ids.shape[0] - 1).long(), log.branches
+    num_rows, branches = batch.input_ids.shape[0], log.branches
+    # Traced steps may go on beyond the room. What they sample is dropped, so it must not share the pages of what is kept.
+    itself = torch.arange(num_rows, device=parents.device)
+    rows = torch.where(log.num_steps > log.token_ids.shape[1], itself, parents.clamp(0, num_rows - 1).long())
     size = carry.kv.pools[0].shape[4]
     own = (batch.seq_lens - 1) // size  # the place of each row's last page in its table
     taken = own[rows]
-    seq_lens = batch.seq_lens[rows]
-    all_tables = (batch.page_tables, *(() if batch.windowed is None else (batch.windowed.page_tables,)))
+    seq_lens, going = batch.seq_lens[rows], carry.active[rows] > 0
     tables, slots, spares = [], [], []
-    for pages, table, spare in zip(carry.kv.pools, all_tables, branches.spares, strict=True):
-        last = table.gather(1, own.long().unsqueeze(1)).squeeze(1)
+    for pages, table, spare, last in zip(carry.kv.pools, _tables(batch), branches.spares, last_pages(carry), strict=True):
         copy_pages(pages, last[rows].contiguous(), spare)
         tables.append(_table(table, rows, own, taken, spare, pages.shape[1] - 1))
         slots.append(spare * size + (seq_lens - 1) % size)
         spares.append(donated(spare, last))
-    windowed, newest = batch.windowed, batch.input_ids[rows] if token_ids is None else token_ids.int()
-    penalties = None if carry.sampling.penalties is None else _penalties(carry.sampling.penalties, rows, batch.input_ids[rows], newest)
+    windowed, old = batch.windowed, batch.input_ids[rows]
+    newest = old if token_ids is None else torch.where(going, token_ids.int(), old)
+    penalties = None if carry.sampling.penalties is None else _penalties(carry.sampling.penalties, rows, old, newest)
 
     def follow(value: Tensor) -> Tensor:
         return donated(value, value[rows])
@@ -96,10 +100,10 @@ def split_rows(
         token_ids=None if carry.token_ids is None else donated(carry.token_ids, _placed(carry.token_ids[rows], seq_lens, newest)),
         log=replace(
             log,
-            token_ids=donated(log.token_ids, _with_newest(log.token_ids[rows], log.num_steps, token_ids)),
+            token_ids=donated(log.token_ids, _with_newest(log.token_ids[rows], log.num_steps, token_ids, going)),
             logprobs=log.logprobs
             if log.logprobs is None
-            else donated(log.logprobs, _with_newest(log.logprobs[rows], log.num_steps, scored)),
+            else donated(log.logprobs, _with_newest(log.logprobs[rows], log.num_steps, scored, going)),
             num_steps=donated(log.num_steps, log.num_steps + 0),  # another tensor, by which the lease tells the carries apart
             branches=Branches(
                 origins=donated(branches.origins, branches.origins[rows]),
@@ -112,6 +116,16 @@ def split_rows(
     if num_steps is not None and after.log is not None:
         note(after.log, num_steps)
     return after
+
+
+def last_pages(carry: DecodeCarry) -> list[Int32[Tensor, "B"]]:
+    """For each KV pool the page of each row that holds its newest token."""
+    places = (carry.batch.seq_lens.long() - 1) // carry.kv.pools[0].shape[4]
+    return [table.gather(1, places.unsqueeze(1)).squeeze(1) for table in _tables(carry.batch)]
+
+
+def _tables(batch: Batch) -> tuple[Int32[Tensor, "B P"], ...]:
+    return (batch.page_tables,) if batch.windowed is None else (batch.page_tables, batch.windowed.page_tables)
 
 
 def _table(
@@ -130,12 +144,12 @@ def _placed(table: Tensor, seq_lens: Tensor, token_ids: Tensor) -> Tensor:
     return table.scatter(1, (seq_lens - 1).clamp(max=table.shape[1] - 1).long().unsqueeze(1), token_ids.unsqueeze(1))
 
 
-def _with_newest(table: Tensor, num_steps: Tensor, values: Tensor | None) -> Tensor:
-    """A table of the log, with the column of the newest step replaced."""
+def _with_newest(table: Tensor, num_steps: Tensor, values: Tensor | None, going: Tensor) -> Tensor:
+    """A table of the log, with the column of the newest step replaced in rows that have not stopped."""
     if values is None:
         return table
     newest = torch.arange(table.shape[1], device=table.device) == num_steps - 1
-    return torch.where(newest, values.to(table.dtype).unsqueeze(1), table)
+    return torch.where(newest & going.unsqueeze(1), values.to(table.dtype).unsqueeze(1), table)
 
 
 def _penalties(penalties: Penalties, rows: Tensor, old: Tensor, new: Tensor) -> Penalties:

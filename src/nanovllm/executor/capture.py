@@ -2,7 +2,8 @@
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.errors import CaptureError, InvalidRequestError, NanoVLLMError
+from nanovllm.executor.branches import last_pages
 from nanovllm.executor.captured_step import MOVED, recording
 from nanovllm.executor.carry import with_static_addresses
 from nanovllm.executor.decode import DecodeCarry, TokenLog, note, require_carry, require_fresh, require_room
-from nanovllm.executor.session_lease import SessionLease
+from nanovllm.executor.session_lease import Place, SessionLease
 from nanovllm.types import Tensor
 
 INSIDE = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)  # code that is not the caller's
@@ -30,7 +32,8 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
 
     The returned function donates the carry. It takes every carry of the engine with tensors of the same shapes, and copies tensors that
     are not in the graph's memory into it. The returned tensors, apart from those of the carry, are copies that no later call changes. On a
-    CPU there are no graphs: the returned function calls `function`, with the same checks.
+    CPU there are no graphs: the function runs once for the capture, and the returned function calls it, with the same checks of the carry
+    and of the inputs.
 
     Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/ (CUDA Graphs).
 
@@ -61,13 +64,16 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
     if carry.active.is_cuda:
         with torch.cuda.device(carry.active.device):
             return Captured(function, carry, inputs)
-    advanced = _tried(function, carry, inputs)
+    advanced, own, given = _tried(function, carry, inputs), carry, pytree.tree_flatten(inputs)
+    spec, leaves = _structure(carry), _moving(carry)
 
     @torch.no_grad()
     def call(carry: DecodeCarry, *inputs: Any) -> Any:
         """Donates `carry`. Call the function."""
         log = _log(carry)
         require_room(log, require_fresh(log), advanced)
+        _require_alike(carry, own, spec, leaves)
+        _paired(inputs, *given)
         before = _versions(carry)
         result = function(carry, *inputs)
         _require_unchanged(function, before, carry)
@@ -96,7 +102,9 @@ class Captured:
             raise _first_error(error) from error
         here.wait_stream(stream)
         _require_nothing_kept(function, pool, [leaf for leaf in self._rest if isinstance(leaf, Tensor)])
-        self._lease = _share(carry)
+        lease = _share(carry)
+        self._place = Place() if lease is None else lease.place
+        self._place.holder = lease
 
     def _record(self, function: Callable[..., Any], carry: DecodeCarry) -> tuple[bool, list[Any], Any]:
         """Run the function, and write the tensors of its carry into the memory of `carry`. Returns its other results."""
@@ -129,14 +137,16 @@ class Captured:
         counter = own.num_steps.view(())
         after = replace(self._carry, log=replace(own, session=log.session, ran=log.ran, num_steps=counter, lease=log.lease))
         torch._dynamo.mark_static_address(counter, guard=False)
-        self._lease = _share(after)
+        lease = self._place.holder = _share(after)
+        if lease is not None:
+            lease.place = self._place
         note(_log(after), num_steps + self._advanced)
         return after if self._whole else (after, *pytree.tree_unflatten(rest, self._rest_spec))
 
     def fits(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> bool:
         """Whether this is a graph of the function for carries and inputs of these shapes, and no session uses it now."""
         given, spec = pytree.tree_flatten(inputs)
-        free = self._lease is None or self._lease.committed
+        free = self._place.holder is None or self._place.holder.committed
         alike = function == self._function and spec == self._inputs_spec and _structure(carry) == self._spec
         return free and alike and _shapes(_moving(carry)) == _shapes(self._leaves) and _shapes(given) == _shapes(self._inputs)
 
@@ -145,38 +155,49 @@ class Captured:
         own, log, mine = self._carry, _log(carry), _log(self._carry)
         same = carry.batch is own.batch and carry.sampling is own.sampling and carry.active is own.active and carry.kv is own.kv
         logged = log.token_ids is mine.token_ids and log.logprobs is mine.logprobs and _same(log.num_steps, mine.num_steps)
-        return same and logged and carry.forward is own.forward
+        others = carry.processing is own.processing and carry.token_ids is own.token_ids and log.branches is mine.branches
+        return same and logged and others and carry.forward is own.forward
 
     def _take(self, carry: DecodeCarry) -> None:
         """Copy the tensors of a carry into the memory of the graph, except those that are there."""
-        leaves = _moving(carry)
-        if _structure(carry) != self._spec or _shapes(leaves) != _shapes(self._leaves):
-            raise InvalidRequestError(f"{carry!r} has other shapes, options or plans than the captured carry: capture the function again")
-        if not all(map(_same, carry.kv.pools, self._carry.kv.pools)):
-            raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
-        held = self._lease
+        leaves = _require_alike(carry, self._carry, self._spec, self._leaves)
+        held = self._place.holder
         if held is not None and held is not _log(carry).lease and not held.committed:
             raise InvalidRequestError(
-                f"the carry of session {held.session} is in the memory of this function: commit it first, or capture the function again"
+                f"the carry of session {held.session} is in the memory of this function: commit it first, or capture the function for "
+                "another carry"
             )
         moved = [(old, new) for old, new in zip(self._leaves, leaves, strict=True) if not _same(old, new)]
         _copy([old for old, _ in moved], [new for _, new in moved])
 
     def _take_inputs(self, inputs: tuple[Any, ...]) -> None:
-        leaves, spec = pytree.tree_flatten(inputs)
-        if spec != self._inputs_spec:
-            raise InvalidRequestError(f"the inputs are built like {spec}, those of the capture like {self._inputs_spec}")
-        for place, (old, new) in enumerate(zip(self._inputs, leaves, strict=True)):
-            if not isinstance(old, Tensor):
-                if isinstance(new, Tensor) or (old is not new and old != new):
-                    raise InvalidRequestError(
-                        f"input {place} is {new!r}, but was {old!r} at the capture: pass values that change as tensors"
-                    )
-            elif not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
-                shown = f"{new.dtype} {list(new.shape)}" if isinstance(new, Tensor) else repr(new)
-                raise InvalidRequestError(f"input {place} is {shown}, but was {old.dtype} {list(old.shape)} at the capture")
-            else:
-                old.copy_(new, non_blocking=True)
+        for old, new in _paired(inputs, self._inputs, self._inputs_spec):
+            old.copy_(new, non_blocking=True)
+
+
+def _require_alike(carry: DecodeCarry, own: DecodeCarry, spec: Any, own_leaves: list[Tensor]) -> list[Tensor]:
+    """Require a carry like the captured one, `own`. Returns its tensors."""
+    leaves = own_leaves if carry is own else _moving(carry)
+    if carry is not own and (_structure(carry) != spec or _shapes(leaves) != _shapes(own_leaves)):
+        raise InvalidRequestError(f"{carry!r} has other shapes, options or plans than the captured carry: capture the function again")
+    if not all(map(_same, carry.kv.pools, own.kv.pools)):
+        raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
+    return leaves
+
+
+def _paired(inputs: tuple[Any, ...], before: list[Any], spec: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors among the inputs of the capture and of a call. Other inputs must be equal."""
+    leaves, given = pytree.tree_flatten(inputs)
+    if given != spec:
+        raise InvalidRequestError(f"the inputs are built like {given}, those of the capture like {spec}")
+    for place, (old, new) in enumerate(zip(before, leaves, strict=True)):
+        if not isinstance(old, Tensor):
+            if isinstance(new, Tensor) or (old is not new and old != new):
+                raise InvalidRequestError(f"input {place} is {new!r}, but was {old!r} at the capture: pass values that change as tensors")
+        elif not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+            shown = f"{new.dtype} {list(new.shape)}" if isinstance(new, Tensor) else repr(new)
+            raise InvalidRequestError(f"input {place} is {shown}, but was {old.dtype} {list(old.shape)} at the capture")
+    return [(old, new) for old, new in zip(before, leaves, strict=True) if isinstance(old, Tensor)]
 
 
 def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> int:
@@ -188,12 +209,25 @@ def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, 
 
     copied, given = pytree.tree_map(copy, (carry, inputs))
     before = _versions(copied)
-    after = _carry_of(function(_unchecked(with_static_addresses(copied)), *given))
+    with _kept_pages(carry):
+        after = _carry_of(function(_unchecked(with_static_addresses(copied)), *given))
     _require_unchanged(function, before, copied)
     old, new = _moving(carry), _moving(after)
     if _structure(after) != _structure(carry) or [t.shape for t in old] != [t.shape for t in new]:
         raise CaptureError(f"{_name(function)} returns a carry of other shapes or another structure than it is given: {after!r}")
     return int(_log(after).num_steps) - int(_log(carry).num_steps)
+
+
+@contextmanager
+def _kept_pages(carry: DecodeCarry) -> Iterator[None]:
+    """Put back the last page of each row. After one split it is spare, so a second split in a function that is tried overwrites it."""
+    lasts = [] if _log(carry).branches is None else last_pages(carry)
+    kept = [pages[:, last.long()] for pages, last in zip(carry.kv.pools, lasts, strict=False)]
+    try:
+        yield
+    finally:
+        for pages, last, values in zip(carry.kv.pools, lasts, kept, strict=False):
+            pages[:, last.long()] = values
 
 
 def _recorded(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> Any:
@@ -282,7 +316,8 @@ def _versions(carry: DecodeCarry) -> dict[str, tuple[Tensor, int]]:
     tensors |= {"active": carry.active, "batch.page_tables": batch.page_tables}
     if not carry.active.is_cuda:  # on a GPU a traced step writes these in place
         tensors |= {f"batch.{name}": getattr(batch, name) for name in MOVED} | {"log.token_ids": log.token_ids}
-    return {name: (tensor, tensor._version) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    # Tensors of `torch.inference_mode` do not count the writes to them.
+    return {name: (t, t._version) for name, t in tensors.items() if isinstance(t, Tensor) and not t.is_inference()}
 
 
 def _require_unchanged(function: Callable[..., Any], before: dict[str, tuple[Tensor, int]], carry: DecodeCarry) -> None:

@@ -222,7 +222,11 @@ def _processed(carry: DecodeCarry, logits: Tensor) -> tuple[DecodeCarry, Tensor]
     assert carry.token_ids is not None
     before = carry.processing
     logits, after = process(logits, TokensSoFar(token_ids=carry.token_ids, lengths=carry.batch.seq_lens), before)
-    carried = [mapped(donated, old.carried, new.carried) for old, new in zip(before, after, strict=True)]
+    carried = [one.carried for one in after]
+    if any(one.processor.init is not None for one in before) and written_in_place(logits):
+        # Functions may exchange the tensors that they carry, or return one of them as logits. All are read before one is written.
+        carried, logits = [mapped(torch.clone, each) for each in carried], logits.clone()
+    carried = [mapped(donated, old.carried, new) for old, new in zip(before, carried, strict=True)]
     return replace(carry, processing=tuple(replace(old, carried=new) for old, new in zip(before, carried, strict=True))), logits
 
 
@@ -315,7 +319,12 @@ def donated(old: Tensor, new: Tensor) -> Tensor:
 
     So the tensors of a carry keep their addresses, and a compiled step can be replayed as a CUDA graph (`mode="reduce-overhead"`).
     """
-    return old.copy_(new) if torch.compiler.is_compiling() and old.is_cuda else new
+    return old.copy_(new) if written_in_place(old) else new
+
+
+def written_in_place(tensor: Tensor) -> bool:
+    """Whether a step writes a tensor of a carry on this tensor's device in place."""
+    return torch.compiler.is_compiling() and tensor.is_cuda
 
 
 def _write(log: TokenLog, sampled: Sampled, active: Tensor) -> TokenLog:

@@ -17,7 +17,7 @@ from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Tensor
 
-KEPT = 8  # graphs; the one that was used least recently is freed first
+KEPT = 8  # graphs; the one that a session needed least recently is freed first
 
 Shape = tuple[int, int, int, int]  # rows, width of the page tables, handles of the plans
 
@@ -38,6 +38,7 @@ class LogitsGraphs:
         """
         shape = _shape(batch)
         if shape in self._graphs:
+            self._graphs[shape] = self._graphs.pop(shape)  # to the end
             return
         static = _with_tensors(batch, [torch.empty_like(tensor) for tensor in _tensors(batch)])
         _copy(static, batch)

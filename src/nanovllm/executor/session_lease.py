@@ -13,6 +13,13 @@ from nanovllm.types import Tensor
 
 
 @dataclass(slots=True, eq=False)
+class Place:
+    """Memory that captured functions write, and the session whose carry is in it. Functions that share the memory share the place."""
+
+    holder: "SessionLease | None" = None
+
+
+@dataclass(slots=True, eq=False)
 class SessionLease:
     """Mutable on purpose, like `state.lease.Lease`. `begin` makes one for each session.
 
@@ -22,6 +29,7 @@ class SessionLease:
         num_steps: The steps that the newest known carry has seen.
         committed: Whether the session was committed.
         checked: False for carries that are being recorded in a CUDA graph, when nothing may wait for the device.
+        place: Where the session's newest carry is, or would be if its first carry were captured.
     """
 
     session: int
@@ -29,8 +37,9 @@ class SessionLease:
     num_steps: int = 0
     committed: bool = False
     checked: bool = True
+    place: Place = field(default_factory=Place)
     _newest: "weakref.ref[Tensor] | None" = None
-    _version: int = 0
+    _version: int | None = 0
     _static: set[int] = field(default_factory=set)
 
     def note(self, num_steps: Tensor, counters: Iterable[Tensor], count: int) -> None:
@@ -39,7 +48,10 @@ class SessionLease:
         `counters` are the tensors that every step of the session writes in place.
         """
         # Tensors count the writes to their memory, those of compiled code included. A write that is not known shows a step in traced code.
-        self._newest, self._version, self.num_steps = weakref.ref(num_steps), _version(counters), count
+        # Tensors of `torch.inference_mode` do not count, so the device has to be asked.
+        version = _version(counters)
+        self._newest = None if version is None else weakref.ref(num_steps)
+        self._version, self.num_steps = version, count
 
     def knows(self, num_steps: Tensor, counters: Iterable[Tensor]) -> bool:
         """Whether this is the newest known carry, and no traced step took it since."""
@@ -54,5 +66,6 @@ class SessionLease:
         return bool(self._static) and num_steps.data_ptr() in self._static and (self._newest is None or self._newest() is not num_steps)
 
 
-def _version(counters: Iterable[Tensor]) -> int:
-    return sum(counter._version for counter in counters)
+def _version(counters: Iterable[Tensor]) -> int | None:
+    counters = tuple(counters)
+    return None if any(counter.is_inference() for counter in counters) else sum(counter._version for counter in counters)
