@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.chunks.generate import generate
+from nanovllm.chunks.generate import generate, generate_many
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.session import begin, commit
@@ -20,6 +20,7 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.worlds import ModelWorld, drain
 
 MODEL = random_model(tiny_config(vocab_size=50, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8))
+WINDOWED = random_model(tiny_config(vocab_size=50, windows=(8, 0)))
 WORLD = ModelWorld(MODEL)
 IDS = [1, 2, 3, 4, 5, 6, 7]
 
@@ -268,3 +269,49 @@ def test_a_carry_that_is_not_from_begin():
     state, _ = step(MODEL, state)
     with pytest.raises(InvalidRequestError, match="begin"):
         commit(MODEL, state, state.loaded[1])
+
+
+@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["plain", "windowed"])
+def test_prompts_may_run_in_the_first_step(model):
+    state = init_state(model, num_pages=64, page_size=4, max_num_seqs=8)
+    state, base = prefill(model, state, IDS[:5])
+    state, _ = prefill(model, state, [9, 8, 7, 6, 5])
+    contexts = [[base, IDS[5:]], [9, 8, 7, 6, 5, 4], IDS[:3], base]
+    state, want = generate_many(model, state, contexts, greedy(4, ignore_eos=True))
+    before = state.stats
+    state, carry = begin(model, state, contexts, greedy(), room=4, fill=False)
+    check(state)
+    assert state.stats.prefill_tokens == before.prefill_tokens
+    assert carry.prompt is not None and len(carry.prompt.cu_seqlens) == 5
+    for _ in range(4):
+        carry, _ = decode_step(model.params, carry, model.config)
+        assert carry.prompt is None
+    state, made = commit(model, state, carry)
+    assert [generation.token_ids for generation in made] == [generation.token_ids for generation in want]
+    check(state)
+    for generation in made:
+        state, more = generate(model, state, generation.chunk, greedy(2, ignore_eos=True))
+        fresh = init_state(model, num_pages=64, page_size=4)
+        assert more.token_ids == generate(model, fresh, generation.chunk.token_ids.tolist(), greedy(2, ignore_eos=True))[1].token_ids
+
+
+def test_prompts_of_the_first_step_are_counted_once():
+    state, carry = begin(MODEL, engine(), [IDS, [9, 8]], greedy(), room=3, fill=False)
+    carry, _ = steps(carry, 3)
+    state, made = commit(MODEL, state, carry)
+    stats = state.stats
+    assert (stats.prefill_tokens, stats.decode_tokens, stats.discarded_tokens, stats.reused_tokens) == (9, 6, 0, 0)
+    right(state, *(generation.chunk for generation in made))
+    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=3, fill=False)  # no step at all
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.chunk.token_ids.tolist() == IDS and state.stats.prefill_tokens == 7
+    right(state, made.chunk)
+
+
+def test_prompts_longer_than_a_step_are_refused():
+    state = engine(max_num_batched_tokens=8)
+    with pytest.raises(InvalidRequestError, match="fill=False leaves 9 tokens to the first step, more than max_num_batched_tokens=8"):
+        begin(MODEL, state, [IDS, [9, 8]], greedy(), room=1, fill=False)
+    state, carry = begin(MODEL, state, [IDS], greedy(), room=1, fill=False)
+    state, _ = commit(MODEL, state, steps(carry, 1)[0])
+    right(state)

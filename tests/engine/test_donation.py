@@ -61,16 +61,6 @@ def test_a_carry_after_its_commit_is_refused_and_harmless(model: nv.Model, state
     assert torch.equal(state.kv.pools[0][:, chunk.pages.array().tolist()], before)
 
 
-def test_steps_beyond_the_room_are_discarded(model: nv.Model, state: nv.EngineState) -> None:
-    state, want = nv.generate(model, state, PROMPT, nv.SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
-    state, carry = nv.begin(model, state, [PROMPT], GREEDY, room=3)
-    before = state.stats
-    state, gens = nv.commit(model, state, steps(model, carry, 7))
-    assert gens[0].token_ids == want.token_ids
-    assert state.stats.discarded_tokens - before.discarded_tokens == 4
-    nv.check(state)
-
-
 def test_log_probabilities_reach_the_commit(model: nv.Model, state: nv.EngineState) -> None:
     params = nv.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
     state, want = nv.generate(model, state, PROMPT, params)

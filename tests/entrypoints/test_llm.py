@@ -196,7 +196,7 @@ def test_a_stop_text_is_in_the_chunk_and_not_in_the_text():
 
 
 def test_a_checked_function_keeps_its_signature():
-    assert list(inspect.signature(nv.generate).parameters) == ["model", "state", "context", "sampling_params", "retain"]
+    assert list(inspect.signature(nv.generate).parameters) == ["model", "state", "context", "sampling_params", "retain", "process_logits"]
     assert nv.init_state.__name__ == "init_state" and "Create an empty engine" in str(nv.init_state.__doc__)
     with pytest.raises(nv.InvalidRequestError, match="page_size=0"):
         LLM(MODEL, page_size=0)

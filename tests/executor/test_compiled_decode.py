@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import nanovllm as nv
@@ -61,7 +62,7 @@ def test_sampled_steps_equal_generate(model: nv.Model):
 
 
 @pytest.mark.parametrize(
-    ("options", "ops"), [({}, {"decode_logits"}), ({"forward": nv.forward}, {"kv_write", "paged_decode"})], ids=["engine", "layers"]
+    ("options", "ops"), [({}, {"step_logits"}), ({"forward": nv.forward}, {"kv_write", "paged_decode"})], ids=["engine", "layers"]
 )
 def test_the_generated_code_never_copies_the_pages(model: nv.Model, options: dict[str, Any], ops: set[str]):
     _, carry = nv.begin(model, state_of(model), CONTEXTS, GREEDY, room=2)
@@ -97,3 +98,28 @@ def test_forced_tokens_are_scored(model: nv.Model):
         context = [*context, token]
     assert abs(float(total) - expected) < 1e-4
     assert gens[0].chunk.token_ids.tolist() == [*CONTEXTS[0], 3, 1, 4, 1]
+
+
+def test_prompts_and_steps_trace_in_one_region(model: nv.Model):
+    """A pipeline from prompts to tokens, as one graph. Another length of prompts compiles once more, and so does another number of rows."""
+    counter = CompileCounterWithBackend("inductor")
+
+    def pipeline(params: Any, carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        for _ in range(4):
+            carry, _ = nv.decode_step(params, carry, model.config)
+        return carry
+
+    run, state = torch.compile(pipeline, fullgraph=True, backend=counter), state_of(model)
+    for lengths in ((5, 1, 7), (3, 9, 2), (8, 8), (4, 2, 6, 11)):
+        contexts = [[(7 * row + i) % 100 for i in range(length)] for row, length in enumerate(lengths)]
+        _, want = nv.generate_many(model, state_of(model), contexts, GREEDY)
+        state, carry = nv.begin(model, state, contexts, GREEDY, room=4, fill=False)
+        address = carry.kv.pools[0].data_ptr()
+        carry = run(model.params, carry)
+        assert carry.kv.pools[0].data_ptr() == address
+        state, gens = nv.commit(model, state, carry)
+        nv.check(state)
+        assert [g.token_ids for g in gens] == [g.token_ids[:4] for g in want]
+    assert counter.frame_count <= 3
+    (names,) = {tuple(str(node.target) for node in graph.graph.nodes if "step_logits" in str(node.target)) for graph in counter.graphs}
+    assert len(names) == 4

@@ -26,7 +26,7 @@ def arguments(model: nv.Model, carry: nv.DecodeCarry) -> tuple[Any, ...]:
     assert isinstance(carry.forward, StepProgram)
     return (
         tensors_of(model.params), carry.kv.pools[0], carry.kv.pools[1] if len(carry.kv.pools) > 1 else None, batch.input_ids,
-        batch.positions, batch.slots, batch.page_tables, batch.seq_lens, None if windowed is None else windowed.page_tables,
+        batch.positions, batch.slots, batch.page_tables, batch.seq_lens, None, None, None if windowed is None else windowed.page_tables,
         None if windowed is None else windowed.slots, batch.plan, 0 if windowed is None else windowed.plan, carry.forward.handle,
         model.config.vocab_size, model.dtype,
     )  # fmt: skip
@@ -36,7 +36,7 @@ def arguments(model: nv.Model, carry: nv.DecodeCarry) -> tuple[Any, ...]:
 def test_opcheck(architecture: str):
     model = random_model(tiny_config(architecture), 0)
     _, carry = begun(model, 3)
-    torch.library.opcheck(torch.ops.nanovllm.decode_logits.default, arguments(model, carry))
+    torch.library.opcheck(torch.ops.nanovllm.step_logits.default, arguments(model, carry))
 
 
 @pytest.mark.parametrize("windows", [(), (8, 0), (8, 8)])
@@ -45,7 +45,7 @@ def test_the_op_is_the_forward_function(windows: tuple[int, ...]):
     _, carry = begun(model, 2)
     pools = tuple(pool.clone() for pool in carry.kv.pools)
     want, after = nv.forward(model.params, nv.KVState(pools=pools), carry.batch, model.config)
-    assert torch.equal(torch.ops.nanovllm.decode_logits.default(*arguments(model, carry)), want)
+    assert torch.equal(torch.ops.nanovllm.step_logits.default(*arguments(model, carry)), want)
     assert all(map(torch.equal, carry.kv.pools, after.pools))
 
 
@@ -93,7 +93,7 @@ def test_a_step_is_one_node_however_many_layers():
         )
         (graph,) = backend.graphs
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        assert names.count("nanovllm.decode_logits.default") == 1 and not any("kv_write" in name for name in names)
+        assert names.count("nanovllm.step_logits.default") == 1 and not any("kv_write" in name for name in names)
         counts.append(len(names))
     assert counts[0] == counts[1]
 

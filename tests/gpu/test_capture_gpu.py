@@ -312,3 +312,30 @@ def test_functions_of_submitted_requests(model: nv.Model, contexts: list[list[in
             got.update({out.request_id: out.output.token_ids for out in outs if out.output})
         same = [sum(a == b for a, b in zip(got[rid], tokens, strict=True)) for rid, tokens in zip(ids, want, strict=True)]
         assert same[1] >= 4 and same[2] >= 4 and sum(same) >= 40, same  # kernels round otherwise, and a text goes on from a tie
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
+def test_prompts_in_a_compiled_pipeline(architecture: str):
+    model = small_model(architecture)
+    contexts = random_prompts(model, 5, 16, 33)
+    state = nv.init_state(model, **LIMITS)
+    state, want = nv.generate_many(model, state, contexts, GREEDY)
+    for chunk in (gen.chunk for gen in want):
+        state = nv.release(state, chunk)
+
+    def pipeline(params: Any, carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        for _ in range(4):
+            carry, _ = nv.decode_step(params, carry, model.config)
+        return carry
+
+    compiled = torch.compile(pipeline, fullgraph=True)
+    for run in (pipeline, compiled, compiled):
+        fresh = nv.init_state(model, **LIMITS)
+        fresh, carry = nv.begin(model, fresh, contexts, GREEDY, room=4, fill=False)
+        fresh, other = nv.prefill(model, fresh, list(range(40)))  # another batch of prompts does not disturb the plan
+        with torch.no_grad():
+            carry = run(model.params, carry)
+        fresh, gens = nv.commit(model, fresh, carry)
+        nv.check(fresh)
+        for prompt, a, b in zip(contexts, gens, want, strict=True):
+            require_same(model, prompt, a.token_ids, b.token_ids[:4], LIMITS)

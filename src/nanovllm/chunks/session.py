@@ -32,6 +32,7 @@ def begin(
     *,
     room: int,
     branching: bool = False,
+    fill: bool = True,
     process_logits: LogitsProcessor | Callable[..., Any] | None = None,
 ) -> tuple[EngineState, DecodeCarry]:
     """Fill contexts and reserve pages, so that the caller can run the decode steps.
@@ -47,6 +48,8 @@ def begin(
         room: The number of decode steps, at least 1. It replaces `max_tokens`; stop conditions take effect at `commit`.
         branching: Whether `split_rows` may let rows go on from other rows. It reserves one more page per context; or one per step, if the
             lengths of the contexts have different remainders modulo the page size.
+        fill: Whether to run the contexts now. False: the first `decode_step` runs all their tokens, so that prompts are part of the
+            caller's program. Together they may then have at most `max_num_batched_tokens` tokens that are not filled yet.
         process_logits: A function that every step calls before it samples; see `generate_many`. Its rows are the contexts, in order.
 
     Returns:
@@ -54,7 +57,8 @@ def begin(
 
     Raises:
         InvalidRequestError: An argument is invalid, or a context with `room` more tokens is too long for the engine.
-            Or `branching` is on, and the GPU's fused kernels do not serve the model.
+            Or `branching` is on, and the GPU's fused kernels do not serve the model. Or `fill` is off, and the contexts are longer than
+            one step.
         OutOfPagesError: Too few pages are available for all contexts with `room` more tokens each.
         DonatedStateError: `state` was donated to a later call.
         ReleasedChunkError: A chunk in a context was released.
@@ -89,7 +93,7 @@ def begin(
         sequences.append(replace(sequence, request=request))
     processor = as_processor(process_logits)
     with guarded(state) as taken:
-        inner, session, carry = opened(model, inner, sequences, taken, branching=branching, processor=processor)
+        inner, session, carry = opened(model, inner, sequences, taken, branching=branching, to_fill=fill, processor=processor)
         assert carry.log is not None and carry.log.lease is not None
         return commit_state(inner, sessions=inner.sessions.set(carry.log.lease.session, session)), carry
 

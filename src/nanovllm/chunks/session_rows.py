@@ -10,6 +10,7 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import chunk_of
 from nanovllm.chunks.prefill import adopt, fill, reserve_all
 from nanovllm.engine.output import counted, finish_reason, reply_text, scan
+from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.carry import with_static_addresses
 from nanovllm.executor.decode import Branches, DecodeCarry, TokenLog, note
 from nanovllm.executor.executor import executor_of
@@ -33,23 +34,31 @@ def opened(
     taken: Taken,
     *,
     branching: bool = False,
+    to_fill: bool = True,
     processor: LogitsProcessor | None = None,
 ) -> tuple[EngineState, Session, DecodeCarry]:
     """Give each sequence pages up to its limit, fill all its tokens but the last, and make the carry of the first step.
 
-    Donates the KV. `executor.end` frees what the executor keeps for the session, whose number is `state.next_id`.
+    Without `to_fill` the first step fills the tokens. Donates the KV. `executor.end` frees what the executor keeps for the session, whose
+    number is `state.next_id`.
 
     Raises:
         OutOfPagesError: Too few pages are available; nothing was written.
+        InvalidRequestError: Without `to_fill`, the tokens to fill are more than a step can run.
     """
     ticket, size = state.next_id, state.config.page_size
     room = max(s.request.max_len - len(s.tokens) for s in sequences)
     state, sequences = adopt(state, sequences, logits=True)
+    if not to_fill and (count := sum(max(1, s.todo) for s in sequences)) > state.config.max_num_batched_tokens:
+        raise InvalidRequestError(
+            f"fill=False leaves {count} tokens to the first step, more than max_num_batched_tokens={state.config.max_num_batched_tokens}"
+        )
     state, sequences = reserve_all(state, sequences, _reserved(sequences, room, branching, size), taken)
-    state, sequences = _filled(model, state, sequences)
+    if to_fill:
+        state, sequences = _filled(model, state, sequences)
     frames, rows = state.pool.frames, [_first_pages(s, len(s.pages) - branching) for s in sequences]
     try:
-        carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching)
+        carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching, fill=to_fill)
         log = _log(sequences, ticket, room, model.device)
         log = replace(log, branches=_branches(state, sequences, model.device)) if branching else log
         note(log, 0)
@@ -76,15 +85,16 @@ def closed(model: Model, state: EngineState, session: Session, carry: DecodeCarr
     rows = [_with_sampled(*row, split=split) for row in zip(sequences, sampled, going, strict=True)]
     prompt = rerun = 0
     if num_steps:
-        counts = [counted(s, 1) for s in sequences]
+        counts = [counted(s, max(1, s.todo)) for s in sequences]
         prompt, rerun = sum(p for p, _ in counts), sum(a for _, a in counts)
     run = num_run * len(rows)
+    more = sum(max(1, s.todo) - 1 for s in sequences) if num_steps else 0  # tokens of prompts that the first step ran
     # Without branches, `fill` runs the newest token of a reply once more.
     used = sum(sequence.num_generated + (sequence.num_generated > 0 and not sequence.todo) for sequence, _ in rows)
     # `opened` does not count the last token of a filled context as reused, because a step runs it. Without a step, it is reused.
     reused = 0 if num_steps else sum(s.todo == 0 for s in sequences)
     stats = state.stats.add(
-        prefill_tokens=prompt, decode_tokens=run - prompt, reused_tokens=reused, rerun_tokens=rerun, discarded_tokens=run - used
+        prefill_tokens=prompt, decode_tokens=run + more - prompt, reused_tokens=reused, rerun_tokens=rerun, discarded_tokens=run - used
     )
     # `opened` reserved pages up to each row's newest token, so nothing is allocated here.
     state, filled = fill(model, replace(state, stats=stats, pool=pool), [sequence for sequence, _ in rows])

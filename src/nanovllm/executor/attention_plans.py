@@ -45,6 +45,19 @@ class DecodePlans:
             self.windowed.update(host.page_counts, host.frame_tables)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptPlans:
+    """The plans of one batch of prompts, which no other batch uses."""
+
+    first: PrefillPlan
+    windowed: PrefillPlan | None = None
+
+    @property
+    def handles(self) -> tuple[int, int]:
+        """The values of `Batch.plan` and `Windowed.plan`."""
+        return self.first.handle, 0 if self.windowed is None else self.windowed.handle
+
+
 class Attention:
     """The FlashInfer plans of one engine.
 
@@ -87,6 +100,15 @@ class Attention:
         """Return new plans for decode batches of `size` rows."""
         plans = [DecodePlan(self._workspace, size, *self._shape, windows, self._softcap) for windows in self._groups]
         return DecodePlans(plans[0], plans[1] if len(plans) == 2 else None)
+
+    def prompt_plans(self, host: HostBatch, *, together: bool) -> PromptPlans:
+        """Return new plans for a batch of prompts, which stay valid. Arguments are as in `plan_prompt`."""
+        assert host.cu_seqlens is not None
+        plans = [self._prompt_plan(len(host.seq_lens), windows) for windows in self._groups]
+        for plan, table in zip(plans, (host.page_tables, host.frame_tables), strict=False):
+            assert table is not None
+            plan.update(host.cu_seqlens, host.seq_lens, table, together=together)
+        return PromptPlans(first=plans[0], windowed=plans[1] if len(plans) == 2 else None)
 
     def plan_prompt(self, host: HostBatch, *, together: bool) -> tuple[int, int]:
         """Plan for a batch of prompts.

@@ -11,6 +11,7 @@ from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn, Forward
 from nanovllm.executor.row_processing import kept, process_rows, with_processing
+from nanovllm.models.common.batch import Batch
 from nanovllm.models.model import Model
 from nanovllm.sampling import sampler, tensors
 from nanovllm.sampling.process_logits import Processing
@@ -46,12 +47,11 @@ def for_a_session(carry: DecodeCarry, forward: Forward | None) -> DecodeCarry:
 
     `to_device` gives views of one buffer. A compiled step would be compiled anew for their offsets.
     """
-    batch = carry.batch
-    windowed = batch.windowed
-    if windowed is not None:
-        windowed = replace(windowed, page_tables=windowed.page_tables.clone(), slots=windowed.slots.clone())
-    own = {name: getattr(batch, name).clone() for name in ("input_ids", "positions", "slots", "page_tables", "seq_lens")}
-    return replace(carry, batch=replace(batch, windowed=windowed, **own), forward=forward)
+    return replace(carry, batch=_own(carry.batch), prompt=None if carry.prompt is None else _own(carry.prompt), forward=forward)
+
+
+def _own(batch: Batch) -> Batch:
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def with_static_addresses(carry: DecodeCarry) -> DecodeCarry:

@@ -82,6 +82,7 @@ class DecodeCarry:
         sampling: The sampling options of the rows as tensors.
         active: int32 `[B]`: 1 for a row that moves on with each step, 0 for padding and for rows that have stopped.
         log: The tokens sampled since `begin`; None in the engine's own steps, whose tokens the host reads after each step.
+        prompt: The prompts that the next step runs, in a session that was begun with `fill=False`; None otherwise, and after that step.
         processing: The functions of the caller between logits and samples, with what they carry.
         token_ids: The tokens of each row so far, int32 `[B, W]`, written in place; `batch.seq_lens` of them are tokens. None without
             `processing`.
@@ -101,6 +102,7 @@ class DecodeCarry:
     sampling: Sampling
     active: Int32[Tensor, "B"]
     log: TokenLog | None = None
+    prompt: Batch | None = None
     processing: tuple[Processing, ...] = ()
     token_ids: Int32[Tensor, "B W"] | None = None
     forward: Callable[..., tuple[Tensor, KVState]] | None = None
@@ -155,7 +157,7 @@ def decode_step(
     token_ids: Int32[Tensor, "B"] | None = None,
     forward: Callable[..., tuple[Tensor, KVState]] | None = None,
 ) -> tuple[DecodeCarry, DecodeOutput]:
-    """Donates `carry`. Run one token of every row and sample the next one.
+    """Donates `carry`. Run one token of every row, or the prompts of a session begun with `fill=False`, and sample the next one.
 
     The function traces with `torch.compile(fullgraph=True)` and copies no KV. Call all steps of an engine on one CUDA stream. Traced code
     does not check whether `carry` was donated before; `commit` finds it then.
@@ -195,7 +197,7 @@ def decode_step(
             num_steps = require_fresh(carry.log)
             require_room(carry.log, num_steps)
     run = forward or carry.forward or models.forward
-    logits, kv = run(params, carry.kv, carry.batch, config)
+    logits, kv = run(params, carry.kv, carry.batch if carry.prompt is None else carry.prompt, config)
     if carry.processing:
         carry, logits = _processed(carry, logits)
     if process_logits is not None:
@@ -310,6 +312,7 @@ def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
             windowed=windowed,
         ),
         sampling=record(carry.sampling, token_ids),
+        prompt=None,
         log=log,
     )
 

@@ -14,7 +14,7 @@ from nanovllm.executor.cascade_policy import Cascades
 from nanovllm.executor.decode import DecodeCarry, decode_step
 from nanovllm.executor.executor import Drawn, Forward
 from nanovllm.executor.row_processing import kept
-from nanovllm.executor.scoring import asked_logprobs, score_batch
+from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
@@ -89,13 +89,15 @@ class EagerExecutor:
         *,
         frames: Frames | None = None,
         branching: bool = False,
+        fill: bool = True,
     ) -> DecodeCarry:
         """Return a carry over new tensors, and keep its plan until `end`."""
         host = decode_batch(rows, frames=frames, **self._layout)
         plan = None if self._cascades is None or branching else self._cascades.decode(host)
         self._sessions[ticket] = plan
         carry = decode_carry(model, kv, rows, host, 0 if plan is None else plan.handle)
-        return for_a_session(carry, self._program_of(model))
+        prompt = None if fill else to_device(whole_prompts(rows, frames=frames, **self._layout), model.device)
+        return for_a_session(replace(carry, prompt=prompt), self._program_of(model))
 
     def end(self, ticket: int) -> None:
         """Drop the plan of this session."""

@@ -143,11 +143,12 @@ class Executor(Protocol):
         *,
         frames: Frames | None = None,
         branching: bool = False,
+        fill: bool = True,
     ) -> DecodeCarry:
         """Return a carry with its own tensors, for steps that the caller runs.
 
         `end` with the same ticket frees the plan that the executor keeps for it. With `branching` the page tables of the rows may change
-        later, so no plan may depend on them.
+        later, so no plan may depend on them. Without `fill` all tokens of the rows that are not filled yet run in the first step.
         """
         ...
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import InvalidRequestError
-from nanovllm.executor.attention_plans import Attention, DecodePlans
+from nanovllm.executor.attention_plans import Attention, DecodePlans, PromptPlans
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows, widened
 from nanovllm.executor.capture import Captured
 from nanovllm.executor.captured_step import CapturedStep, StepKind
@@ -36,7 +36,7 @@ from nanovllm.executor.executor import Drawn
 from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
-from nanovllm.executor.scoring import asked_logprobs, score_batch
+from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
@@ -133,6 +133,7 @@ class GraphExecutor:
         self._program = StepProgram(model, self._logits.forward)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}
         self._spare: list[DecodePlans] = []
+        self._prompts: dict[int, PromptPlans] = {}
         self._captured: list[Captured] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step whose buffers are filled, and its rows in use
         self._ahead = RunAhead(limits.page_size)
@@ -225,6 +226,7 @@ class GraphExecutor:
         *,
         frames: Frames | None = None,
         branching: bool = False,
+        fill: bool = True,
     ) -> DecodeCarry:
         """Return a carry with its own tensors. Its plan covers all pages of the rows, so it stays valid for all steps that have room."""
         host = decode_batch(rows, frames=frames, **self._layout)
@@ -232,12 +234,18 @@ class GraphExecutor:
             raise InvalidRequestError("branching=True needs the fused kernels, which do not serve all layers of this model on this GPU")
         plans = (0, 0) if branching else self._follow(host, ticket)
         wide = widened(host, dummy_page=self._layout["dummy_page"], frames=frames)
-        carry = for_a_session(decode_carry(model, kv, rows, wide, *plans), self._program)
+        carry = decode_carry(model, kv, rows, wide, *plans)
+        if not fill:
+            prompts = whole_prompts(rows, frames=frames, **self._layout)
+            self._prompts[ticket] = plan = self._attention.prompt_plans(prompts, together=self._together)
+            carry = replace(carry, prompt=to_device(prompts, self._device, *plan.handles))
+        carry = for_a_session(carry, self._program)
         self._logits.prepare(kv, carry.batch)
         return carry
 
     def end(self, ticket: int) -> None:
         """Free the session's plan, or keep it for a later session."""
+        self._prompts.pop(ticket, None)
         plan = self._sessions.pop(ticket, None)
         if isinstance(plan, DecodePlans):
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]

@@ -59,7 +59,8 @@ class LogitsGraphs:
 
     def forward(self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
         """Donates `kv`. Run a decode batch: by its graph, if there is one over these weights and this memory."""
-        captured = self._graphs.get(_shape(batch)) if params is self._model.params and config is self._model.config else None
+        own = params is self._model.params and config is self._model.config and batch.cu_seqlens is None
+        captured = self._graphs.get(_shape(batch)) if own else None
         if captured is None or not _same_memory(captured[1], kv) or torch.cuda.is_current_stream_capturing():
             return self._forward(params, kv, batch, config)
         graph, _, static, logits = captured

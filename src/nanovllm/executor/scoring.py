@@ -52,6 +52,13 @@ def score_batch(
     return replace(host, slots=slots, frame_slots=frame_slots, logit_indices=np.unique(asked[:, 0]).astype(np.int32))
 
 
+def whole_prompts(rows: Seq[Sequence], *, page_size: int, dummy_page: int, frames: Frames | None = None) -> HostBatch:
+    """The batch of all unfilled tokens of the sequences, with the logits of the last token of each. Arguments are as in `score_batch`."""
+    counts = [max(1, s.todo) for s in rows]
+    last = np.stack((np.cumsum(counts) - 1, np.zeros(len(rows), np.int64)), 1)
+    return score_batch(list(zip(rows, counts, strict=True)), last, page_size=page_size, dummy_page=dummy_page, frames=frames)
+
+
 def asked_logprobs(logits: Float[Tensor, "R V"], asked: Int64[np.ndarray, "K 2"]) -> Float32[Tensor, "K"]:
     """The log-probabilities that are wanted, on the device. Row r of the logits belongs to the r-th different index in `asked`."""
     size = max(1, PIECE_BYTES // (4 * logits.shape[1]))
