@@ -1,52 +1,59 @@
-"""Beam search: find the most probable continuations of a text, one token at a time, on branches that share KV.
+"""Beam search on the device: find the most probable continuations of a text, with every step one function of the carry.
 
-A beam is a chunk and one token that has not run yet. A branch is a new handle on existing pages. When a beam is dropped, pages that no
-other beam needs become free.
+The beams are the rows of one batch. A step runs all of them, chooses the best continuations of all rows, and lets each row go on from the
+row that it chose. Rows share full pages of KV, and nothing waits for the host: on a GPU the step is one CUDA graph.
 """
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 import nanovllm as nv
 
-WIDTH, STEPS = 4, 20
+WIDTH, STEPS = 8, 20
 PROMPT = "Once upon a time, in a small village by the sea, there lived a fisherman who had lost his boat in a storm."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Beam:
-    """A continuation `token_ids` and its log-probability. `chunk` contains the prompt and all of the continuation except its last token."""
+    """A continuation `token_ids` and its log-probability. `chunk` contains the prompt and the continuation."""
 
     chunk: nv.Chunk
-    token_ids: tuple[int, ...] = ()
-    score: float = 0.0
+    token_ids: tuple[int, ...]
+    score: float
 
 
-def search(model: nv.Model, state: nv.EngineState, prompt: nv.Chunk, width: int, steps: int) -> tuple[nv.EngineState, list[Beam], int]:
-    """Return the next state, the `width` best continuations, best first, and the number of tokens in all evaluated contexts.
+def search(model: nv.Model, state: nv.EngineState, prompt: nv.Chunk, width: int, steps: int) -> tuple[nv.EngineState, list[Beam]]:
+    """Return the next state and the `width` best continuations, best first. The vocabulary has at least `width` tokens.
 
     A continuation has `steps` tokens, or fewer if it ends with an end token.
     """
-    look = nv.SamplingParams(temperature=0, max_tokens=1, logprobs=width)
-    state, root = nv.fork(state, prompt)
-    beams, looked_at = [Beam(chunk=root)], 0
+    ends, vocab_size = model.config.eos_token_ids, model.config.vocab_size
+    greedy = nv.SamplingParams(temperature=0)  # `commit` cuts each reply after its first end token
+    state, carry = nv.begin(model, state, [prompt] * width, greedy, room=steps, branching=True)
+    is_end = torch.zeros(vocab_size, dtype=torch.bool, device=model.device)
+    is_end[list(ends)] = True
+    after_end = torch.full((vocab_size,), -torch.inf, device=model.device)
+    after_end[list(ends[:1])] = 0.0  # a beam that has ended competes unchanged: its one continuation is a further end token, for free
+
+    def step(carry: nv.DecodeCarry, scores: Tensor, ended: Tensor) -> tuple[nv.DecodeCarry, Tensor, Tensor]:
+        carry, out = nv.decode_step(model.params, carry, model.config)
+        logprobs = torch.where(ended.unsqueeze(1), after_end, out.logits.float().log_softmax(1))
+        totals, tokens = (scores.unsqueeze(1) + logprobs).topk(width, 1)
+        scores, chosen = totals.flatten().topk(width)
+        token_ids = tokens.flatten()[chosen]
+        return nv.split_rows(carry, chosen // width, token_ids.int()), scores, is_end[token_ids]
+
+    scores = torch.full((width,), -torch.inf, device=model.device)
+    scores[0] = 0.0  # all rows begin with the same text, so only the continuations of the first one count
+    ended = torch.zeros(width, dtype=torch.bool, device=model.device)
+    captured = nv.capture(step, carry, scores, ended)
     for _ in range(steps):
-        going = [beam for beam in beams if not set(beam.token_ids[-1:]) & set(model.config.eos_token_ids)]
-        state, gens = nv.generate_many(model, state, [[beam.chunk, list(beam.token_ids[-1:])] for beam in going], look)
-        looked_at += sum(len(gen.chunk) - 1 for gen in gens)
-        ways = [(beam.score, beam, None, -1) for beam in beams if beam not in going]  # beams that have ended compete unchanged
-        for beam, gen in zip(going, gens, strict=True):
-            assert gen.logprobs is not None
-            ways += [(beam.score + logprob, beam, gen.chunk, token) for token, logprob in gen.logprobs[0].top]
-        chosen = []
-        for score, beam, looked, token in sorted(ways, key=lambda way: way[0], reverse=True)[:width]:
-            # `looked` ends with the sampled token. The branch ends before it, and continues with another token.
-            state, branch = nv.fork(state, beam.chunk) if looked is None else nv.truncate(state, looked, len(looked) - 1)
-            more = () if looked is None else (token,)
-            chosen.append(Beam(chunk=branch, token_ids=beam.token_ids + more, score=score))
-        for dead in (*(gen.chunk for gen in gens), *(beam.chunk for beam in beams)):
-            state = nv.release(state, dead)
-        beams = chosen
-    return state, beams, looked_at
+        carry, scores, ended = captured(carry, scores, ended)
+    state, replies = nv.commit(model, state, carry)
+    found = zip(replies, scores.tolist(), strict=True)
+    return state, [Beam(chunk=reply.chunk, token_ids=tuple(reply.token_ids), score=score) for reply, score in found]
 
 
 def main() -> None:
@@ -55,12 +62,13 @@ def main() -> None:
     assert model.tokenizer is not None
     state = nv.init_state(model, num_pages=256)
     state, prompt = nv.prefill(model, state, PROMPT)
-    state, beams, looked_at = search(model, state, prompt, WIDTH, STEPS)
+    state, beams = search(model, state, prompt, WIDTH, STEPS)
     for beam in beams:
         print(f"{beam.score:8.3f} {model.tokenizer.decode(list(beam.token_ids))!r}")
     report = nv.memory(state)
     print(f"{report.num_held} pages are in use; {report.num_references} without sharing")
-    print(f"{state.stats.prefill_tokens + state.stats.decode_tokens} tokens ran; {looked_at} without reuse")
+    alone = WIDTH * sum(len(prompt) + step for step in range(STEPS))
+    print(f"{state.stats.prefill_tokens + state.stats.decode_tokens} tokens ran; {alone} if each step ran every beam from its beginning")
     for chunk in (prompt, *(beam.chunk for beam in beams)):
         state = nv.release(state, chunk)
     nv.check(state)
