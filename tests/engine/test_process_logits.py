@@ -119,3 +119,16 @@ def test_the_llm_takes_a_function():
     assert pieces[-1].output.token_ids == want[0]
     with pytest.raises(nv.InvalidRequestError, match="process_logits=3 must be a function of the logits, or a LogitsProcessor"):
         llm.generate(prompts, params, process_logits=3)
+
+
+@pytest.mark.compile
+def test_a_compiled_function_serves():
+    params = nv.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    compiled = nv.LogitsProcessor(torch.compile(counting, fullgraph=True, backend="eager"), COUNTING.init)
+    prompts = [[1, 2, 3], [9], [4, 5]]
+    want = [by_hand(prompt, params, COUNTING) for prompt in prompts]
+    assert [by_hand(prompt, params, compiled) for prompt in prompts] == want
+    llm = nv.LLM(MODEL, num_pages=32, page_size=4)
+    assert [out.token_ids for out in llm.generate(prompts, params, process_logits=compiled)] == want
+    alone = torch.compile(lambda logits: -logits, fullgraph=True, backend="eager")
+    assert by_hand([1, 2], params, nv.LogitsProcessor(alone)) == by_hand([1, 2], params, CHOICES[3])

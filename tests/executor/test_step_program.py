@@ -22,11 +22,13 @@ def begun(model: nv.Model, rows: int) -> tuple[nv.EngineState, nv.DecodeCarry]:
 
 
 def arguments(model: nv.Model, carry: nv.DecodeCarry) -> tuple[Any, ...]:
-    batch, windowed = carry.batch, carry.batch.windowed
+    batch = carry.batch if carry.prompt is None else carry.prompt
+    windowed = batch.windowed
     assert isinstance(carry.forward, StepProgram)
     return (
         tensors_of(model.params), carry.kv.pools[0], carry.kv.pools[1] if len(carry.kv.pools) > 1 else None, batch.input_ids,
-        batch.positions, batch.slots, batch.page_tables, batch.seq_lens, None, None, None if windowed is None else windowed.page_tables,
+        batch.positions, batch.slots, batch.page_tables, batch.seq_lens, batch.cu_seqlens, batch.logit_indices,
+        None if windowed is None else windowed.page_tables,
         None if windowed is None else windowed.slots, batch.plan, 0 if windowed is None else windowed.plan, carry.forward.handle,
         model.config.vocab_size, model.dtype,
     )  # fmt: skip
@@ -36,6 +38,14 @@ def arguments(model: nv.Model, carry: nv.DecodeCarry) -> tuple[Any, ...]:
 def test_opcheck(architecture: str):
     model = random_model(tiny_config(architecture), 0)
     _, carry = begun(model, 3)
+    torch.library.opcheck(torch.ops.nanovllm.step_logits.default, arguments(model, carry))
+
+
+@pytest.mark.parametrize("windows", [(), (8, 0)])
+def test_opcheck_of_prompts(windows: tuple[int, ...]):
+    model = random_model(tiny_config(windows=windows), 0)
+    state = nv.init_state(model, num_pages=128, page_size=4, max_model_len=64)
+    _, carry = nv.begin(model, state, [[1, 2, 3], [4]], GREEDY, room=6, fill=False)
     torch.library.opcheck(torch.ops.nanovllm.step_logits.default, arguments(model, carry))
 
 

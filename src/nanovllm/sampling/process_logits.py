@@ -67,7 +67,8 @@ class LogitsProcessor:
 
     Without `init` the function is `function(logits, tokens)` and returns logits. With `init` it is `function(logits, tokens, carried)` and
     returns the logits and the next carried tensors. Logits are `[B, V]`, tokens are a `TokensSoFar`, and the carried tensors are a pytree
-    whose leaves have the rows as their first axis. The function must not change a tensor in place and must not wait for the device.
+    whose leaves have the rows as their first axis. The function must not change a tensor in place and must not wait for the device. To fuse
+    its operations, pass what `torch.compile` made of it.
 
     Two processors are equal if their functions are the same objects. Requests with equal processors share one call per step, and on a GPU
     one CUDA graph: make the function once, not for each request.
