@@ -66,6 +66,7 @@ def test_rows_stop_by_themselves_and_the_loop_ends_with_the_last(steps: int):
         assert more.token_ids == want.token_ids
 
 
+@pytest.mark.usefixtures("untyped")
 def test_what_is_refused_leaves_the_carry_usable():
     state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3)
     for steps in (0, -1, True, 1.5, None):
@@ -109,3 +110,49 @@ def test_a_loop_traces():
         found.append((torch.cat(rows).tolist(), [gen.token_ids for gen in gens]))
     assert found[0] == found[1]
     assert found[0][1][0] == whole[0][: whole[0].index(stop) + 1]
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_step_may_be_the_body():
+    """Its output has fields that are None."""
+
+    def step(carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, nv.DecodeOutput]:
+        return nv.decode_step(MODEL.params, carry, MODEL.config)
+
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=12)
+    carry, out = nv.decode_loop(MODEL, state, carry, 4, step)
+    carry, more = nv.decode_loop(MODEL, state, carry, 4, step, until=lambda out: out.token_ids >= 0)
+    assert out.token_ids.T.tolist() == [row[:4] for row in plain()] and tuple(out.logits.shape) == (4, 3, 50)
+    assert out.logprobs is None and more.logprobs is None
+    assert more.token_ids[0].tolist() == [row[4] for row in plain()] and not more.token_ids[1:].any()
+    state, gens = nv.commit(MODEL, state, carry)
+    assert [gen.token_ids for gen in gens] == [row[:5] for row in plain()]
+    nv.check(state)
+
+
+@pytest.mark.parametrize(
+    ("body", "until", "message"),
+    [
+        (lambda carry: nv.decode_step(MODEL.params, carry, MODEL.config)[0], None, "body returns DecodeCarry: it must return the next"),
+        (lambda carry: (1, 2), None, "body returns tuple"),
+        (lambda carry: None, lambda row: row, "body returns NoneType"),
+        (None, lambda tokens: (tokens == 0).all(), r"until returns bool\[\] on cpu: it must return bool \[3\], one for each row"),
+        (None, lambda tokens: (tokens == 0).unsqueeze(1), r"until returns bool\[3, 1\] on cpu"),
+        (None, lambda tokens: tokens, r"until returns int32\[3\] on cpu"),
+        (None, lambda tokens: True, "until returns True"),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_results_of_another_form_are_refused(body: Any, until: Any, message: str):
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3)
+    with pytest.raises(nv.InvalidRequestError, match=message):
+        nv.decode_loop(MODEL, state, carry, 2, body, until=until)
+
+
+@pytest.mark.parametrize("until", [None, lambda tokens: tokens < 0], ids=["plain", "until"])
+def test_the_first_step_may_run_prompts(until: Any):
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=12, fill=False)
+    carry, tokens = nv.decode_loop(MODEL, state, carry, 12, until=until)
+    assert tokens.T.tolist() == plain()
+    state, _ = nv.commit(MODEL, state, carry)
+    nv.check(state)

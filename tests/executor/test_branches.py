@@ -1,8 +1,10 @@
 """`split_rows`: rows go on from other rows, and every reply and every chunk is that of a plain run over its tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm as nv
@@ -125,6 +127,7 @@ def test_a_carry_that_was_split_is_donated():
     nv.check(state)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_bad_parents_are_refused():
     state, plain = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=2)
     with pytest.raises(nv.InvalidRequestError, match=r"call begin\(..., branching=True\)"):
@@ -145,4 +148,79 @@ def test_pages_for_branches_are_reserved_or_refused():
         nv.begin(MODEL, state, [CONTEXTS[0], CONTEXTS[0]], GREEDY, room=5, branching=True)
     state, carry = nv.begin(MODEL, state, [CONTEXTS[0], CONTEXTS[0]], GREEDY, room=1, branching=True)
     state, _ = nv.commit(MODEL, state, carry)
+    nv.check(state)
+
+
+def test_a_row_that_has_stopped_keeps_its_token():
+    """A step runs the newest token of a stopped row again, so another one would overwrite its KV."""
+    params = nv.SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS[:2], params, room=8, branching=True)
+    carry, first = nv.decode_loop(MODEL, state, carry, 2, until=lambda tokens: torch.tensor([True, False]))
+    for row in ([0, 1], [1, 0], [0, 1]):
+        carry, _ = nv.decode_step(MODEL.params, carry, MODEL.config)
+        carry = nv.split_rows(carry, torch.tensor(row), torch.tensor([11, 12], dtype=torch.int32), torch.tensor([-1.0, -2.0]))
+    carry, _ = nv.decode_step(MODEL.params, carry, MODEL.config)
+    state, (going, stopped) = nv.commit(MODEL, state, carry)  # the rows were exchanged once
+    assert stopped.token_ids == first[:1, 0].tolist() and stopped.finish_reason == "stop"
+    assert stopped.logprobs is not None and stopped.logprobs[0].logprob not in (-1.0, -2.0)
+    assert going.token_ids[:2] == first[:, 1].tolist() and going.token_ids[2:5] == [12, 11, 11]
+    for one in (going, stopped):
+        scored = nv.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+        state, more = nv.generate(MODEL, state, one.chunk, scored)
+        _, want = nv.generate(MODEL, engine(), one.chunk.token_ids.tolist(), scored)
+        assert more.logprobs is not None and want.logprobs is not None
+        assert [each.logprob for each in more.logprobs] == pytest.approx([each.logprob for each in want.logprobs], abs=1e-5)
+    nv.check(state)
+
+
+@pytest.mark.parametrize("model", [MODEL, WINDOWED, ALL_WINDOWED], ids=["plain", "windowed", "all windowed"])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_splits_of_traced_code_beyond_the_room_change_nothing(model: nv.Model, data):
+    """What these steps sample is dropped. Its pages must not be taken for those of the texts, nor be shared with them."""
+    contexts = data.draw(st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=5), min_size=1, max_size=3))
+    room, over, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    row = st.integers(0, len(contexts) - 1)
+    state, carry = nv.begin(model, engine(model, page_size=size), contexts, GREEDY, room=room, branching=True)
+    texts = [list(context) for context in contexts]
+    for count in range(room + over):
+        lease = replace(carry.log.lease, checked=False)  # as in traced code
+        carry, out = nv.decode_step(model.params, replace(carry, log=replace(carry.log, lease=lease)), model.config)
+        parents = data.draw(st.lists(row, min_size=len(contexts), max_size=len(contexts)))
+        carry = nv.split_rows(carry, torch.tensor(parents))
+        if count < room:
+            texts = [[*text, token] for text, token in zip(texts, out.token_ids.tolist(), strict=True)]
+            texts = [list(texts[parent]) for parent in parents]
+    state, replies = nv.commit(model, state, carry)
+    nv.check(state)
+    for reply, text in zip(replies, texts, strict=True):
+        assert reply.chunk.token_ids.tolist() == text and reply.num_dropped == over
+        state, more = nv.generate(model, state, reply.chunk, nv.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        _, plain = nv.generate(model, engine(model), text, nv.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        assert more.token_ids == plain.token_ids
+        state = nv.release(nv.release(state, more.chunk), reply.chunk)
+    assert nv.memory(state).num_held == 0
+
+
+@pytest.mark.parametrize("model", [MODEL, WINDOWED, ALL_WINDOWED], ids=["plain", "windowed", "all windowed"])
+def test_a_committed_carry_cannot_be_split_in_traced_code(model: nv.Model):
+    state, carry = nv.begin(model, engine(model), CONTEXTS, GREEDY, room=3, branching=True)
+    carry, _ = nv.decode_step(model.params, carry, model.config)
+    state, replies = nv.commit(model, state, carry)
+    state, chunk = nv.prefill(model, state, [3] * 40)  # which takes pages that the session had
+    before = [pool.clone() for pool in state.kv.pools]
+    lease = replace(carry.log.lease, checked=False, committed=False)
+    nv.split_rows(replace(carry, log=replace(carry.log, lease=lease)), torch.tensor([0, 0, 1]))
+    for pool, old in zip(state.kv.pools, before, strict=True):
+        assert torch.equal(pool[:, :-1], old[:, :-1])  # the dummy page may change
+    for one in (*(reply.chunk for reply in replies), chunk):
+        state = nv.release(state, one)
+    nv.check(state)
+
+
+def test_prompts_run_before_a_split():
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3, branching=True, fill=False)
+    with pytest.raises(nv.InvalidRequestError, match="the prompts of this carry have not run"):
+        nv.split_rows(carry, torch.tensor([0, 1, 2]))
+    state, _ = nv.commit(MODEL, state, nv.decode_step(MODEL.params, carry, MODEL.config)[0])
     nv.check(state)

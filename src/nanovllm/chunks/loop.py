@@ -67,7 +67,7 @@ def decode_loop(
         [', a boy named Jonas lived in a', ' is the national animal of Poner']
     """
     body = _plain_step(model) if body is None else body
-    step = body if until is None else _stopping(body, until)
+    step = plain = body if until is None else _stopping(body, until)
     if torch.compiler.is_compiling():
         rows = []
         for _ in range(steps):
@@ -75,10 +75,11 @@ def decode_loop(
             rows.append(row)
         return carry, _stacked(rows, steps)
     _require(model, state, carry, steps)
-    if carry.active.is_cuda and not isinstance(body, Captured):
-        step = capture(step, carry)
     rows, going = [], Rows()
     for count in range(1, steps + 1):
+        # The step that runs prompts has shapes of its own.
+        if carry.active.is_cuda and carry.prompt is None and step is plain and not isinstance(body, Captured):
+            step = capture(plain, carry)
         carry, row = _pair(step(carry))
         rows.append(row)
         if until is not None and going.all_stopped(carry, count):

@@ -58,6 +58,8 @@ def split_rows(
         _require(carry, parents, token_ids, logprobs)
         if carry.log is not None and (carry.log.lease is None or carry.log.lease.checked):
             num_steps = require_fresh(carry.log)
+    if carry.prompt is not None:
+        raise InvalidRequestError("the prompts of this carry have not run: run the first step before split_rows")
     log, batch = carry.log, carry.batch
     assert log is not None and log.branches is not None
     scored = logprobs if logprobs is not None or token_ids is None else torch.full_like(token_ids, torch.nan, dtype=torch.float32)
@@ -166,8 +168,6 @@ def _penalties(penalties: Penalties, rows: Tensor, old: Tensor, new: Tensor) -> 
 def _require(carry: DecodeCarry, parents: Tensor, token_ids: Tensor | None, logprobs: Tensor | None) -> None:
     if carry.log is None or carry.log.branches is None:
         raise InvalidRequestError(f"carry={carry!r} cannot be split: call begin(..., branching=True)")
-    if carry.prompt is not None:
-        raise InvalidRequestError("the prompts of this carry have not run: run the first step before split_rows")
     rows = carry.active.shape[0]
     for name, value in (("parents", parents), ("token_ids", token_ids), ("logprobs", logprobs)):
         if value is not None and (not isinstance(value, Tensor) or value.shape != (rows,) or value.device != carry.active.device):

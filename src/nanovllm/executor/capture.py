@@ -48,7 +48,7 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
     Raises:
         CaptureError: The function waits for the device, allocates memory that outlives it, changes a donated tensor, or returns a carry of
             another shape. The message names the caller's line.
-        InvalidRequestError: `carry` is not a carry of `begin`, or the function returns no carry.
+        InvalidRequestError: `carry` is not a carry of `begin`, its prompts have not run, or the function returns no carry.
         DonatedStateError: The carry was donated to a step, or committed. The returned function raises it too.
 
     Examples:
@@ -61,6 +61,8 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
         ', a boy'
     """
     require_fresh(_log(carry))
+    if carry.prompt is not None:
+        raise InvalidRequestError("the prompts of this carry have not run, and later steps have other shapes: run the first step as it is")
     if carry.active.is_cuda:
         with torch.cuda.device(carry.active.device):
             return Captured(function, carry, inputs)
@@ -177,11 +179,11 @@ class Captured:
 
 def _require_alike(carry: DecodeCarry, own: DecodeCarry, spec: Any, own_leaves: list[Tensor]) -> list[Tensor]:
     """Require a carry like the captured one, `own`. Returns its tensors."""
+    if not all(map(_same, carry.kv.pools, own.kv.pools)):
+        raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
     leaves = own_leaves if carry is own else _moving(carry)
     if carry is not own and (_structure(carry) != spec or _shapes(leaves) != _shapes(own_leaves)):
         raise InvalidRequestError(f"{carry!r} has other shapes, options or plans than the captured carry: capture the function again")
-    if not all(map(_same, carry.kv.pools, own.kv.pools)):
-        raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
     return leaves
 
 
