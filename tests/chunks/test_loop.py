@@ -156,3 +156,14 @@ def test_the_first_step_may_run_prompts(until: Any):
     assert tokens.T.tolist() == plain()
     state, _ = nv.commit(MODEL, state, carry)
     nv.check(state)
+
+
+def test_a_loop_takes_no_more_steps_than_its_rows():
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=12)
+    carry, tokens = nv.decode_loop(MODEL, state, carry, 6, until=lambda tokens: tokens >= 0)
+    assert carry.log is not None and int(carry.log.num_steps) == 1 and not tokens[1:].any()
+    carry, tokens = nv.decode_loop(MODEL, state, carry, 6, until=lambda tokens: tokens >= 0)
+    assert carry.log is not None and int(carry.log.num_steps) == 2 and not tokens.any()  # results of rows that have stopped are zeros
+    state, gens = nv.commit(MODEL, state, carry)
+    assert [gen.token_ids for gen in gens] == [row[:1] for row in plain()]
+    nv.check(state)

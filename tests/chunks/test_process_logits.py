@@ -39,7 +39,7 @@ def fewer(logits: torch.Tensor, tokens: nv.TokensSoFar) -> torch.Tensor:
 def delayed(logits: torch.Tensor, tokens: nv.TokensSoFar, carried: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
     """Exchange what is carried, and sample from the logits of two steps ago too."""
     mixed = logits + 0.5 * carried["older"]
-    return mixed, {"older": carried["old"], "old": logits, "count": carried["count"] + 1}
+    return mixed, {"old": logits, "older": carried["old"], "count": carried["count"] + 1}
 
 
 def late(logits: torch.Tensor, tokens: nv.TokensSoFar, carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +49,7 @@ def late(logits: torch.Tensor, tokens: nv.TokensSoFar, carried: torch.Tensor) ->
 
 def nothing_yet(tokens: nv.TokensSoFar) -> dict[str, torch.Tensor]:
     zeros = torch.zeros(1, V).expand(len(tokens.lengths), V)
-    return {"older": zeros, "old": zeros, "count": tokens.lengths}
+    return {"old": zeros, "older": zeros, "count": tokens.lengths}
 
 
 STATELESS = [lambda logits: -logits, shifted, fewer]

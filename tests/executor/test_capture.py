@@ -118,6 +118,26 @@ def test_inputs_and_carries_like_those_of_the_capture():
     nv.check(state)
 
 
+def test_a_captured_function_holds_its_processor():
+    def doubled(logits: torch.Tensor) -> torch.Tensor:
+        return logits * 2
+
+    def negated(logits: torch.Tensor) -> torch.Tensor:
+        return -logits
+
+    state = engine()
+    state, carry = nv.begin(MODEL, state, CONTEXTS, GREEDY, room=2, process_logits=doubled)
+    state, same = nv.begin(MODEL, state, CONTEXTS, GREEDY, room=2, process_logits=doubled)
+    state, other = nv.begin(MODEL, state, CONTEXTS, GREEDY, room=2, process_logits=negated)
+    run = nv.capture(step, carry)
+    same, _ = run(same)
+    with pytest.raises(nv.InvalidRequestError, match="has other shapes, options or plans"):
+        run(other)
+    for one in (carry, same, other):
+        state, _ = nv.commit(MODEL, state, one)
+    nv.check(state)
+
+
 @pytest.mark.usefixtures("untyped")
 def test_what_cannot_be_captured_leaves_the_carry():
     state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=4)
@@ -134,10 +154,15 @@ def test_what_cannot_be_captured_leaves_the_carry():
         carry, _ = step(carry)
         return replace(carry, active=carry.active[:2])
 
+    def plans(carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        carry, _ = step(carry)
+        return replace(carry, batch=replace(carry.batch, plan=2))
+
     refused: list[tuple[Any, type[Exception], str]] = [
         (stops, nv.CaptureError, r"stops \(test_capture.py, line \d+\) changed carry.active in place"),
         (penalises, nv.CaptureError, "changed carry.batch.page_tables in place"),
         (narrows, nv.CaptureError, "returns a carry of other shapes or another structure"),
+        (plans, nv.CaptureError, "returns a carry of other shapes or another structure"),
         (lambda carry: step(carry)[1], nv.InvalidRequestError, "the function returns Tensor"),
         (lambda carry: None, nv.InvalidRequestError, "the function returns NoneType"),
     ]

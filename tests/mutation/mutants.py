@@ -35,6 +35,11 @@ STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
 SCORE = ("tests/chunks/test_score.py",)
+CAPTURE = ("tests/executor/test_capture.py",)
+BRANCHES = ("tests/executor/test_branches.py",)
+LOOP = ("tests/chunks/test_loop.py",)
+PROCESS_LOGITS = ("tests/chunks/test_process_logits.py", "tests/sampling/test_process_logits.py")
+PROGRAMS = ("tests/property/test_session_programs.py",)
 OUTPUT = ("tests/engine/test_output.py",)
 CUTS = (
     "tests/sampling/test_sampler.py::test_ties_at_every_cut_are_kept_together",
@@ -620,6 +625,176 @@ MUTANTS: tuple[Mutant, ...] = (
         CHECK_COMMAND,
         ("all of the memory is too much", "if not 0 < options.memory_fraction <= 1:", "if not 0 < options.memory_fraction < 1:"),
         ("the maximum length is not that of the check", "options.dtype, **limits, **{**where", "options.dtype, **{**where"),
+    ),
+    # Steps that a caller runs
+    *bugs(
+        "executor/session_lease.py",
+        CAPTURE,
+        ("the host overlooks a traced step", " and _version(counters) == self._version", ""),
+        ("any carry is the newest one", "self._newest() is num_steps and _version", "_version"),
+        ("tensors without versions are trusted", "None if version is None else weakref.ref(num_steps)", "weakref.ref(num_steps)"),
+        ("only one counter counts", "sum(counter._version for counter in counters)", "counters[0]._version"),
+        ("the newest carry of shared memory is outdated", " and (self._newest is None or self._newest() is not num_steps)", ""),
+        ("memory that is not shared is outdated", "return bool(self._static) and num_steps.data_ptr() in self._static and", "return"),
+    ),
+    *bugs(
+        "executor/capture.py",
+        CAPTURE,
+        ("a trial leaves its pages in the carry", "            pages[:, last.long()] = values", "            pass"),
+        (
+            "a captured function needs the room of one step",
+            "require_room(log, require_fresh(log), advanced)",
+            "require_room(log, require_fresh(log))",
+        ),
+        (
+            "a captured function takes carries of any shape",
+            "(_structure(carry) != spec or _shapes(leaves) != _shapes(own_leaves))",
+            "_structure(carry) != spec",
+        ),
+        (
+            "a captured function takes carries of any options",
+            "(_structure(carry) != spec or _shapes(leaves) != _shapes(own_leaves))",
+            "_shapes(leaves) != _shapes(own_leaves)",
+        ),
+        ("a captured function takes the carries of other engines", "if not all(map(_same, carry.kv.pools, own.kv.pools)):", "if False:"),
+        ("an input may have another dtype", "or old.shape != new.shape or old.dtype != new.dtype", "or old.shape != new.shape"),
+        ("an input that is no tensor may change", "(old is not new and old != new)", "False"),
+        (
+            "a change in place is found in the trial alone",
+            "        result = function(carry, *inputs)\n        _require_unchanged(function, before, carry)\n",
+            "        result = function(carry, *inputs)\n",
+        ),
+        ("a function may return a narrower carry", "if _structure(after) != _structure(carry) or [", "if ["),
+        ("a used carry can be captured", "    require_fresh(_log(carry))\n    if carry.prompt", "    if carry.prompt"),
+    ),
+    *bugs(
+        "executor/branches.py",
+        BRANCHES,
+        ("a stopped row takes another token", "torch.where(going, token_ids.int(), old)", "token_ids.int()"),
+        ("the log of a stopped row takes another token", "torch.where(newest & going.unsqueeze(1)", "torch.where(newest"),
+        (
+            "rows split beyond the room",
+            "torch.where(log.num_steps > log.token_ids.shape[1], itself, ",
+            "torch.where(log.num_steps < 0, itself, ",
+        ),
+        (
+            "rows do not split in the last step",
+            "torch.where(log.num_steps > log.token_ids.shape[1], itself, ",
+            "torch.where(log.num_steps >= log.token_ids.shape[1], itself, ",
+        ),
+        ("children of a row share its last page", "        copy_pages(pages, last[rows].contiguous(), spare)\n", ""),
+        ("a row loses its unused pages", "ahead = columns - (taken - own).unsqueeze(1)", "ahead = columns.expand(len(rows), -1)"),
+        ("the last page of a row is lost", "spares.append(donated(spare, last))", "spares.append(donated(spare, spare))"),
+        ("penalties count the token that was replaced", "counts.scatter_add(1, old.long().unsqueeze(1), -one)", "counts"),
+        (
+            "a child has the prompt of its own row in its penalties",
+            "donated(penalties.prompt_mask, penalties.prompt_mask[rows])",
+            "penalties.prompt_mask",
+        ),
+        ("a child keeps the origin of its row", "origins=donated(branches.origins, branches.origins[rows])", "origins=branches.origins"),
+        ("a split is not counted", "ran=branches.ran.add_(1)", "ran=branches.ran"),
+    ),
+    *bugs(
+        "executor/branches.py",
+        PROCESS_LOGITS,
+        ("carried tensors stay where they are in a split", "carried=mapped(follow, one.carried)", "carried=one.carried"),
+        ("a processor sees the token that was replaced", "_placed(carry.token_ids[rows], seq_lens, newest)", "carry.token_ids[rows]"),
+    ),
+    *bugs(
+        "executor/decode.py",
+        PROCESS_LOGITS,
+        (
+            "carried tensors are overwritten before they are read",
+            "carried, logits = [mapped(torch.clone, each) for each in carried], logits.clone()",
+            "logits = logits.clone()",
+        ),
+        (
+            "logits are overwritten before they are read",
+            "[mapped(torch.clone, each) for each in carried], logits.clone()",
+            "[mapped(torch.clone, each) for each in carried], logits",
+        ),
+        (
+            "a processor sees tokens one step late",
+            "carry.token_ids.scatter_(1, last, token_ids.unsqueeze(1))",
+            "carry.token_ids.scatter_(1, last, batch.input_ids.unsqueeze(1))",
+        ),
+    ),
+    *bugs(
+        "executor/decode.py",
+        (*LOOP, *BRANCHES),
+        ("a stopped row goes on", "torch.where(carry.active > 0, token_ids, batch.input_ids)", "token_ids"),
+        ("a stopped row logs its tokens", "torch.where(active, sampled.token_ids, -1)", "sampled.token_ids"),
+        ("a split carry is not refused", "if log.branches is not None and int(log.branches.ran)", "if False and int(log.branches.ran)"),
+        ("the host does not see splits", "return (log.ran,) if log.branches is None else (log.ran, log.branches.ran)", "return (log.ran,)"),
+    ),
+    *bugs(
+        "executor/decode.py",
+        PROGRAMS,
+        ("a committed carry is fresh", "        ran = -1\n", "        ran = num_steps\n"),
+    ),
+    *bugs(
+        "chunks/loop.py",
+        LOOP,
+        ("a loop goes on after all rows have stopped", "return not bool((carry.active > 0).any())", "return False"),
+        (
+            "all rows stop with the first",
+            "active = torch.where(over, 0, carry.active)",
+            "active = torch.where(over.any(), 0, carry.active)",
+        ),
+        ("results of stopped rows are kept", "torch.where(going, tensor, torch.zeros_like(tensor))", "tensor"),
+        ("steps that did not run are missing", "* missing])", "* 0])"),
+        ("until may return one value", "or over.shape != carry.active.shape or", "or"),
+        ("until may return numbers", " or over.dtype != torch.bool", ""),
+        ("a loop ends beyond the room", "if num_steps + steps > room:", "if num_steps + steps > room + 1:"),
+    ),
+    *bugs(
+        "chunks/session.py",
+        BRANCHES,
+        ("a committed carry keeps its spare pages", "            spare.fill_(pages.shape[1] - 1)", "            pass"),
+    ),
+    *bugs(
+        "chunks/session_rows.py",
+        (*BRANCHES, "tests/chunks/test_process_logits.py"),
+        (
+            "pages beyond the room are committed",
+            "pages_for(min(length, most), state.config.page_size)",
+            "pages_for(length, state.config.page_size)",
+        ),
+        ("carried tensors are those of init", "mapped(torch.clone, first_carried(processor, tokens))", "first_carried(processor, tokens)"),
+        ("a failed beginning leaves a plan", "        executor_of(state).end(ticket)\n        raise\n", "        raise\n"),
+        (
+            "one page per row serves splits of any rows",
+            "(pages_for(len(s.tokens), page_size) + room + 1) * page_size",
+            "(pages_for(len(s.tokens) + room, page_size) + 1) * page_size",
+        ),
+        (
+            "the newest token of a split session runs again",
+            "len(sequence.tokens) + (split and place + 1 < len(tokens))",
+            "len(sequence.tokens)",
+        ),
+    ),
+    *bugs(
+        "sampling/process_logits.py",
+        PROCESS_LOGITS,
+        ("a processor serves all rows", "            new = torch.where(uses.unsqueeze(1), new, logits)\n", ""),
+        ("a processor carries for all rows", "torch.where(_like(uses, value), value, old)", "value"),
+        ("logits may be integers", " or not new.is_floating_point()", ""),
+        ("carried tensors may change their dtype", "a.shape != b.shape or a.dtype != b.dtype", "a.shape != b.shape"),
+        ("init may return fewer rows", " or leaf.shape[0] != rows", ""),
+        ("all functions get tokens", "return 1 if sum(", "return 2 if sum("),
+        (
+            "the last entry of a full row is not valid",
+            "< self.lengths.unsqueeze(1)",
+            "< self.lengths.unsqueeze(1).clamp(max=self.token_ids.shape[1] - 1)",
+        ),
+    ),
+    *bugs(
+        "chunks/processed.py",
+        PROCESS_LOGITS,
+        ("end tokens do not end a row", "(out.token_ids.unsqueeze(1) == ends).any(1) | ", ""),
+        ("a row runs one step too long", "carry.log.num_steps >= limits", "carry.log.num_steps > limits"),
+        ("a session that failed keeps its plan", "        executor.end(ticket)\n", ""),
+        ("stop strings do not stop rows", "active[row] &= not _found(sequence, tokens)", "pass"),
     ),
     # Thinking, and how it is shown
     *bugs(
