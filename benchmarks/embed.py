@@ -11,6 +11,7 @@ one by one, between two synchronisations, and the medians are given.
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 import nanovllm as nv
-from nanovllm.entrypoints.arguments import positives
+from nanovllm.entrypoints.arguments import positive, positives
 from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.process import freeze
@@ -33,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--batches", type=positives, default=(1, 8, 64), metavar="N,...", help="numbers of rows (default: 1,8,64)")
+    parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs whose medians are taken (default: 1)")
     parser.add_argument("--commit", help="the commit to record (default: git's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args()
@@ -41,7 +43,14 @@ def main() -> None:
     freeze()
     figures: dict[str, float] = {}
     for rows in options.batches:
-        state, found = measured(model, state, rows)
+        runs: list[dict[str, float]] = []
+        for _ in range(options.repeats):
+            state, found = measured(model, state, rows)
+            runs.append(found)
+        # Only the first run compiles.
+        found = {
+            key: first if key.endswith("_s") else round(statistics.median(run[key] for run in runs), 3) for key, first in runs[0].items()
+        }
         figures |= found
         print(json.dumps(found), flush=True)
     if options.output is not None:

@@ -9,6 +9,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- bench: NAME.json -->` ... `<!-- /bench -->`: all tables and the picture of a run; NAME.json is a file in benchmarks/results.
 - `<!-- brief: NAME.json -->` ... `<!-- /brief -->`: a short table of a run.
 - `<!-- families: NAME.json -->` ... `<!-- /families -->`: a row for each model in a file of `benchmarks/families.py`.
+- `<!-- embed: NAME.json -->` ... `<!-- /embed -->`: the steps of a caller's program, from a file of `benchmarks/embed.py`.
 
 Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same.
 """
@@ -23,8 +24,9 @@ from nanovllm.entrypoints.cli.bench.plot import draw
 from nanovllm.entrypoints.cli.bench.report import markdown, table
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md")
-BLOCK = re.compile(r"(<!-- (bench|brief|families): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+PAGES = (ROOT / "docs/explanation/steps-in-your-program.md",)
+DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
+BLOCK = re.compile(r"(<!-- (bench|brief|families|embed): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -36,6 +38,18 @@ BRIEF = {
     "ttft_16k_warm_ms": "the same after its prefix was run",
     "start_s": "from the start of a process to its first token, caches warm",
 }
+
+EMBED = {
+    "engine": "`generate_many`, its prompts of 128 tokens included",
+    "mixed": "`generate_many` with a `process_logits` that mixes pairs of prompts",
+    "eager": "`decode_step`, called as it is",
+    "compiled": "`decode_step` in `torch.compile(fullgraph=True)`",
+    "reduce_overhead": 'the same with `mode="reduce-overhead"`',
+    "captured": "`decode_step`, captured by `capture`",
+    "loop": "`decode_loop` over a captured step",
+    "beam": "a step of a beam search with `split_rows`, captured",
+}
+EMBED_SECONDS = {"compile": "time of the first two calls of the compiled step", "capture": "time of `capture`"}
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -57,6 +71,8 @@ def filled(text: str, results: Path) -> str:
         file = results / f"{name}.json"
         if not file.exists():
             return begin + NONE + end
+        if kind == "embed":
+            return begin + embed(json.loads(file.read_text(encoding="utf-8"))) + end
         if kind == "families":
             return f"{begin}{families(json.loads(file.read_text(encoding='utf-8')))}\n{end}"
         result = read(file)
@@ -92,6 +108,16 @@ def families(result: dict[str, Any]) -> str:
     where, how = result["gpu"] or result["cpu"], f"commit {result['commit']} (`{result['command']}`)"
     about = f"{where}, {result['dtype']}, {how}; tokens/s, and the share of the roofline:"
     return "\n".join((about, "", *table(("model", "1 row", "8", "64", "steps run by"), lines)))
+
+
+def embed(result: dict[str, Any]) -> str:
+    """Return a table of the milliseconds of a step, with a row per way to run it and a column per number of rows."""
+    rows = sorted({int(found[1]) for key in result if (found := re.fullmatch(r"engine_b(\d+)_ms", key))})
+    made = [(name, *(f"{result[f'{key}_b{count}_ms']:.2f}" for count in rows)) for key, name in EMBED.items()]
+    times = [(name, *(f"{result[f'{key}_b{count}_s']:g} s" for count in rows)) for key, name in EMBED_SECONDS.items()]
+    head = f"{result['model']} on {result['gpu'] or result['cpu']}: milliseconds of a step"
+    text = table([head, *(f"{count} row{'s' * (count > 1)}" for count in rows)], [*made, *times])
+    return f"{text}\n\nCommit {result['commit'][:7]}, PyTorch {result['versions']['torch']}.\n"
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:

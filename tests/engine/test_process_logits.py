@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nanovllm as nv
+from nanovllm.sampling.process_logits import as_processor
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.worlds import PlantedError
 
@@ -24,6 +25,18 @@ def counting(logits: torch.Tensor, tokens: nv.TokensSoFar, carried: dict[str, to
     seen = carried["seen"] + logits.amax(1)
     place = carried["steps"].remainder(40).unsqueeze(1)
     return logits.scatter_add(1, place, seen.unsqueeze(1)), {"seen": seen * 0.5, "steps": carried["steps"] + 1}
+
+
+class Unhashable:
+    """A function of the logits without a hash."""
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 SHIFTED = nv.LogitsProcessor(shifted)
@@ -117,8 +130,11 @@ def test_the_llm_takes_a_function():
     assert [out.token_ids for out in llm.generate(prompts, params, process_logits=COUNTING)] == want
     pieces = list(llm.stream(prompts[0], params, process_logits=COUNTING))
     assert pieces[-1].output.token_ids == want[0]
+
+
+def test_what_is_no_function_is_refused():
     with pytest.raises(nv.InvalidRequestError, match="process_logits=3 must be a function of the logits, or a LogitsProcessor"):
-        llm.generate(prompts, params, process_logits=3)
+        as_processor(3)
 
 
 @pytest.mark.compile
@@ -132,3 +148,28 @@ def test_a_compiled_function_serves():
     assert [out.token_ids for out in llm.generate(prompts, params, process_logits=compiled)] == want
     alone = torch.compile(lambda logits: -logits, fullgraph=True, backend="eager")
     assert by_hand([1, 2], params, nv.LogitsProcessor(alone)) == by_hand([1, 2], params, CHOICES[3])
+
+
+def test_a_function_that_changes_logits_in_place_is_refused_before_it_reaches_other_rows():
+    def spoils(logits: torch.Tensor) -> torch.Tensor:
+        logits[:, :20] = -torch.inf
+        return logits
+
+    params = nv.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    state = nv.init_state(MODEL, num_pages=32, page_size=4)
+    state, spoiled = nv.submit(MODEL, state, [1, 2, 3], params, process_logits=spoils)
+    state, _ = nv.submit(MODEL, state, [9], params)
+    with pytest.raises(nv.InvalidRequestError, match=r"process_logits spoils \(.*line \d+\) changed the logits in place"):
+        nv.step(MODEL, state)
+    state = nv.cancel(state, spoiled)
+    tokens: list[int] = []
+    while state.running or state.waiting:
+        state, outs = nv.step(MODEL, state)
+        tokens += [token for out in outs for token in out.token_ids]
+    assert tokens == by_hand([9], params, None)
+
+
+@pytest.mark.parametrize("processor", [nv.LogitsProcessor(3), nv.LogitsProcessor(shifted, 4), nv.LogitsProcessor(Unhashable())])
+def test_what_cannot_be_a_processor_is_refused(processor: nv.LogitsProcessor):
+    with pytest.raises(nv.InvalidRequestError, match="must be"):
+        as_processor(processor)

@@ -794,7 +794,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("end tokens do not end a row", "(out.token_ids.unsqueeze(1) == ends).any(1) | ", ""),
         ("a row runs one step too long", "carry.log.num_steps >= limits", "carry.log.num_steps > limits"),
         ("a session that failed keeps its plan", "        executor.end(ticket)\n", ""),
-        ("stop strings do not stop rows", "active[row] &= not _found(sequence, tokens)", "pass"),
+        ("stop strings do not stop rows", "active[row], after[row] = 0, None", "after[row] = None"),
     ),
     # Thinking, and how it is shown
     *bugs(

@@ -16,7 +16,7 @@ from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.pool import Taken
-from nanovllm.state.request import Sequence
+from nanovllm.state.request import Sequence, StopScan
 from nanovllm.types import Tensor
 
 SCANNED = 16  # steps between two searches for stop strings
@@ -34,12 +34,12 @@ def processed(
     state, session, carry = opened(model, state, sequences, taken, processor=processor)
     lease = None if carry.log is None else carry.log.lease
     try:
-        inputs, stops = _ends(sequences, model.device), any(s.stops is not None for s in sequences)
+        inputs, scans = _ends(sequences, model.device), [s.stops for s in sequences]
         step, rows = executor.captured(_Step(model), carry, *inputs), Rows()
         for count in range(1, session.room + 1):
             carry = step(carry, *inputs)
-            if stops and count % SCANNED == 0:
-                carry = _without_ended(carry, sequences, count)
+            if any(scans) and count % SCANNED == 0:
+                carry, scans = _without_ended(carry, sequences, scans, count)
             if rows.all_stopped(carry, count):
                 break
         return closed(model, state, session, carry)
@@ -76,21 +76,23 @@ def _ends(sequences: Seq[Sequence], device: torch.device) -> tuple[Tensor, Tenso
     return torch.tensor(padded, dtype=torch.int32, device=device), torch.tensor(limits, dtype=torch.int32, device=device)
 
 
-def _without_ended(carry: DecodeCarry, sequences: Seq[Sequence], count: int) -> DecodeCarry:
-    """The carry in which rows with a stop string among their first `count` tokens have stopped."""
+def _without_ended(
+    carry: DecodeCarry, sequences: Seq[Sequence], scans: list[StopScan | None], count: int
+) -> tuple[DecodeCarry, list[StopScan | None]]:
+    """The carry in which rows have stopped with a stop string in their last `SCANNED` of `count` tokens, and the scans after these."""
     assert carry.log is not None
-    active = carry.active.cpu().numpy().copy()
-    for row, (sequence, tokens) in enumerate(zip(sequences, carry.log.token_ids[:, :count].tolist(), strict=True)):
-        active[row] &= not _found(sequence, tokens)
-    return replace(carry, active=torch.from_numpy(active.astype(np.int32)).to(carry.active.device))
+    active, after = carry.active.cpu().numpy().copy(), list(scans)
+    tokens = carry.log.token_ids[:, count - SCANNED : count].tolist()
+    for row, (sequence, one, new) in enumerate(zip(sequences, scans, tokens, strict=True)):
+        after[row] = _scanned(sequence, one, new)
+        if (stops := after[row]) is not None and stops.found is not None:
+            active[row], after[row] = 0, None
+    return replace(carry, active=torch.from_numpy(active.astype(np.int32)).to(carry.active.device)), after
 
 
-def _found(sequence: Sequence, tokens: list[int]) -> bool:
-    """Whether these tokens contain a stop string of the sequence."""
-    stops = sequence.stops
+def _scanned(sequence: Sequence, stops: StopScan | None, tokens: list[int]) -> StopScan | None:
+    """The search for stop strings after these tokens, up to the first that is found."""
     for token in tokens:
-        if stops is not None and token >= 0:
+        if stops is not None and stops.found is None and token >= 0:
             stops = scan(stops, token, sequence.request.sampling.stop)
-            if stops.found is not None:
-                return True
-    return False
+    return stops

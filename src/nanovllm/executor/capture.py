@@ -133,7 +133,7 @@ class Captured:
                 self._take_inputs(inputs)
             self._graph.replay()
             rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._rest]
-            if log.ran is not own.ran:
+            if not _same(log.ran, own.ran):
                 log.ran.add_(self._advanced)
         # All carries of the graph have the same memory. By the object of its counter the lease knows the newest.
         counter = own.num_steps.view(())

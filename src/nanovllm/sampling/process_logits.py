@@ -122,11 +122,16 @@ def as_processor(process_logits: Any) -> LogitsProcessor | None:
     Raises:
         InvalidRequestError: It is something else.
     """
-    if process_logits is None or isinstance(process_logits, LogitsProcessor):
-        return process_logits
-    if not callable(process_logits):
-        raise InvalidRequestError(f"process_logits={process_logits!r} must be a function of the logits, or a LogitsProcessor")
-    return LogitsProcessor(process_logits)
+    if process_logits is None:
+        return None
+    processor = process_logits if isinstance(process_logits, LogitsProcessor) else LogitsProcessor(process_logits)
+    if not callable(processor.function) or not (processor.init is None or callable(processor.init)):
+        raise InvalidRequestError(f"process_logits={process_logits!r} must be a function of the logits, or a LogitsProcessor of functions")
+    try:
+        hash(processor)
+    except TypeError as error:
+        raise InvalidRequestError(f"process_logits={process_logits!r} must be hashable, because requests share a call by it") from error
+    return processor
 
 
 def process(
@@ -135,7 +140,8 @@ def process(
     """The logits after all processors, each for its own rows, and the processors with what they carry next.
 
     Raises:
-        InvalidRequestError: A processor returns something else than logits of the same shape, or carries other shapes than before.
+        InvalidRequestError: A processor returns something else than logits of the same shape, carries other shapes than before, or changes
+            the logits in place.
     """
     after = []
     for one in processing:
@@ -156,6 +162,7 @@ def mapped(function: Callable[..., Tensor], *carried: Any) -> Any:
 
 def _called(one: Processing, logits: Tensor, tokens: TokensSoFar) -> tuple[Tensor, Any]:
     function, carried = one.processor.function, one.carried
+    version = None if torch.compiler.is_compiling() or logits.is_inference() else logits._version
     if one.processor.init is None:
         new = function(*(logits, tokens)[: one.arguments])
     else:
@@ -165,6 +172,8 @@ def _called(one: Processing, logits: Tensor, tokens: TokensSoFar) -> tuple[Tenso
         new, carried = result
     if not isinstance(new, Tensor) or new.shape != logits.shape or not new.is_floating_point():
         raise InvalidRequestError(f"{_name(function)} returns {brief(new)}: it must return logits {list(logits.shape)}")
+    if version is not None and logits._version != version:
+        raise InvalidRequestError(f"{_name(function)} changed the logits in place, which other rows need: return new logits")
     if carried is not one.carried:
         _require_like(function, carried, one.carried)
     return new, carried
@@ -189,7 +198,8 @@ def _name(function: Callable[..., Any]) -> str:
 def _require_like(function: Callable[..., Any], carried: Any, old: Any) -> None:
     new, spec = pytree.tree_flatten(carried)
     leaves, before = pytree.tree_flatten(old)
-    if spec != before or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(new, leaves, strict=True)):
+    alike = spec == before and all(isinstance(value, Tensor) for value in new)
+    if not alike or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(new, leaves, strict=True)):
         raise InvalidRequestError(f"{_name(function)} carries {brief(new)} after {brief(leaves)}: shapes and dtypes must stay the same")
 
 
