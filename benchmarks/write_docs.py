@@ -116,8 +116,8 @@ def embed(result: dict[str, Any]) -> str:
     made = [(name, *(f"{result[f'{key}_b{count}_ms']:.2f}" for count in rows)) for key, name in EMBED.items()]
     times = [(name, *(f"{result[f'{key}_b{count}_s']:g} s" for count in rows)) for key, name in EMBED_SECONDS.items()]
     head = f"{result['model']} on {result['gpu'] or result['cpu']}: milliseconds of a step"
-    text = table([head, *(f"{count} row{'s' * (count > 1)}" for count in rows)], [*made, *times])
-    return f"{text}\n\nCommit {result['commit'][:7]}, PyTorch {result['versions']['torch']}.\n"
+    lines = table([head, *(f"{count} row{'s' * (count > 1)}" for count in rows)], [*made, *times])
+    return "\n".join(lines) + f"\n\nCommit {result['commit'][:7]}, PyTorch {result['versions']['torch']}.\n"
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:
