@@ -116,7 +116,7 @@ def embed(result: dict[str, Any]) -> str:
     made = [(name, *(f"{result[f'{key}_b{count}_ms']:.2f}" for count in rows)) for key, name in EMBED.items()]
     times = [(name, *(f"{result[f'{key}_b{count}_s']:g} s" for count in rows)) for key, name in EMBED_SECONDS.items()]
     head = f"{result['model']} on {result['gpu'] or result['cpu']}: milliseconds of a step"
-    lines = table([head, *(f"{count} row{'s' * (count > 1)}" for count in rows)], [*made, *times])
+    lines = table((head, *(f"{count} row{'s' * (count > 1)}" for count in rows)), [*made, *times])
     return "\n".join(lines) + f"\n\nCommit {result['commit'][:7]}, PyTorch {result['versions']['torch']}.\n"
 
 

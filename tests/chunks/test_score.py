@@ -391,6 +391,7 @@ def wanted(of, tokens, count):
     return logits[-count - 1 : -1].log_softmax(1).gather(1, torch.tensor(tokens[-count:])[:, None])[:, 0].tolist()
 
 
+@pytest.mark.unhooked
 @settings(max_examples=150)
 @given(
     windows=st.sampled_from([None, (), (0, 3), (2, 2)]),

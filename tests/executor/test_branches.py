@@ -38,6 +38,7 @@ def run(
     return state, replies, texts
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("model", [MODEL, WINDOWED, ALL_WINDOWED], ids=["plain", "windowed", "all windowed"])
 @given(data=st.data())
 def test_any_splits_give_the_texts_and_chunks_of_plain_runs(model: nv.Model, data):
@@ -173,6 +174,7 @@ def test_a_row_that_has_stopped_keeps_its_token():
     nv.check(state)
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("model", [MODEL, WINDOWED, ALL_WINDOWED], ids=["plain", "windowed", "all windowed"])
 @settings(max_examples=30)
 @given(data=st.data())

@@ -124,13 +124,15 @@ def as_processor(process_logits: Any) -> LogitsProcessor | None:
     """
     if process_logits is None:
         return None
-    processor = process_logits if isinstance(process_logits, LogitsProcessor) else LogitsProcessor(process_logits)
-    if not callable(processor.function) or not (processor.init is None or callable(processor.init)):
-        raise InvalidRequestError(f"process_logits={process_logits!r} must be a function of the logits, or a LogitsProcessor of functions")
+    given = process_logits
+    function, init = (given.function, given.init) if isinstance(given, LogitsProcessor) else (given, None)
+    if not callable(function) or not (init is None or callable(init)):
+        raise InvalidRequestError(f"process_logits={given!r} must be a function of the logits, or a LogitsProcessor of functions")
+    processor = given if isinstance(given, LogitsProcessor) else LogitsProcessor(function)
     try:
         hash(processor)
     except TypeError as error:
-        raise InvalidRequestError(f"process_logits={process_logits!r} must be hashable, because requests share a call by it") from error
+        raise InvalidRequestError(f"process_logits={given!r} must be hashable, because requests share a call by it") from error
     return processor
 
 
