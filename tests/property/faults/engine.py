@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from nanovllm.chunks import generate, session
+from nanovllm.chunks import generate, session_rows
 from nanovllm.chunks import prefill as fill
 from nanovllm.engine import requests, scheduler
 from nanovllm.engine import step as engine
@@ -333,7 +333,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="a reply that goes on after its end",
         machine=CascadeMachine,
-        targets=((session, "finish_reason"),),
+        targets=((session_rows, "finish_reason"),),
         faulty=_goes_on_after_the_end,
     ),
 )
