@@ -213,7 +213,7 @@ def test_inference_mode_around_everything():
 
 
 def test_a_lease_knows_the_newest_carry_until_something_writes():
-    lease, ran, newest = SessionLease(session=1, room=4), torch.tensor(0), torch.tensor(0)
+    lease, ran, newest = SessionLease(session=1), torch.tensor(0), torch.tensor(0)
     assert not lease.knows(newest, [ran])
     lease.note(newest, [ran], 3)
     assert lease.knows(newest, [ran]) and lease.num_steps == 3
@@ -225,7 +225,7 @@ def test_a_lease_knows_the_newest_carry_until_something_writes():
 
 
 def test_every_counter_of_a_lease_counts():
-    lease, ran, splits, newest = SessionLease(session=1, room=4), torch.tensor(0), torch.tensor(0), torch.tensor(0)
+    lease, ran, splits, newest = SessionLease(session=1), torch.tensor(0), torch.tensor(0), torch.tensor(0)
     lease.note(newest, [ran, splits], 0)
     splits.add_(1)
     assert not lease.knows(newest, [ran, splits])
@@ -234,20 +234,20 @@ def test_every_counter_of_a_lease_counts():
 def test_a_lease_of_tensors_without_versions_knows_nothing():
     with torch.inference_mode():
         ran, newest = torch.tensor(0), torch.tensor(0)
-    lease = SessionLease(session=1, room=4)
+    lease = SessionLease(session=1)
     lease.note(newest, [ran], 2)
     assert not lease.knows(newest, [ran]) and lease.num_steps == 2
 
 
 def test_a_lease_keeps_no_carry_alive():
-    lease, ran, newest = SessionLease(session=1, room=4), torch.tensor(0), torch.tensor(0)
+    lease, ran, newest = SessionLease(session=1), torch.tensor(0), torch.tensor(0)
     lease.note(newest, [ran], 0)
     del newest
     assert not lease.knows(torch.tensor(0), [ran])
 
 
 def test_shared_memory_is_of_the_newest_carry_alone():
-    lease, ran, memory = SessionLease(session=1, room=4), torch.tensor(0), torch.tensor(0)
+    lease, ran, memory = SessionLease(session=1), torch.tensor(0), torch.tensor(0)
     first, second, other = memory.view(()), memory.view(()), torch.tensor(0)
     lease.note(first, [ran], 0)
     assert not lease.outdated(second)  # nothing is shared yet

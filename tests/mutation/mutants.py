@@ -656,7 +656,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "(_structure(carry) != spec or _shapes(leaves) != _shapes(own_leaves))",
             "_shapes(leaves) != _shapes(own_leaves)",
         ),
-        ("a captured function takes the carries of other engines", "if not all(map(_same, carry.kv.pools, own.kv.pools)):", "if False:"),
+        ("a captured function takes the carries of other engines", "if not same_memory(carry.kv, own.kv):", "if False:"),
         ("an input may have another dtype", "or old.shape != new.shape or old.dtype != new.dtype", "or old.shape != new.shape"),
         ("an input that is no tensor may change", "(old is not new and old != new)", "False"),
         (
@@ -664,8 +664,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "        result = function(carry, *inputs)\n        _require_unchanged(function, before, carry)\n",
             "        result = function(carry, *inputs)\n",
         ),
-        ("a function may return a narrower carry", "if _structure(after) != _structure(carry) or [", "if ["),
-        ("a used carry can be captured", "    require_fresh(_log(carry))\n    if carry.prompt", "    if carry.prompt"),
+        ("a function may return a narrower carry", "if _structure(after) != _structure(carry) or _shapes(old)", "if _shapes(old)"),
+        ("a used carry can be captured", "    require_fresh(log_of(carry))\n    if carry.prompt", "    if carry.prompt"),
     ),
     *bugs(
         "executor/branches.py",

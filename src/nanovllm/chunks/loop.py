@@ -10,9 +10,10 @@ from torch.utils import _pytree as pytree
 from nanovllm.engine.donation import enter_with
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.capture import Captured, capture
-from nanovllm.executor.decode import DecodeCarry, decode_step, donated, require_carry, require_fresh
+from nanovllm.executor.decode import DecodeCarry, decode_step, donated, log_of, require_fresh
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import same_memory
 from nanovllm.types import Bool, Tensor, brief
 
 Body = Callable[[DecodeCarry], tuple[DecodeCarry, Any]]
@@ -153,13 +154,11 @@ class Rows:
 
 def _require(model: Model, state: EngineState, carry: DecodeCarry, steps: int) -> None:
     enter_with(model, state)
-    require_carry(carry)
-    if carry.log is None:
-        raise InvalidRequestError(f"carry={carry!r} has no log: pass the carry of begin, or of a later decode_step")
+    log = log_of(carry)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InvalidRequestError(f"steps={steps!r} must be an integer of at least 1")
-    if [pool.data_ptr() for pool in carry.kv.pools] != [pool.data_ptr() for pool in state.kv.pools]:
+    if not same_memory(carry.kv, state.kv):
         raise InvalidRequestError("the carry began in another engine: pass the state that begin returned, or a later one")
-    num_steps, room = require_fresh(carry.log), carry.log.token_ids.shape[1]
+    num_steps, room = require_fresh(log), log.token_ids.shape[1]
     if num_steps + steps > room:
         raise InvalidRequestError(f"steps={steps} exceed the room of the session: {num_steps} of {room} steps have run")

@@ -13,13 +13,14 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import capacity, new_sequence
 from nanovllm.errors import DonatedStateError, InvalidRequestError
-from nanovllm.executor.decode import DecodeCarry, require_carry, require_fresh
+from nanovllm.executor.decode import DecodeCarry, log_of, require_fresh
 from nanovllm.executor.executor import executor_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import same_memory
 
 
 @explain_unknown_keywords
@@ -128,15 +129,12 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
         (True, 'stop')
     """
     state = enter_with(model, state)
-    require_carry(carry)
-    if carry.log is None:
-        raise InvalidRequestError(f"carry={carry!r} has no log: pass the carry of begin, or of a later decode_step")
-    ticket = int(carry.log.session)
+    log = log_of(carry)
+    ticket = int(log.session)
     session = state.sessions.get(ticket)
-    memory = [[pool.data_ptr() for pool in kv.pools] for kv in (carry.kv, state.kv)]
-    if session is None or memory[0] != memory[1]:  # compare the memory too: another engine may have a session of this number
+    if session is None or not same_memory(carry.kv, state.kv):  # compare the memory too: another engine may have a session of this number
         raise DonatedStateError(f"session {ticket} was committed already, or began in another engine: call begin for a new one")
-    require_fresh(carry.log)
+    require_fresh(log)
     with guarded(state):
         inner, generations = closed(model, state, session, carry)
         after = commit_state(inner, sessions=inner.sessions.delete(ticket))

@@ -147,7 +147,7 @@ def _log(sequences: Seq[Sequence], ticket: int, room: int, device: torch.device)
         num_steps=_counter(device),
         token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=device),
         logprobs=None if scored is None else torch.zeros(len(sequences), room, device=device),
-        lease=SessionLease(session=ticket, room=room),
+        lease=SessionLease(session=ticket),
     )
 
 

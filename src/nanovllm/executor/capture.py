@@ -15,8 +15,9 @@ from nanovllm.errors import CaptureError, InvalidRequestError, NanoVLLMError
 from nanovllm.executor.branches import last_pages
 from nanovllm.executor.captured_step import MOVED, recording
 from nanovllm.executor.carry import with_static_addresses
-from nanovllm.executor.decode import DecodeCarry, TokenLog, note, require_carry, require_fresh, require_room
+from nanovllm.executor.decode import DecodeCarry, log_of, note, require_fresh, require_room
 from nanovllm.executor.session_lease import Place, SessionLease
+from nanovllm.state.kv_cache import same_memory
 from nanovllm.types import Tensor
 
 INSIDE = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)  # code that is not the caller's
@@ -60,7 +61,7 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
         >>> reply.text
         ', a boy'
     """
-    require_fresh(_log(carry))
+    require_fresh(log_of(carry))
     if carry.prompt is not None:
         raise InvalidRequestError("the prompts of this carry have not run, and later steps have other shapes: run the first step as it is")
     if carry.active.is_cuda:
@@ -72,7 +73,7 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
     @torch.no_grad()
     def call(carry: DecodeCarry, *inputs: Any) -> Any:
         """Donates `carry`. Call the function."""
-        log = _log(carry)
+        log = log_of(carry)
         require_room(log, require_fresh(log), advanced)
         _require_alike(carry, own, spec, leaves)
         _paired(inputs, *given)
@@ -123,7 +124,7 @@ class Captured:
     @torch.no_grad()
     def __call__(self, carry: DecodeCarry, *inputs: Any) -> Any:
         """Donates `carry`. Replay the graph over a carry and further inputs."""
-        log, own = _log(carry), _log(self._carry)
+        log, own = log_of(carry), log_of(self._carry)
         num_steps = require_fresh(log)
         require_room(log, num_steps, self._advanced)
         with torch.cuda.device(self._device):
@@ -142,7 +143,7 @@ class Captured:
         lease = self._place.holder = _share(after)
         if lease is not None:
             lease.place = self._place
-        note(_log(after), num_steps + self._advanced)
+        note(log_of(after), num_steps + self._advanced)
         return after if self._whole else (after, *pytree.tree_unflatten(rest, self._rest_spec))
 
     def fits(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> bool:
@@ -154,7 +155,7 @@ class Captured:
 
     def _owns(self, carry: DecodeCarry) -> bool:
         """Whether all tensors of this carry are in the memory of the graph."""
-        own, log, mine = self._carry, _log(carry), _log(self._carry)
+        own, log, mine = self._carry, log_of(carry), log_of(self._carry)
         same = carry.batch is own.batch and carry.sampling is own.sampling and carry.active is own.active and carry.kv is own.kv
         logged = log.token_ids is mine.token_ids and log.logprobs is mine.logprobs and _same(log.num_steps, mine.num_steps)
         others = carry.processing is own.processing and carry.token_ids is own.token_ids and log.branches is mine.branches
@@ -164,7 +165,7 @@ class Captured:
         """Copy the tensors of a carry into the memory of the graph, except those that are there."""
         leaves = _require_alike(carry, self._carry, self._spec, self._leaves)
         held = self._place.holder
-        if held is not None and held is not _log(carry).lease and not held.committed:
+        if held is not None and held is not log_of(carry).lease and not held.committed:
             raise InvalidRequestError(
                 f"the carry of session {held.session} is in the memory of this function: commit it first, or capture the function for "
                 "another carry"
@@ -179,7 +180,7 @@ class Captured:
 
 def _require_alike(carry: DecodeCarry, own: DecodeCarry, spec: Any, own_leaves: list[Tensor]) -> list[Tensor]:
     """Require a carry like the captured one, `own`. Returns its tensors."""
-    if not all(map(_same, carry.kv.pools, own.kv.pools)):
+    if not same_memory(carry.kv, own.kv):
         raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
     leaves = own_leaves if carry is own else _moving(carry)
     if carry is not own and (_structure(carry) != spec or _shapes(leaves) != _shapes(own_leaves)):
@@ -215,15 +216,15 @@ def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, 
         after = _carry_of(function(_unchecked(with_static_addresses(copied)), *given))
     _require_unchanged(function, before, copied)
     old, new = _moving(carry), _moving(after)
-    if _structure(after) != _structure(carry) or [t.shape for t in old] != [t.shape for t in new]:
+    if _structure(after) != _structure(carry) or _shapes(old) != _shapes(new):
         raise CaptureError(f"{_name(function)} returns a carry of other shapes or another structure than it is given: {after!r}")
-    return int(_log(after).num_steps) - int(_log(carry).num_steps)
+    return int(log_of(after).num_steps) - int(log_of(carry).num_steps)
 
 
 @contextmanager
 def _kept_pages(carry: DecodeCarry) -> Iterator[None]:
     """Put back the last page of each row. After one split it is spare, so a second split in a function that is tried overwrites it."""
-    lasts = [] if _log(carry).branches is None else last_pages(carry)
+    lasts = [] if log_of(carry).branches is None else last_pages(carry)
     kept = [pages[:, last.long()] for pages, last in zip(carry.kv.pools, lasts, strict=False)]
     try:
         yield
@@ -262,8 +263,8 @@ def _first_line(error: BaseException) -> str:
 
 def _unchecked(carry: DecodeCarry) -> DecodeCarry:
     """The carry with a lease that checks nothing, because a check waits for the device."""
-    log = _log(carry)
-    return replace(carry, log=replace(log, lease=SessionLease(session=0, room=log.token_ids.shape[1], checked=False)))
+    log = log_of(carry)
+    return replace(carry, log=replace(log, lease=SessionLease(session=0, checked=False)))
 
 
 def _first_error(error: BaseException) -> BaseException:
@@ -276,17 +277,10 @@ def _first_error(error: BaseException) -> BaseException:
 
 def _share(carry: DecodeCarry) -> SessionLease | None:
     """Let the session's lease know that other carries have the memory of this carry. Returns the lease."""
-    log = _log(carry)
+    log = log_of(carry)
     if log.lease is not None:
         log.lease.share([log.num_steps])
     return log.lease
-
-
-def _log(carry: Any) -> TokenLog:
-    require_carry(carry)
-    if carry.log is None:
-        raise InvalidRequestError(f"carry={carry!r} has no log: pass the carry of begin, or of a later decode_step")
-    return carry.log
 
 
 def _carry_of(result: Any) -> DecodeCarry:
@@ -301,19 +295,19 @@ def _carry_of(result: Any) -> DecodeCarry:
 
 def _structure(carry: DecodeCarry) -> Any:
     """All of a carry that is no tensor, apart from its session."""
-    return pytree.tree_flatten(replace(carry, log=replace(_log(carry), lease=None)))[1]
+    return pytree.tree_flatten(replace(carry, log=replace(log_of(carry), lease=None)))[1]
 
 
 def _moving(carry: DecodeCarry) -> list[Tensor]:
     """The tensors of a carry, apart from the KV memory, and from the number and the count of steps that belong to the session."""
-    log = _log(carry)
+    log = log_of(carry)
     kept = {id(tensor) for tensor in (*carry.kv.pools, log.session, log.ran)}
     return [leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor) and id(leaf) not in kept]
 
 
 def _versions(carry: DecodeCarry) -> dict[str, tuple[Tensor, int]]:
     """How often each tensor was written that a step leaves as it is, by its name."""
-    batch, sampling, log = carry.batch, carry.sampling, _log(carry)
+    batch, sampling, log = carry.batch, carry.sampling, log_of(carry)
     tensors: dict[str, Any] = {f"sampling.{name}": getattr(sampling, name) for name in sampling.__dataclass_fields__}
     tensors |= {"active": carry.active, "batch.page_tables": batch.page_tables}
     if not carry.active.is_cuda:  # on a GPU a traced step writes these in place

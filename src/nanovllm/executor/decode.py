@@ -238,6 +238,14 @@ def require_carry(carry: Any) -> None:
         raise InvalidRequestError(f"carry={reprlib.repr(carry)} must be a DecodeCarry from begin(...), not {type(carry).__name__}")
 
 
+def log_of(carry: Any) -> TokenLog:
+    """The log of a carry of `begin`. Raises `InvalidRequestError` for anything else."""
+    require_carry(carry)
+    if carry.log is None:
+        raise InvalidRequestError(f"carry={carry!r} has no log: pass the carry of begin, or of a later decode_step")
+    return carry.log
+
+
 def require_fresh(log: TokenLog) -> int:
     """Return how many steps the carry of this log has seen. Waits for the device only if the host does not know the carry.
 

@@ -210,7 +210,8 @@ class GraphExecutor:
         results, processing = step.fetch(), kept(step.carry.processing)
         if self._ahead.next():
             step.graph.replay()
-        return step.carry, replace(results.wait(rows), processing=processing).at(self._ahead.places)
+        drawn = results.wait(rows)
+        return step.carry, (replace(drawn, processing=processing) if processing else drawn).at(self._ahead.places)
 
     def take_discarded_count(self) -> int:
         """Return how many tokens ran ahead and were discarded since the last call, and reset the count to 0."""
@@ -250,6 +251,7 @@ class GraphExecutor:
         if isinstance(plan, DecodePlans):
             self._spare = [*self._spare[-(SPARE_PLANS - 1) :], plan]
 
+    @_on_device
     def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
         """The function as a CUDA graph, which may have been captured for an earlier carry of the same shapes."""
         known = [one for one in self._captured if one.fits(function, carry, *inputs)]

@@ -14,7 +14,7 @@ from nanovllm.executor.executor import Forward
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params
 from nanovllm.models.model import Model
-from nanovllm.state.kv_cache import KVState
+from nanovllm.state.kv_cache import KVState, same_memory
 from nanovllm.types import Tensor
 
 KEPT = 8  # graphs; the one that a session needed least recently is freed first
@@ -61,7 +61,7 @@ class LogitsGraphs:
         """Donates `kv`. Run a decode batch: by its graph, if there is one over these weights and this memory."""
         own = params is self._model.params and config is self._model.config and batch.cu_seqlens is None
         captured = self._graphs.get(_shape(batch)) if own else None
-        if captured is None or not _same_memory(captured[1], kv) or torch.cuda.is_current_stream_capturing():
+        if captured is None or not same_memory(captured[1], kv) or torch.cuda.is_current_stream_capturing():
             return self._forward(params, kv, batch, config)
         graph, _, static, logits = captured
         _copy(static, batch)
@@ -89,7 +89,3 @@ def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
 
 def _copy(to: Batch, values: Batch) -> None:
     torch._foreach_copy_(_tensors(to), _tensors(values))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _same_memory(one: KVState, other: KVState) -> bool:
-    return one is other or [pool.data_ptr() for pool in one.pools] == [pool.data_ptr() for pool in other.pools]

@@ -25,7 +25,6 @@ class SessionLease:
 
     Attributes:
         session: The number of the session.
-        room: The steps for which the session has pages.
         num_steps: The steps that the newest known carry has seen.
         committed: Whether the session was committed.
         checked: False for carries that are being recorded in a CUDA graph, when nothing may wait for the device.
@@ -33,7 +32,6 @@ class SessionLease:
     """
 
     session: int
-    room: int
     num_steps: int = 0
     committed: bool = False
     checked: bool = True

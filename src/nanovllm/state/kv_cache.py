@@ -83,6 +83,11 @@ def bytes_by_group(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -
     return (config.num_layers - windowed) * a_layer, windowed * a_layer
 
 
+def same_memory(one: KVState, other: KVState) -> bool:
+    """Whether two values are over the same KV memory."""
+    return one is other or [pool.data_ptr() for pool in one.pools] == [pool.data_ptr() for pool in other.pools]
+
+
 def pages_for(num_tokens: int, page_size: int) -> int:
     """The number of pages that `num_tokens` tokens need."""
     return -(-num_tokens // page_size)
