@@ -79,8 +79,8 @@ def test_from_a_chunk(params, more):
 
 def test_a_stop_counts_at_commit_and_what_ran_ahead_is_discarded():
     tokens = reply(IDS, 6)
-    end = tokens.index(tokens[2]) + 1
-    state, carry = begin(MODEL, engine(), [IDS], greedy(stop_token_ids=[tokens[2]]), room=6)
+    end = min(tokens.index(tokens[2]), tokens.index(tokens[4])) + 1
+    state, carry = begin(MODEL, engine(), [IDS], greedy(stop_token_ids=[tokens[2], tokens[4]]), room=6)
     carry, _ = steps(carry, 6)
     state, (made,) = commit(MODEL, state, carry)
     assert (made.token_ids, made.finish_reason) == (tokens[:end], "stop")

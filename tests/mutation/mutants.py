@@ -370,6 +370,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "reused = 0 if num_steps else sum(s.todo == 0 for s in sequences)",
             "reused = 0",
         ),
+        (
+            "a reply goes on after an end token",
+            "count = int(ends[0]) + 1 if len(ends) else count",
+            "count = int(ends[-1]) + 1 if len(ends) else count",
+        ),
     ),
     *bugs(
         "chunks/score.py",
@@ -769,9 +774,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "the newest token of a split session runs again",
-            "len(sequence.tokens) + (split and place + 1 < len(tokens))",
-            "len(sequence.tokens)",
+            "start + count - 1 + (split and count < len(tokens))",
+            "start + count - 1",
         ),
+        ("a reply holds the tokens of a stopped row", "int(stopped[0]) if len(stopped) else len(tokens)", "len(tokens)"),
     ),
     *bugs(
         "sampling/process_logits.py",

@@ -212,14 +212,21 @@ def _with_sampled(sequence: Sequence, tokens: np.ndarray, going: int, *, split: 
     All tokens except the newest are filled. In a session whose rows were split, the newest is filled as well if a later step ran it: its
     page may be shared since.
     """
+    start, stops, request = len(sequence.tokens), sequence.stops, sequence.request
+    stopped = np.flatnonzero(tokens < 0)  # the row was stopped before these steps
+    count = int(stopped[0]) if len(stopped) else len(tokens)
+    ends = np.flatnonzero(np.isin(tokens[:count], list(request.stop_ids)))
+    count = int(ends[0]) + 1 if len(ends) else count
+    if stops is not None:
+        for place, token in enumerate(tokens[:count].tolist()):
+            stops = scan(stops, token, request.sampling.stop)
+            if stops.found is not None:
+                count = place + 1
+                break
     reason, filled = None, sequence.num_filled
-    for place, token in enumerate(tokens.tolist()):
-        if token < 0:  # the row was stopped before this step
-            break
-        stops = sequence.stops and scan(sequence.stops, token, sequence.request.sampling.stop)
-        filled = len(sequence.tokens) + (split and place + 1 < len(tokens))
-        sequence = replace(sequence, tokens=sequence.tokens.append(token), stops=stops)
-        if (reason := finish_reason(sequence, token)) is not None:
-            break
+    if count > 0:
+        filled = start + count - 1 + (split and count < len(tokens))
+        sequence = replace(sequence, tokens=sequence.tokens.extend(tokens[:count]), stops=stops)
+        reason = finish_reason(sequence, int(tokens[count - 1]))
     sequence = replace(sequence, num_filled=filled, most_filled=max(filled, sequence.most_filled))
     return sequence, reason or ("length" if going else "stop")

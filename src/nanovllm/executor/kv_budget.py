@@ -19,7 +19,7 @@ from nanovllm.sampling import sampler, tensors
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.kv_cache import init_kv
 
-GRAPHS = 512 << 20  # bytes for later: captured graphs, and kernels that are loaded when they first run
+GRAPHS = 576 << 20  # bytes for later: captured graphs, with cuBLAS workspaces of their own, and kernels that are loaded when they first run
 FILTERED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  # the sampling that needs the most memory
 CPU_KV_BYTES = 4 << 30  # the default on a CPU
 

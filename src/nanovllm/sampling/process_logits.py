@@ -172,12 +172,11 @@ def _called(one: Processing, logits: Tensor, tokens: TokensSoFar) -> tuple[Tenso
         if not isinstance(result, tuple) or len(result) != 2:
             raise InvalidRequestError(f"{_name(function)} returns {brief(result)}: with init it must return logits and carried tensors")
         new, carried = result
+        _require_like(function, carried, one.carried)
     if not isinstance(new, Tensor) or new.shape != logits.shape or not new.is_floating_point():
         raise InvalidRequestError(f"{_name(function)} returns {brief(new)}: it must return logits {list(logits.shape)}")
     if version is not None and logits._version != version:
         raise InvalidRequestError(f"{_name(function)} changed the logits in place, which other rows need: return new logits")
-    if carried is not one.carried:
-        _require_like(function, carried, one.carried)
     return new, carried
 
 
