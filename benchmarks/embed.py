@@ -4,8 +4,7 @@
 
 For each number of rows it measures a step of `generate_many`, as it is and with `process_logits` (`mixed_*`). Then it measures a step of
 `decode_step`: called as it is, in `torch.compile(fullgraph=True)`, in `torch.compile(mode="reduce-overhead")`, and captured by `capture`.
-`compile_*` is the time of the first two calls of a compiled step, and `capture_*` the time of the capture. `torch_compile_s` is the time in
-which the process compiles its first function, one addition, before that: `torch.compile` loads its parts then. `loop_*` is a step of
+`compile_*` is the time of the first two calls of a compiled step, and `capture_*` the time of the capture. `loop_*` is a step of
 `decode_loop`, and `beam_*` a step of a beam search with the rows as beams. Prompts have 128 tokens. Steps that the caller runs are timed
 one by one, between two synchronisations, and the medians are given.
 """
@@ -42,8 +41,7 @@ def main() -> None:
     model, _ = find_model(options)
     state = nv.init_state(model, max_model_len=min(2048, model.config.max_position_embeddings), check=False)
     freeze()
-    figures: dict[str, float] = {"torch_compile_s": first_compilation(model.device)}
-    print(json.dumps(figures), flush=True)
+    figures: dict[str, float] = {}
     for rows in options.batches:
         runs: list[dict[str, float]] = []
         for _ in range(options.repeats):
@@ -90,13 +88,6 @@ def measured(model: nv.Model, state: nv.EngineState, rows: int) -> tuple[nv.Engi
         found |= {f"{key}_b{rows}_{unit}": value for (key, unit), value in made.items()}
         state, _ = nv.commit(model, state, carry)
     return state, found
-
-
-def first_compilation(device: torch.device) -> float:
-    """The seconds in which this process compiles its first function."""
-    begin = time.perf_counter()
-    torch.compile(lambda one: one + 1)(torch.ones(8, device=device)).cpu()
-    return round(time.perf_counter() - begin, 1)
 
 
 def replies(model: nv.Model, state: nv.EngineState, contexts: list[list[int]], *options: Any, **more: Any) -> tuple[float, nv.EngineState]:
