@@ -36,7 +36,8 @@ from nanovllm.errors import (
 )
 from nanovllm.executor.branches import split_rows
 from nanovllm.executor.capture import capture
-from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
+from nanovllm.executor.decode import decode_step
+from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params

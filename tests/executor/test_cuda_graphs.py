@@ -10,7 +10,7 @@ from nanovllm.executor.batch import HostBatch, padded
 from nanovllm.executor.captured_step import StepKind
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs
-from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 

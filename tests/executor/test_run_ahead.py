@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import nanovllm as nv
-from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.eager import EagerExecutor
 from nanovllm.executor.executor import Drawn, Runtime
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, steps_ahead

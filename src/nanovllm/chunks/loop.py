@@ -10,7 +10,9 @@ from torch.utils import _pytree as pytree
 from nanovllm.engine.donation import enter_with
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.capture import Captured, capture
-from nanovllm.executor.decode import DecodeCarry, decode_step, donated, log_of, require_fresh
+from nanovllm.executor.decode import decode_step, donated
+from nanovllm.executor.decode_carry import DecodeCarry
+from nanovllm.executor.fresh_carry import log_of, require_fresh
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import same_memory

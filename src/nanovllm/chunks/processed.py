@@ -10,7 +10,8 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.loop import Rows
 from nanovllm.chunks.session_rows import closed, opened
 from nanovllm.engine.output import scan
-from nanovllm.executor.decode import DecodeCarry, decode_step, donated
+from nanovllm.executor.decode import decode_step, donated
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import executor_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import LogitsProcessor

@@ -13,8 +13,9 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import capacity, new_sequence
 from nanovllm.errors import DonatedStateError, InvalidRequestError
-from nanovllm.executor.decode import DecodeCarry, log_of, require_fresh
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import executor_of
+from nanovllm.executor.fresh_carry import log_of, require_fresh
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams

@@ -12,8 +12,9 @@ from nanovllm.chunks.prefill import adopt, fill, reserve_all
 from nanovllm.engine.output import counted, finish_reason, reply_text, scan
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.carry import with_static_addresses
-from nanovllm.executor.decode import Branches, DecodeCarry, TokenLog, note
+from nanovllm.executor.decode_carry import Branches, DecodeCarry, TokenLog
 from nanovllm.executor.executor import executor_of
+from nanovllm.executor.fresh_carry import note
 from nanovllm.executor.session_lease import SessionLease
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import LogitsProcessor, first_carried, mapped, processing_of, tokens_of

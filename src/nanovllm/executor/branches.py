@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.executor.decode import Branches, DecodeCarry, donated, note, require_carry, require_fresh
+from nanovllm.executor.decode import donated
+from nanovllm.executor.decode_carry import Branches, DecodeCarry
+from nanovllm.executor.fresh_carry import note, require_carry, require_fresh
 from nanovllm.models.common.batch import Batch
 from nanovllm.ops.kv_cache.copy_pages import copy_pages
 from nanovllm.sampling.process_logits import mapped

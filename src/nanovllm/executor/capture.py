@@ -1,11 +1,8 @@
 """`capture`: a caller's function of a carry as one CUDA graph, with the signature of the function."""
 
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +10,29 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.errors import CaptureError, InvalidRequestError, NanoVLLMError
 from nanovllm.executor.branches import last_pages
-from nanovllm.executor.captured_step import MOVED, recording
+from nanovllm.executor.capture_checks import (
+    carry_of,
+    first_error,
+    first_line,
+    line_of,
+    moving_leaves,
+    name_of,
+    paired,
+    require_alike,
+    require_nothing_kept,
+    require_unchanged,
+    same_place,
+    shapes_of,
+    storage_of,
+    structure_of,
+    versions_of,
+)
+from nanovllm.executor.captured_step import recording
 from nanovllm.executor.carry import with_static_addresses
-from nanovllm.executor.decode import DecodeCarry, log_of, note, require_fresh, require_room
+from nanovllm.executor.decode_carry import DecodeCarry
+from nanovllm.executor.fresh_carry import log_of, note, require_fresh, require_room
 from nanovllm.executor.session_lease import Place, SessionLease
-from nanovllm.state.kv_cache import same_memory
 from nanovllm.types import Tensor
-
-INSIDE = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)  # code that is not the caller's
 
 
 @torch.no_grad()
@@ -68,18 +80,18 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
         with torch.cuda.device(carry.active.device):
             return Captured(function, carry, inputs)
     advanced, own, given = _tried(function, carry, inputs), carry, pytree.tree_flatten(inputs)
-    spec, leaves = _structure(carry), _moving(carry)
+    spec, leaves = structure_of(carry), moving_leaves(carry)
 
     @torch.no_grad()
     def call(carry: DecodeCarry, *inputs: Any) -> Any:
         """Donates `carry`. Call the function."""
         log = log_of(carry)
         require_room(log, require_fresh(log), advanced)
-        _require_alike(carry, own, spec, leaves)
-        _paired(inputs, *given)
-        before = _versions(carry)
+        require_alike(carry, own, spec, leaves)
+        paired(inputs, *given)
+        before = versions_of(carry)
         result = function(carry, *inputs)
-        _require_unchanged(function, before, carry)
+        require_unchanged(function, before, carry)
         return result
 
     return call
@@ -89,10 +101,10 @@ class Captured:
     """A graph, the carry whose memory it reads and writes, and the memory of its other inputs and of its results."""
 
     def __init__(self, function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> None:
-        self._device, self._function, self._carry, self._spec = carry.active.device, function, carry, _structure(carry)
+        self._device, self._function, self._carry, self._spec = carry.active.device, function, carry, structure_of(carry)
         leaves, self._inputs_spec = pytree.tree_flatten(inputs)
         self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._leaves = _moving(carry)
+        self._leaves = moving_leaves(carry)
         self._graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         here = torch.cuda.current_stream(self._device)
         stream.wait_stream(here)
@@ -102,9 +114,9 @@ class Captured:
             with recording(self._graph, pool, stream):
                 self._whole, self._rest, self._rest_spec = self._record(function, carry)
         except Exception as error:  # ending a capture that has failed raises an error of its own
-            raise _first_error(error) from error
+            raise first_error(error) from error
         here.wait_stream(stream)
-        _require_nothing_kept(function, pool, [leaf for leaf in self._rest if isinstance(leaf, Tensor)])
+        require_nothing_kept(function, pool, [leaf for leaf in self._rest if isinstance(leaf, Tensor)])
         lease = _share(carry)
         self._place = Place() if lease is None else lease.place
         self._place.holder = lease
@@ -112,13 +124,13 @@ class Captured:
     def _record(self, function: Callable[..., Any], carry: DecodeCarry) -> tuple[bool, list[Any], Any]:
         """Run the function, and write the tensors of its carry into the memory of `carry`. Returns its other results."""
         result = _recorded(function, carry, pytree.tree_unflatten(self._inputs, self._inputs_spec))
-        after = _carry_of(result)
+        after = carry_of(result)
         rest, spec = pytree.tree_flatten(None if after is result else tuple(result[1:]))
-        static = {_storage(leaf) for leaf in self._leaves}
+        static = {storage_of(leaf) for leaf in self._leaves}
         # A result may be memory of the carry, which the copies below overwrite.
-        rest = [leaf.clone() if isinstance(leaf, Tensor) and _storage(leaf) in static else leaf for leaf in rest]
-        moved = [(old, new) for old, new in zip(self._leaves, _moving(after), strict=True) if not _same(old, new)]
-        _copy([old for old, _ in moved], [new.clone() if _storage(new) in static else new for _, new in moved])
+        rest = [leaf.clone() if isinstance(leaf, Tensor) and storage_of(leaf) in static else leaf for leaf in rest]
+        moved = [(old, new) for old, new in zip(self._leaves, moving_leaves(after), strict=True) if not same_place(old, new)]
+        _copy([old for old, _ in moved], [new.clone() if storage_of(new) in static else new for _, new in moved])
         return after is result, rest, spec
 
     @torch.no_grad()
@@ -134,7 +146,7 @@ class Captured:
                 self._take_inputs(inputs)
             self._graph.replay()
             rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._rest]
-            if not _same(log.ran, own.ran):
+            if not same_place(log.ran, own.ran):
                 log.ran.add_(self._advanced)
         # All carries of the graph have the same memory. By the object of its counter the lease knows the newest.
         counter = own.num_steps.view(())
@@ -150,57 +162,32 @@ class Captured:
         """Whether this is a graph of the function for carries and inputs of these shapes, and no session uses it now."""
         given, spec = pytree.tree_flatten(inputs)
         free = self._place.holder is None or self._place.holder.committed
-        alike = function == self._function and spec == self._inputs_spec and _structure(carry) == self._spec
-        return free and alike and _shapes(_moving(carry)) == _shapes(self._leaves) and _shapes(given) == _shapes(self._inputs)
+        alike = function == self._function and spec == self._inputs_spec and structure_of(carry) == self._spec
+        return free and alike and shapes_of(moving_leaves(carry)) == shapes_of(self._leaves) and shapes_of(given) == shapes_of(self._inputs)
 
     def _owns(self, carry: DecodeCarry) -> bool:
         """Whether all tensors of this carry are in the memory of the graph."""
         own, log, mine = self._carry, log_of(carry), log_of(self._carry)
         same = carry.batch is own.batch and carry.sampling is own.sampling and carry.active is own.active and carry.kv is own.kv
-        logged = log.token_ids is mine.token_ids and log.logprobs is mine.logprobs and _same(log.num_steps, mine.num_steps)
+        logged = log.token_ids is mine.token_ids and log.logprobs is mine.logprobs and same_place(log.num_steps, mine.num_steps)
         others = carry.processing is own.processing and carry.token_ids is own.token_ids and log.branches is mine.branches
         return same and logged and others and carry.forward is own.forward
 
     def _take(self, carry: DecodeCarry) -> None:
         """Copy the tensors of a carry into the memory of the graph, except those that are there."""
-        leaves = _require_alike(carry, self._carry, self._spec, self._leaves)
+        leaves = require_alike(carry, self._carry, self._spec, self._leaves)
         held = self._place.holder
         if held is not None and held is not log_of(carry).lease and not held.committed:
             raise InvalidRequestError(
                 f"the carry of session {held.session} is in the memory of this function: commit it first, or capture the function for "
                 "another carry"
             )
-        moved = [(old, new) for old, new in zip(self._leaves, leaves, strict=True) if not _same(old, new)]
+        moved = [(old, new) for old, new in zip(self._leaves, leaves, strict=True) if not same_place(old, new)]
         _copy([old for old, _ in moved], [new for _, new in moved])
 
     def _take_inputs(self, inputs: tuple[Any, ...]) -> None:
-        for old, new in _paired(inputs, self._inputs, self._inputs_spec):
+        for old, new in paired(inputs, self._inputs, self._inputs_spec):
             old.copy_(new, non_blocking=True)
-
-
-def _require_alike(carry: DecodeCarry, own: DecodeCarry, spec: Any, own_leaves: list[Tensor]) -> list[Tensor]:
-    """Require a carry like the captured one, `own`. Returns its tensors."""
-    if not same_memory(carry.kv, own.kv):
-        raise InvalidRequestError("this carry has other KV memory than the captured carry: capture the function for each engine")
-    leaves = own_leaves if carry is own else _moving(carry)
-    if carry is not own and (_structure(carry) != spec or _shapes(leaves) != _shapes(own_leaves)):
-        raise InvalidRequestError(f"{carry!r} has other shapes, options or plans than the captured carry: capture the function again")
-    return leaves
-
-
-def _paired(inputs: tuple[Any, ...], before: list[Any], spec: Any) -> list[tuple[Tensor, Tensor]]:
-    """The tensors among the inputs of the capture and of a call. Other inputs must be equal."""
-    leaves, given = pytree.tree_flatten(inputs)
-    if given != spec:
-        raise InvalidRequestError(f"the inputs are built like {given}, those of the capture like {spec}")
-    for place, (old, new) in enumerate(zip(before, leaves, strict=True)):
-        if not isinstance(old, Tensor):
-            if isinstance(new, Tensor) or (old is not new and old != new):
-                raise InvalidRequestError(f"input {place} is {new!r}, but was {old!r} at the capture: pass values that change as tensors")
-        elif not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
-            shown = f"{new.dtype} {list(new.shape)}" if isinstance(new, Tensor) else repr(new)
-            raise InvalidRequestError(f"input {place} is {shown}, but was {old.dtype} {list(old.shape)} at the capture")
-    return [(old, new) for old, new in zip(before, leaves, strict=True) if isinstance(old, Tensor)]
 
 
 def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, ...]) -> int:
@@ -211,13 +198,13 @@ def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, 
         return leaf.clone() if isinstance(leaf, Tensor) and leaf.data_ptr() not in kept else leaf
 
     copied, given = pytree.tree_map(copy, (carry, inputs))
-    before = _versions(copied)
+    before = versions_of(copied)
     with _kept_pages(carry):
-        after = _carry_of(function(_unchecked(with_static_addresses(copied)), *given))
-    _require_unchanged(function, before, copied)
-    old, new = _moving(carry), _moving(after)
-    if _structure(after) != _structure(carry) or _shapes(old) != _shapes(new):
-        raise CaptureError(f"{_name(function)} returns a carry of other shapes or another structure than it is given: {after!r}")
+        after = carry_of(function(_unchecked(with_static_addresses(copied)), *given))
+    require_unchanged(function, before, copied)
+    old, new = moving_leaves(carry), moving_leaves(after)
+    if structure_of(after) != structure_of(carry) or shapes_of(old) != shapes_of(new):
+        raise CaptureError(f"{name_of(function)} returns a carry of other shapes or another structure than it is given: {after!r}")
     return int(log_of(after).num_steps) - int(log_of(carry).num_steps)
 
 
@@ -240,39 +227,13 @@ def _recorded(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[An
     except NanoVLLMError:
         raise
     except Exception as error:
-        raise CaptureError(f"{_line(function, error)} cannot be part of a CUDA graph: {_first_line(error)}") from error
-
-
-def _line(function: Callable[..., Any], error: BaseException) -> str:
-    """The innermost line of the caller's code in a traceback."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*INSIDE, "<"))]
-    if not frames:
-        return _name(function)
-    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`,"
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """The function with its file and line."""
-    code = getattr(function, "__code__", None)
-    return repr(function) if code is None else f"{function.__name__} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CaptureError(f"{line_of(function, error)} cannot be part of a CUDA graph: {first_line(error)}") from error
 
 
 def _unchecked(carry: DecodeCarry) -> DecodeCarry:
     """The carry with a lease that checks nothing, because a check waits for the device."""
     log = log_of(carry)
     return replace(carry, log=replace(log, lease=SessionLease(session=0, checked=False)))
-
-
-def _first_error(error: BaseException) -> BaseException:
-    """The package's own error among an error and those before it, or the error."""
-    before: BaseException | None = error
-    while before is not None and not isinstance(before, NanoVLLMError):
-        before = before.__context__
-    return before or error
 
 
 def _share(carry: DecodeCarry) -> SessionLease | None:
@@ -283,70 +244,6 @@ def _share(carry: DecodeCarry) -> SessionLease | None:
     return log.lease
 
 
-def _carry_of(result: Any) -> DecodeCarry:
-    """The carry in the result of the caller's function."""
-    first = result[0] if isinstance(result, tuple) and result else result
-    if not isinstance(first, DecodeCarry):
-        raise InvalidRequestError(
-            f"the function returns {type(first).__name__}: it must return the next carry, or a tuple whose first element is the next carry"
-        )
-    return first
-
-
-def _structure(carry: DecodeCarry) -> Any:
-    """All of a carry that is no tensor, apart from its session."""
-    return pytree.tree_flatten(replace(carry, log=replace(log_of(carry), lease=None)))[1]
-
-
-def _moving(carry: DecodeCarry) -> list[Tensor]:
-    """The tensors of a carry, apart from the KV memory, and from the number and the count of steps that belong to the session."""
-    log = log_of(carry)
-    kept = {id(tensor) for tensor in (*carry.kv.pools, log.session, log.ran)}
-    return [leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor) and id(leaf) not in kept]
-
-
-def _versions(carry: DecodeCarry) -> dict[str, tuple[Tensor, int]]:
-    """How often each tensor was written that a step leaves as it is, by its name."""
-    batch, sampling, log = carry.batch, carry.sampling, log_of(carry)
-    tensors: dict[str, Any] = {f"sampling.{name}": getattr(sampling, name) for name in sampling.__dataclass_fields__}
-    tensors |= {"active": carry.active, "batch.page_tables": batch.page_tables}
-    if not carry.active.is_cuda:  # on a GPU a traced step writes these in place
-        tensors |= {f"batch.{name}": getattr(batch, name) for name in MOVED} | {"log.token_ids": log.token_ids}
-    # Tensors of `torch.inference_mode` do not count the writes to them.
-    return {name: (t, t._version) for name, t in tensors.items() if isinstance(t, Tensor) and not t.is_inference()}
-
-
-def _require_unchanged(function: Callable[..., Any], before: dict[str, tuple[Tensor, int]], carry: DecodeCarry) -> None:
-    for name, (tensor, version) in before.items():
-        if tensor._version != version:
-            raise CaptureError(f"{_name(function)} changed carry.{name} in place: return a carry with a new tensor instead")
-
-
-def _require_nothing_kept(function: Callable[..., Any], pool: Any, results: list[Tensor]) -> None:
-    """Require that of the memory of the graph only its results are still in use."""
-    known, kept = {_storage(tensor) for tensor in results}, 0
-    for segment in torch.cuda.memory_snapshot(pool):
-        blocks = segment["blocks"] if tuple(segment["segment_pool_id"]) == tuple(pool) else ()
-        kept += sum(block["size"] for block in blocks if block["state"] == "active_allocated" and block["address"] not in known)
-    if kept:
-        raise CaptureError(
-            f"{_name(function)} keeps {kept} bytes that it allocated, in a list for example, and every replay overwrites them: "
-            "return such tensors"
-        )
-
-
-def _shapes(tensors: list[Any]) -> list[Any]:
-    return [(tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-
-
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:
     if to:
         torch._foreach_copy_(to, values)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one is other or one.data_ptr() == other.data_ptr()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nanovllm.executor.decode import DecodeCarry, DecodeOutput
+from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn
 from nanovllm.sampling import tensors
 from nanovllm.sampling.process_logits import LogitsProcessor

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.executor.batch import HostBatch, to_device
-from nanovllm.executor.decode import DecodeCarry, DecodeOutput
+from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn, Forward
 from nanovllm.executor.row_processing import kept, process_rows, with_processing
 from nanovllm.models.common.batch import Batch

@@ -17,7 +17,8 @@ from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
 from nanovllm.executor.captured_step import MOVED, CapturedStep, StepKind, Way, moving_tensors, pinned_results, recording
 from nanovllm.executor.cascade_policy import Cascades, own_runs
-from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
+from nanovllm.executor.decode import decode_step
+from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Forward
 from nanovllm.executor.row_processing import processors_of, row_processing
 from nanovllm.executor.run_ahead import retire

@@ -11,7 +11,8 @@ from nanovllm import models
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host
 from nanovllm.executor.cascade_policy import Cascades
-from nanovllm.executor.decode import DecodeCarry, decode_step
+from nanovllm.executor.decode import decode_step
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Forward
 from nanovllm.executor.row_processing import kept
 from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.row_processing import CarriedRow, carried_rows
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model

@@ -31,7 +31,7 @@ from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, sam
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward, fused_forward
 from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, extension_sizes
-from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.row_processing import carries, kept, processors_of

@@ -10,6 +10,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.attention_plans import Attention
 from nanovllm.executor.batch import sample_prompts, to_device
 from nanovllm.executor.compiled import fused_forward
+from nanovllm.executor.device_memory import room
 from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
@@ -81,5 +82,6 @@ def device_budget(model: Model, memory_fraction: float) -> int:
     """Bytes that may be allocated in addition to those allocated now."""
     if model.device.type != "cuda":
         return CPU_KV_BYTES
-    free, total = torch.cuda.mem_get_info(model.device)
-    return int(total * memory_fraction) - (total - free)
+    memory = room(model.device)
+    assert memory is not None
+    return int(memory.total * memory_fraction) - (memory.total - memory.free)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.sampling.process_logits import LogitsProcessor, Processing, TokensSoFar, first_carried, process, processing_of, tokens_of
 from nanovllm.state.request import Sequence
 from nanovllm.types import Tensor

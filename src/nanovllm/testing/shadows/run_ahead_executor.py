@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Executor
 from nanovllm.executor.row_processing import carries, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, retire

@@ -14,7 +14,8 @@ from nanovllm.engine.init_state import init_state
 from nanovllm.engine.step import step
 from nanovllm.executor.batch import prefill_batch, to_device
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
-from nanovllm.executor.decode import DecodeCarry, DecodeOutput, decode_step
+from nanovllm.executor.decode import decode_step
+from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.eager import EagerExecutor
 from nanovllm.executor.executor import Drawn, Executor, Runtime, executor_of
 from nanovllm.models.model import Model

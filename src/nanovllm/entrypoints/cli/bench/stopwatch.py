@@ -13,7 +13,7 @@ from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.cli.bench.workloads import Spent, random_tokens
-from nanovllm.executor.decode import DecodeCarry
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Executor, runtime_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
