@@ -7,6 +7,7 @@ F intermediate_size. On a device, ids, positions, slots and lengths are int32, a
 
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -15,7 +16,20 @@ from jaxtyping import Bool, Float, Float32, Int32, Int64
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Bool", "Float", "Float32", "Int32", "Int64", "Tensor", "brief", "brief_fields", "dtype_of", "register_value"]
+__all__ = [
+    "Bool",
+    "Float",
+    "Float32",
+    "Int32",
+    "Int64",
+    "Tensor",
+    "brief",
+    "brief_fields",
+    "dtype_of",
+    "function_name",
+    "register_value",
+    "writable",
+]
 C = TypeVar("C")
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -50,6 +64,19 @@ def brief(value: Any) -> str:
         shown = ", ".join(map(brief, value[:2])) + (f", ... {len(value) - 2} more" if len(value) > 2 else "")
         return f"({shown})"
     return reprlib.repr(value)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor; or a copy of one that was made in `torch.inference_mode`, which only code in that mode may write."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not tensor.is_inference():
+        return tensor
+    return tensor.clone()
+
+
+def function_name(function: Any) -> str:
+    """A function's name with its file and line; for other objects their `repr`."""
+    code = getattr(function, "__code__", None)
+    return reprlib.repr(function) if code is None else f"{function.__name__} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
 def brief_fields(value: Any) -> str:

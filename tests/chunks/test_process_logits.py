@@ -353,3 +353,42 @@ def test_submitted_requests_wait_meanwhile():
     _, plain = nv.generate(MODEL, engine(), CONTEXTS[2], GREEDY)
     assert ended[rid].token_ids == plain.token_ids
     nv.check(state)
+
+
+def test_the_alternatives_of_tokens_are_those_of_the_processed_logits():
+    params = [nv.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=count) for count in (2, 0, 3)]
+    _, plain = nv.generate_many(MODEL, engine(), CONTEXTS, params)
+    _, same = nv.generate_many(MODEL, engine(), CONTEXTS, params, process_logits=lambda logits: logits)
+    for one, other, wanted in zip(plain, same, (2, 0, 3), strict=True):
+        assert one.logprobs is not None and other.logprobs is not None
+        assert [[token for token, _ in entry.top] for entry in one.logprobs] == [[t for t, _ in entry.top] for entry in other.logprobs]
+        assert all(len(entry.top) == wanted for entry in other.logprobs)
+        for a, b in zip(one.logprobs, other.logprobs, strict=True):
+            assert [v for _, v in a.top] == pytest.approx([v for _, v in b.top], abs=1e-4)
+    _, odd = nv.generate_many(MODEL, engine(), CONTEXTS, params, process_logits=lambda logits: -logits)
+    assert odd[0].logprobs is not None and [entry.top[0][0] for entry in odd[0].logprobs] == odd[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "result", [lambda x: x[:1], lambda x: x[:, :7], lambda x: x.mean(0, keepdim=True), lambda x: None, lambda x: x > 0]
+)
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_a_function_of_one_step_returns_logits(result: Callable[[torch.Tensor], Any], traced: bool):
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=2)
+
+    def step(params: Any, carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        return nv.decode_step(params, carry, MODEL.config, process_logits=result)[0]
+
+    with pytest.raises((nv.InvalidRequestError, torch._dynamo.exc.TorchDynamoException), match=None if traced else "must return logits"):
+        (torch.compile(step, fullgraph=True, backend="eager") if traced else step)(MODEL.params, carry)
+    state, made = nv.commit(MODEL, state, carry)
+    assert [reply.token_ids for reply in made] == [[], [], []]
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("given", [nv.LogitsProcessor(shifted), 3])
+def test_one_step_takes_a_function_of_the_logits_alone(given: Any):
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=2)
+    with pytest.raises(nv.InvalidRequestError, match="function of the logits alone"):
+        nv.decode_step(MODEL.params, carry, MODEL.config, process_logits=given)
+    nv.commit(MODEL, state, carry)

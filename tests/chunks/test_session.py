@@ -13,6 +13,7 @@ from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
 from nanovllm.errors import DonatedStateError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
+from nanovllm.executor.branches import split_rows
 from nanovllm.executor.decode import decode_step
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.invariants import check
@@ -315,3 +316,44 @@ def test_prompts_longer_than_a_step_are_refused():
     state, carry = begin(MODEL, state, [IDS], greedy(), room=1, fill=False)
     state, _ = commit(MODEL, state, steps(carry, 1)[0])
     right(state)
+
+
+@pytest.mark.parametrize("inside", [(True, True, False), (False, True, True), (True, False, True), (False, True, False)])
+@pytest.mark.parametrize("branching", [False, True])
+@pytest.mark.parametrize("processed", [False, True])
+def test_tensors_of_inference_mode_may_be_in_a_carry(inside, branching, processed):
+    """`begin`, a step with a split, and another step, some of them in `torch.inference_mode`."""
+    params = greedy(repetition_penalty=1.3)
+    function = (lambda logits, tokens: logits - tokens.lengths.unsqueeze(1)) if processed else None
+    want = reply(IDS, 3, repetition_penalty=1.3, ignore_eos=True)
+    state = engine()
+    with torch.inference_mode(inside[0]):
+        state, carry = begin(MODEL, state, [IDS], replace(params, ignore_eos=True), room=3, branching=branching, process_logits=function)
+    for mode in inside[1:]:
+        with torch.inference_mode(mode):
+            carry, _ = steps(carry, 1)
+            carry = split_rows(carry, torch.tensor([0])) if branching else carry
+    carry, _ = steps(carry, 1)
+    state, (made,) = commit(MODEL, state, carry)
+    assert made.token_ids == want
+    right(state, made.chunk)
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_row_that_is_stopped_before_the_first_step_has_run_its_prompt(branching):
+    contexts = [list(range(1, 12)), [5, 6, 7]]
+    state, carry = begin(MODEL, engine(), contexts, greedy(), room=4, fill=False, branching=branching)
+    carry, _ = steps(replace(carry, active=torch.tensor([0, 1], dtype=torch.int32)), 2)
+    state, (stopped, going) = commit(MODEL, state, carry)
+    assert (stopped.token_ids, stopped.finish_reason, len(going.token_ids)) == ([], "stop", 2)
+    assert (state.stats.prefill_tokens, state.stats.rerun_tokens) == (14, 0)
+    right(state, stopped.chunk, going.chunk)
+
+
+def test_an_error_of_a_commit_in_another_mode_loses_nothing():
+    state, keep = prefill(MODEL, engine(), IDS)
+    state, carry = begin(MODEL, state, [keep], greedy(), room=2)
+    with torch.inference_mode():
+        carry, _ = steps(carry, 2)
+    state, (made,) = commit(MODEL, state, carry)
+    right(state, made.chunk, keep)

@@ -175,3 +175,48 @@ def test_a_function_that_changes_logits_in_place_is_refused_before_it_reaches_ot
 def test_what_cannot_be_a_processor_is_refused(function: Any, init: Any):
     with pytest.raises(nv.InvalidRequestError, match="must be"):
         as_processor(nv.LogitsProcessor(function, init))
+
+
+def test_the_table_of_tokens_is_as_wide_in_init_as_in_every_step():
+    widths = set()
+
+    def seen(tokens: nv.TokensSoFar) -> torch.Tensor:
+        widths.add(tokens.token_ids.shape[1])
+        return tokens.valid()
+
+    def quoting(logits: torch.Tensor, tokens: nv.TokensSoFar, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Only tokens of the prompt."""
+        widths.add(tokens.token_ids.shape[1])
+        prompt = torch.zeros_like(logits, dtype=torch.int32).scatter_add(1, tokens.token_ids.long(), first.int())
+        return logits.masked_fill(prompt == 0, -torch.inf), first
+
+    processor, prompts = nv.LogitsProcessor(quoting, seen), [[3, 9, 12], [7], [1, 2, 3, 4, 5]]
+    state, texts = nv.init_state(MODEL, num_pages=32, page_size=4, max_model_len=24), {}
+    for prompt in prompts:  # the later ones join a step that is running
+        params = nv.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        state, rid = nv.submit(MODEL, state, prompt, params, process_logits=processor)
+        texts[rid] = prompt
+        state, _ = nv.step(MODEL, state)
+    done = {}
+    while state.running or state.waiting:
+        state, outputs = nv.step(MODEL, state)
+        done |= {out.request_id: out.output.token_ids for out in outputs if out.output is not None}
+    assert widths == {25} and done.keys() == texts.keys()
+    assert all(set(done[rid]) <= set(prompt) for rid, prompt in texts.items())
+
+
+def test_rows_of_other_shapes_are_told():
+    """The shape of what `init` returns depends on the prompt: the error says so, and the other requests go on without that one."""
+    processor = nv.LogitsProcessor(lambda logits, tokens, c: (logits, c), lambda tokens: torch.zeros(1, int(tokens.lengths[0])))
+    state = nv.init_state(MODEL, num_pages=32, page_size=4)
+    params = nv.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    state, _ = nv.submit(MODEL, state, [1, 2], params, process_logits=processor)
+    state, _ = nv.step(MODEL, state)
+    state, other = nv.submit(MODEL, state, [1, 2, 3], params, process_logits=processor)
+    with pytest.raises(nv.InvalidRequestError, match="must not depend on the prompt"):
+        for _ in range(3):
+            state, _ = nv.step(MODEL, state)
+    state = nv.cancel(state, other)
+    while state.running or state.waiting:
+        state, _ = nv.step(MODEL, state)
+    nv.check(state)

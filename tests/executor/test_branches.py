@@ -1,6 +1,7 @@
 """`split_rows`: rows go on from other rows, and every reply and every chunk is that of a plain run over its tokens."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -237,4 +238,105 @@ def test_the_host_sees_a_split_of_traced_code():
         with pytest.raises(nv.DonatedStateError, match="were split"):
             use()
     state, _ = nv.commit(MODEL, state, later)
+    nv.check(state)
+
+
+SHARED = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7, 6]]  # they fill their pages, so their last page can be another owner's
+
+
+@pytest.mark.unhooked
+@settings(max_examples=40)
+@given(
+    data=st.data(),
+    model=st.sampled_from([MODEL, WINDOWED, ALL_WINDOWED]),
+    fill=st.booleans(),
+    captured=st.booleans(),
+    splits=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+)
+def test_rows_over_full_shared_pages_may_be_split_at_any_time(
+    data: st.DataObject, model: nv.Model, fill: bool, captured: bool, splits: list[int]
+):
+    """Splits before any step, and of rows that have stopped before the first, leave the pages of other owners as they are."""
+    state = engine(model, page_size=data.draw(st.sampled_from([1, 2, 4])), num_pages=128)
+    chunks = []
+    for ids in SHARED:
+        state, chunk = nv.prefill(model, state, ids)
+        chunks.append(chunk)
+    contexts = [data.draw(st.sampled_from([*chunks, *SHARED])) for _ in range(2)]
+    state, carry = nv.begin(model, state, contexts, GREEDY, room=4, branching=True, fill=fill)
+    if data.draw(st.booleans()):
+        carry = replace(carry, active=torch.tensor(data.draw(st.sampled_from([[0, 1], [1, 0], [0, 0]])), dtype=torch.int32))
+    run = nv.capture(lambda carry: step(model, carry), carry) if captured and fill else lambda carry: step(model, carry)
+    ran = not fill
+    carry = run(carry) if ran else carry
+    for count in splits:
+        carry = nv.split_rows(carry, torch.tensor(data.draw(st.sampled_from([[0, 0], [1, 1], [1, 0], [0, 1]]))))
+        if count == 0 and carry.log is not None and int(carry.log.num_steps) < 4:
+            carry = run(carry)
+    state, made = nv.commit(model, state, carry)
+    nv.check(state)
+    for one in [*chunks, *(reply.chunk for reply in made)]:
+        text = one.token_ids.tolist()
+        ModelWorld(model).require_kv(state.kv, list(one.pages), text) if not model.config.windows else None
+        state, (more,) = nv.score(model, state, [one], [[5, 6]])
+        _, (plain,) = nv.score(model, engine(model), [text], [[5, 6]])
+        assert more.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+
+
+def step(model: nv.Model, carry: nv.DecodeCarry) -> nv.DecodeCarry:
+    return nv.decode_step(model.params, carry, model.config)[0]
+
+
+def test_tokens_replace_sampled_tokens_only():
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3, branching=True)
+    tokens = torch.tensor([30, 31, 32])
+    with pytest.raises(nv.InvalidRequestError, match="no step has sampled"):
+        nv.split_rows(carry, torch.tensor([0, 1, 2]), tokens)
+    again = torch.compile(lambda carry: nv.split_rows(carry, torch.tensor([0, 1, 2]), tokens), backend="eager")(carry)
+    assert again.batch.input_ids.tolist() == [7, 9, 5]
+    state, made = nv.commit(MODEL, state, step(MODEL, again))
+    for reply in made:
+        ModelWorld(MODEL).require_kv(state.kv, list(reply.chunk.pages), reply.chunk.token_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([1, 2, 50]), "from 0 to 49"),
+        (torch.tensor([1, -1, 5]), "from 0 to 49"),
+        (torch.tensor([1.7, 2, 5]), "int32 or int64"),
+        (torch.tensor([True, False, True]), "int32 or int64"),
+        (torch.tensor([1, 2]), r"shape \[3\]"),
+        ([1, 2, 3], r"shape \[3\]"),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_tokens_that_are_none_are_refused(tokens: Any, message: str):
+    """By a split and by a step. The carry stays usable."""
+    split: Any = nv.split_rows
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3, branching=True)
+    carry = step(MODEL, carry)
+    with pytest.raises(nv.InvalidRequestError, match=message):
+        split(carry, torch.tensor([0, 1, 2]), tokens)
+    with pytest.raises(nv.InvalidRequestError, match=message):
+        nv.decode_step(MODEL.params, carry, MODEL.config, token_ids=tokens)
+    with pytest.raises(nv.InvalidRequestError, match="parents=None"):
+        split(carry, None)
+    with pytest.raises(nv.InvalidRequestError, match="floating-point"):
+        split(carry, torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3]))
+    state, made = nv.commit(MODEL, state, carry)
+    assert [len(reply.token_ids) for reply in made] == [1, 1, 1]
+
+
+def test_tokens_beyond_the_vocabulary_become_the_nearest_in_traced_code():
+    state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3, branching=True)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(params, carry: nv.DecodeCarry, tokens: torch.Tensor) -> nv.DecodeCarry:
+        carry, _ = nv.decode_step(params, carry, MODEL.config, token_ids=tokens)
+        return nv.split_rows(carry, torch.tensor([0, 1, 2]), tokens + 2)
+
+    carry = run(MODEL.params, carry, torch.tensor([-5, 49, 70]))
+    assert carry.batch.input_ids.tolist() == [0, 49, 49]
+    state, _ = nv.commit(MODEL, state, step(MODEL, carry))
     nv.check(state)

@@ -89,7 +89,7 @@ def test_inputs_and_carries_like_those_of_the_capture():
     state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=4)
     run = nv.capture(forced, carry, ids(1, 2, 3), 1.0)
     for inputs, message in (
-        ((), "the inputs are built like"),
+        ((), "built in another way"),
         ((ids(1, 2), 1.0), r"input 0 is torch.int32 \[2\], but was torch.int32 \[3\]"),
         ((ids(1, 2, 3).long(), 1.0), r"input 0 is torch.int64 \[3\]"),
         ((ids(1, 2, 3), 2.0), "input 1 is 2.0, but was 1.0 at the capture: pass values that change as tensors"),

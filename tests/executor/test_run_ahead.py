@@ -40,7 +40,7 @@ class Counting(EagerExecutor):
 def run(ahead: bool, params: nv.SamplingParams) -> tuple[list[list[int]], nv.EngineState, Counting]:
     model = random_model(tiny_config())
     state = nv.init_state(model, num_pages=40, page_size=4, max_num_seqs=3)
-    counting = Counting(4, 40)
+    counting = Counting(state.config)
     state = replace(state, runtime=Runtime(state.runtime.lease, AheadExecutor.over(counting, 4) if ahead else counting))
     state, gens = nv.generate_many(model, state, PROMPTS, [replace(params, max_tokens=6 + 3 * i) for i in range(3)])
     return [gen.token_ids for gen in gens], state, counting
@@ -74,7 +74,8 @@ def test_a_row_that_ends_leaves_and_the_others_keep_their_step() -> None:
     model, prompts = random_model(tiny_config()), [[3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]
 
     def replies(params: nv.SamplingParams | list[nv.SamplingParams]) -> tuple[list[list[int]], int, int]:
-        state, counting = nv.init_state(model, num_pages=400, page_size=4, max_num_seqs=3), Counting(4, 400)
+        state = nv.init_state(model, num_pages=400, page_size=4, max_num_seqs=3)
+        counting = Counting(state.config)
         state = replace(state, runtime=Runtime(state.runtime.lease, AheadExecutor.over(counting, 4)))
         state, gens = nv.generate_many(model, state, prompts, params)
         return [gen.token_ids for gen in gens], counting.loads, state.stats.discarded_tokens

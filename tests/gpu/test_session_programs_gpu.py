@@ -148,3 +148,49 @@ def test_a_capture_of_several_splits_leaves_the_carry(model: nv.Model):
     plain, replies = nv.commit(model, plain, want)
     for prompt, a, b in zip((prompts[0], prompts[1], prompts[2]), gens, replies, strict=True):
         require_same(model, prompt, a.token_ids, b.token_ids, LIMITS)
+
+
+def test_a_split_before_any_step_leaves_shared_full_pages(model: nv.Model):
+    """The contexts fill their pages, which a chunk owns too."""
+    ids = random_prompts(model, 1, 32, 33)[0][:32]
+    state, chunk = nv.prefill(model, nv.init_state(model, **LIMITS), ids)
+    before = [pool[:, list(chunk.pages)].clone() for pool in state.kv.pools]
+    state, carry = nv.begin(model, state, [chunk, chunk], GREEDY, room=4, branching=True)
+
+    def body(carry: nv.DecodeCarry) -> nv.DecodeCarry:
+        return nv.split_rows(nv.decode_step(model.params, carry, model.config)[0], torch.zeros_like(carry.active))
+
+    carry = nv.split_rows(carry, torch.tensor([1, 0], device=model.device))
+    carry = nv.split_rows(carry, torch.tensor([0, 0], device=model.device))
+    run = nv.capture(body, carry)
+    for _ in range(3):
+        carry = run(carry)
+    state, gens = nv.commit(model, state, carry)
+    nv.check(state)
+    assert all(map(torch.equal, before, [pool[:, list(chunk.pages)] for pool in state.kv.pools]))
+    _, alone = nv.generate(model, nv.init_state(model, **LIMITS), ids, GREEDY)
+    for gen in gens:
+        require_same(model, ids, gen.token_ids, alone.token_ids[:3], LIMITS)
+
+
+def test_alternatives_and_the_table_of_tokens_of_processed_requests(model: nv.Model, contexts: list[list[int]]):
+    params = nv.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+    state, gens = nv.generate_many(model, nv.init_state(model, **LIMITS), contexts, params, process_logits=lambda logits: -logits)
+    for gen in gens:
+        assert gen.logprobs is not None and [entry.top[0][0] for entry in gen.logprobs] == gen.token_ids
+        assert all(len(entry.top) == 3 for entry in gen.logprobs)
+
+    def quoting(logits: torch.Tensor, tokens: nv.TokensSoFar, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        prompt = torch.zeros_like(logits, dtype=torch.int32).scatter_add(1, tokens.token_ids.long(), first.int())
+        return logits.masked_fill(prompt == 0, -torch.inf), first
+
+    processor, prompt_of = nv.LogitsProcessor(quoting, lambda tokens: tokens.valid()), {}
+    for prompt in contexts:
+        state, rid = nv.submit(model, state, prompt, params, process_logits=processor)
+        prompt_of[rid] = prompt
+        state, _ = nv.step(model, state)
+    replies = {}
+    while state.running or state.waiting:
+        state, outputs = nv.step(model, state)
+        replies |= {out.request_id: out.output.token_ids for out in outputs if out.output is not None}
+    assert all(len(replies[rid]) == 6 and set(replies[rid]) <= set(prompt) for rid, prompt in prompt_of.items())

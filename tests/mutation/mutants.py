@@ -370,6 +370,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "reused = 0 if num_steps else sum(s.todo == 0 for s in sequences)",
             "reused = 0",
         ),
+        ("a row that was stopped from the start has not run", "    if len(tokens) and count == 0:", "    if False:"),
         (
             "a reply goes on after an end token",
             "count = int(ends[0]) + 1 if len(ends) else count",
@@ -679,7 +680,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "executor/branches.py",
         BRANCHES,
-        ("a stopped row takes another token", "torch.where(going, token_ids.int(), old)", "token_ids.int()"),
+        ("a stopped row takes another token", "torch.where(going & (log.num_steps > 0), token_ids, old)", "token_ids"),
+        ("a split replaces the last token of a prompt", "going & (log.num_steps > 0), token_ids", "going, token_ids"),
         ("the log of a stopped row takes another token", "torch.where(newest & going.unsqueeze(1)", "torch.where(newest"),
         (
             "rows split beyond the room",
@@ -724,8 +726,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a processor sees tokens one step late",
-            "carry.token_ids.scatter_(1, last, token_ids.unsqueeze(1))",
-            "carry.token_ids.scatter_(1, last, batch.input_ids.unsqueeze(1))",
+            ".scatter_(1, last, token_ids.unsqueeze(1))",
+            ".scatter_(1, last, batch.input_ids.unsqueeze(1))",
         ),
     ),
     *bugs(
@@ -773,6 +775,16 @@ MUTANTS: tuple[Mutant, ...] = (
             "pages_for(min(length, most), state.config.page_size)",
             "pages_for(length, state.config.page_size)",
         ),
+        (
+            "a split writes into a page of another owner",
+            "full = [s.todo == 0 and len(s.tokens) % size == 0 for s in sequences]",
+            "full = [False for s in sequences]",
+        ),
+        (
+            "the alternatives of a token are those of another row",
+            "top[: len(token_ids), row, :num_top]",
+            "top[: len(token_ids), 0, :num_top]",
+        ),
         ("carried tensors are those of init", "mapped(torch.clone, first_carried(processor, tokens))", "first_carried(processor, tokens)"),
         ("a failed beginning leaves a plan", "        executor_of(state).end(ticket)\n        raise\n", "        raise\n"),
         (
@@ -793,9 +805,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a processor serves all rows", "            new = torch.where(uses.unsqueeze(1), new, logits)\n", ""),
         ("a processor carries for all rows", "torch.where(_like(uses, value), value, old)", "value"),
         ("logits may be integers", " or not new.is_floating_point()", ""),
-        ("carried tensors may change their dtype", "a.shape != b.shape or a.dtype != b.dtype", "a.shape != b.shape"),
+        (
+            "carried tensors may change their dtype",
+            "if not alike or any(a.shape != b.shape or a.dtype != b.dtype",
+            "if not alike or any(a.shape != b.shape",
+        ),
         ("init may return fewer rows", " or leaf.shape[0] != rows", ""),
-        ("all functions get tokens", "return 1 if sum(", "return 2 if sum("),
+        ("all functions get tokens", "return 1 if one else 2", "return 2"),
         (
             "the last entry of a full row is not valid",
             "< self.lengths.unsqueeze(1)",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.sampling.process_logits import Processing, as_processor, first_carried, process, processing_of, tokens_of
+from nanovllm.sampling.process_logits import Processing, as_processor, first_carried, process, processing_of, require_alike, tokens_of
 
 LOGITS = torch.arange(12.0).view(3, 4)
 ROWS = [np.array([5, 6], np.int32), np.array([7], np.int32), np.array([1, 2, 3], np.int32)]
@@ -42,11 +42,18 @@ class Method:
         return logits + tokens.lengths.unsqueeze(1)
 
 
+class Module(torch.nn.Module):
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits + 1
+
+
 ONE = [
     lambda logits: logits + 1,
     lambda logits, *, scale=1.0: logits + scale,
     functools.partial(lambda scale, logits: logits + scale, 1.0),
+    lambda logits, scale=1.0: logits + scale,
     Method(),
+    Module(),
 ]
 TWO = [
     lambda logits, tokens: logits + tokens.lengths.unsqueeze(1),
@@ -127,7 +134,7 @@ def test_with_init_a_function_returns_two_values(result: Any):
     [lambda c: c[:2], lambda c: c.long(), lambda c: (c,), lambda c: {"c": c}, lambda c: c.unsqueeze(1)],
 )
 def test_carried_tensors_keep_their_shapes(changed: Any):
-    with pytest.raises(nv.InvalidRequestError, match="shapes and dtypes must stay the same"):
+    with pytest.raises(nv.InvalidRequestError, match="must stay the same"):
         process(LOGITS, TOKENS, [of(lambda logits, tokens, carried: (logits, changed(carried)), lambda tokens: tokens.lengths)])
 
 
@@ -148,3 +155,20 @@ def test_what_stands_for_a_processor():
     for wrong in (3, "max", [Method()]):
         with pytest.raises(nv.InvalidRequestError, match="must be a function of the logits, or a LogitsProcessor"):
             as_processor(wrong)
+
+
+def test_logits_of_inference_mode_are_not_changed_in_place_either():
+    with torch.inference_mode():
+        logits = LOGITS.clone()
+        with pytest.raises(nv.InvalidRequestError, match="in place"):
+            process(logits, TOKENS, [of(lambda logits: logits.fill_(0.0))])
+        assert torch.equal(logits, LOGITS)
+        assert torch.equal(process(logits, TOKENS, [of(lambda logits: logits + 1)])[0], LOGITS + 1)
+
+
+def test_init_gives_every_prompt_rows_of_one_shape():
+    processor = nv.LogitsProcessor(lambda *given: given, lambda tokens: tokens.lengths)
+    require_alike(processor, {"a": torch.zeros(2)}, {"a": torch.ones(2)})
+    for other in ({"a": torch.zeros(3)}, {"a": torch.zeros(2).int()}, {"b": torch.zeros(2)}, torch.zeros(2)):
+        with pytest.raises(nv.InvalidRequestError, match="must not depend on the prompt"):
+            require_alike(processor, {"a": torch.zeros(2)}, other)

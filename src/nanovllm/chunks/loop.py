@@ -44,10 +44,10 @@ def decode_loop(
         state: The newest state of the engine. It is only read, and stays valid.
         carry: A carry of `begin`, or of a later step.
         steps: How often `body` runs, at least 1.
-        body: A function from a carry to the next carry and a pytree of tensors, such as `decode_step`. None: one `decode_step`, which
-            returns its token ids.
-        until: A function from that pytree to bool `[B]`, true for rows that stop. A row that has stopped samples no more tokens. After all
-            rows have stopped, the loop ends. It runs on the device.
+        body: A function from a carry to the next carry and a pytree of tensors, such as
+            `lambda carry: decode_step(model.params, carry, model.config)`. None: one `decode_step`, which returns its token ids.
+        until: A function from that pytree to bool `[B]`, true for rows that stop. A row that has stopped adds no more tokens to its reply;
+            what the body returns for it is of no use. After all rows have stopped, the loop ends. It runs on the device.
 
     Returns:
         The carry after the last step, and the pytree of stacked tensors `[steps, ...]`. They are zeros for steps after all rows had

@@ -20,6 +20,7 @@ from nanovllm.state.pool import Taken
 from nanovllm.state.request import Sequence, StopScan
 from nanovllm.types import Tensor
 
+Top = tuple[Tensor, Tensor] | None  # the most probable tokens of each row and their log-probabilities, if a row asked for them
 SCANNED = 16  # steps between two searches for stop strings
 
 
@@ -36,14 +37,15 @@ def processed(
     lease = None if carry.log is None else carry.log.lease
     try:
         inputs, scans = _ends(sequences, model.device), [s.stops for s in sequences]
-        step, rows = executor.captured(_Step(model), carry, *inputs), Rows()
+        step, rows, tops = executor.captured(_Step(model), carry, *inputs), Rows(), []
         for count in range(1, session.room + 1):
-            carry = step(carry, *inputs)
+            carry, top = step(carry, *inputs)
+            tops.append(top)
             if any(scans) and count % SCANNED == 0:
                 carry, scans = _without_ended(carry, sequences, scans, count)
             if rows.all_stopped(carry, count):
                 break
-        return closed(model, state, session, carry)
+        return closed(model, state, session, carry, _stacked(tops))
     finally:
         executor.end(ticket)
         if lease is not None:
@@ -56,17 +58,27 @@ class _Step:
 
     model: Model
 
-    def __call__(self, carry: DecodeCarry, ends: Tensor, limits: Tensor) -> DecodeCarry:
+    def __call__(self, carry: DecodeCarry, ends: Tensor, limits: Tensor) -> tuple[DecodeCarry, Top]:
         carry, out = decode_step(self.model.params, carry, self.model.config)
         assert carry.log is not None
         over = (out.token_ids.unsqueeze(1) == ends).any(1) | (carry.log.num_steps >= limits)
-        return replace(carry, active=donated(carry.active, torch.where(over, 0, carry.active)))
+        top = None if out.top_ids is None or out.top_logprobs is None else (out.top_ids, out.top_logprobs)
+        return replace(carry, active=donated(carry.active, torch.where(over, 0, carry.active))), top
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Step) and other.model is self.model
 
     def __hash__(self) -> int:
         return id(self.model)
+
+
+def _stacked(tops: Seq[Top]) -> tuple[np.ndarray, np.ndarray] | None:
+    """The most probable tokens of all steps and their log-probabilities, `[steps, B, k]`, on the host."""
+    known = [top for top in tops if top is not None]
+    if not known:
+        return None
+    ids, logprobs = (torch.stack(each).cpu().numpy() for each in zip(*known, strict=True))
+    return ids, logprobs
 
 
 def _ends(sequences: Seq[Sequence], device: torch.device) -> tuple[Tensor, Tensor]:

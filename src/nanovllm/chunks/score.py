@@ -43,6 +43,7 @@ class Score:
     Attributes:
         token_ids: The tokens of the continuation.
         logprobs: For each token the natural logarithm of its probability after all tokens before it; float32 `[n]`, read-only.
+        total: Their sum, a float.
 
     Examples:
         >>> state, (score,) = nv.score(model, state, ["Once upon a time"], [", a boy"])

@@ -144,6 +144,7 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     return after, generations
 
 
+@torch.inference_mode()  # so that tensors made in this mode can be written too
 def _retire(carry: DecodeCarry) -> None:
     """Point a committed carry at the dummy page, so that traced code that still steps from it cannot write into the chunks' pages."""
     assert carry.log is not None

@@ -21,9 +21,10 @@ from nanovllm.sampling.process_logits import LogitsProcessor, first_carried, map
 from nanovllm.sampling.tensors import features
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState, Session
-from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.kv_cache import copy_pages, pages_for
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence, TokenLogprobs
+from nanovllm.state.sequence_pages import frames_of_copies
 from nanovllm.state.vector import IntVector
 from nanovllm.types import Tensor
 
@@ -54,14 +55,18 @@ def opened(
         raise InvalidRequestError(
             f"fill=False leaves {count} tokens to the first step, more than max_num_batched_tokens={state.config.max_num_batched_tokens}"
         )
-    state, sequences = reserve_all(state, sequences, _reserved(sequences, room, branching, size), taken)
+    lengths = _reserved(sequences, room, branching, size)
+    if branching:
+        state, sequences = _with_own_last_pages(state, sequences, lengths, taken)
+    else:
+        state, sequences = reserve_all(state, sequences, lengths, taken)
     if to_fill:
         state, sequences = _filled(model, state, sequences)
     frames, rows = state.pool.frames, [_first_pages(s, len(s.pages) - branching) for s in sequences]
     try:
         carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching, fill=to_fill)
         log = _log(sequences, ticket, room, model.device)
-        log = replace(log, branches=_branches(state, sequences, model.device)) if branching else log
+        log = replace(log, branches=_branches(state, sequences, model.device, model.config.vocab_size)) if branching else log
         note(log, 0)
         carry = replace(carry, log=log)
         if processor is not None:
@@ -73,8 +78,13 @@ def opened(
     return replace(state, next_id=ticket + 1), Session(sequences=tuple(sequences), room=room), carry
 
 
-def closed(model: Model, state: EngineState, session: Session, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
-    """Turn each row into a reply with its chunk. Donates the KV."""
+def closed(
+    model: Model, state: EngineState, session: Session, carry: DecodeCarry, tops: tuple[np.ndarray, np.ndarray] | None = None
+) -> tuple[EngineState, list[Generation]]:
+    """Turn each row into a reply with its chunk. Donates the KV.
+
+    `tops` are the most probable tokens of each step and their log-probabilities, `[steps, B, k]`, if rows asked for them.
+    """
     assert carry.log is not None
     num_run = int(carry.log.num_steps)
     num_steps = min(num_run, session.room)
@@ -109,7 +119,7 @@ def closed(model: Model, state: EngineState, session: Session, carry: DecodeCarr
                 token_ids=token_ids,
                 text=reply_text(model, sequence),
                 finish_reason=reason,
-                logprobs=_logprobs(carry.log, row, token_ids) if sequence.request.sampling.logprobs is not None else None,
+                logprobs=_logprobs(carry.log, row, token_ids, sequence.request.sampling.logprobs, tops),
                 num_dropped=max(0, num_run - session.room),
             )
         )
@@ -123,6 +133,28 @@ def _reserved(sequences: Seq[Sequence], room: int, branching: bool, page_size: i
     if len({len(s.tokens) % page_size for s in sequences}) == 1:  # all rows reach the ends of their pages in the same steps
         return [(pages_for(len(s.tokens) + room, page_size) + 1) * page_size for s in sequences]
     return [(pages_for(len(s.tokens), page_size) + room + 1) * page_size for s in sequences]
+
+
+def _with_own_last_pages(
+    state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken
+) -> tuple[EngineState, list[Sequence]]:
+    """Reserve pages, and copy the last page of each context that is full and filled, because other owners or the index may have it.
+
+    The first split of a row makes the page of its newest token the spare page, which the next split overwrites. Donates the KV.
+    """
+    size = state.config.page_size
+    full = [s.todo == 0 and len(s.tokens) % size == 0 for s in sequences]
+    state, reserved = reserve_all(state, sequences, [n + size * more for n, more in zip(lengths, full, strict=True)], taken)
+    copies, own = [], []
+    for sequence, copied in zip(reserved, full, strict=True):
+        pages = sequence.pages
+        if copied:
+            at, last = len(sequence.tokens) // size - 1, len(pages) - 1
+            copies.append((pages[at], pages[last]))
+            pages = pages.replace(at, pages[last]).truncate(last)
+        own.append(sequence.with_pages(pages, sequence.num_filled))
+    kv = copy_pages(state.kv, tuple(copies), frames_of_copies(state.pool, copies))
+    return replace(state, kv=kv, pool=pools.release(state.pool, [source for source, _ in copies])), own
 
 
 def _filled(model: Model, state: EngineState, sequences: Seq[Sequence]) -> tuple[EngineState, list[Sequence]]:
@@ -166,13 +198,14 @@ def _with_processor(carry: DecodeCarry, sequences: Seq[Sequence], processor: Log
     return replace(carry, processing=(processing_of(processor, carried),), token_ids=tokens.token_ids)
 
 
-def _branches(state: EngineState, sequences: Seq[Sequence], device: torch.device) -> Branches:
+def _branches(state: EngineState, sequences: Seq[Sequence], device: torch.device, vocab_size: int) -> Branches:
     """What `split_rows` needs for these sequences, whose last pages are spare."""
     frames = state.pool.frames
     spare = np.array([s.pages[-1] for s in sequences], np.int32)
     by_page = [] if frames is not None and frames.alone else [spare]
     by_frame = [] if frames is None else [frames.of(spare)]
     return Branches(
+        vocab_size=vocab_size,
         origins=torch.arange(len(sequences), dtype=torch.int32, device=device),
         spares=tuple(torch.from_numpy(pages).to(device) for pages in (*by_page, *by_frame)),
         ran=_counter(device),
@@ -199,19 +232,25 @@ def _branched(state: EngineState, session: Session, carry: DecodeCarry, branches
     return sequences, pool
 
 
-def _logprobs(log: TokenLog, row: int, token_ids: list[int]) -> list[TokenLogprobs] | None:
-    """The log-probabilities of a row's tokens, or None if no row asked for them."""
-    if log.logprobs is None:
+def _logprobs(
+    log: TokenLog, row: int, token_ids: list[int], num_top: int | None, tops: tuple[np.ndarray, np.ndarray] | None
+) -> list[TokenLogprobs] | None:
+    """The log-probabilities of a row's tokens, with `num_top` alternatives if `tops` are known. None if the row did not ask for them."""
+    if log.logprobs is None or num_top is None:
         return None
     values = log.logprobs[row, : len(token_ids)].tolist()
-    return [TokenLogprobs(token_id=token, logprob=value) for token, value in zip(token_ids, values, strict=True)]
+    pairs: list[tuple[tuple[int, float], ...]] = [() for _ in token_ids]
+    if tops is not None:
+        ids, logprobs = (top[: len(token_ids), row, :num_top].tolist() for top in tops)
+        pairs = [tuple(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
+    return [TokenLogprobs(token_id=token, logprob=value, top=top) for token, value, top in zip(token_ids, values, pairs, strict=True)]
 
 
 def _with_sampled(sequence: Sequence, tokens: np.ndarray, going: int, *, split: bool) -> tuple[Sequence, str]:
     """The sequence with its sampled tokens up to the first that ends it, and the finish reason. `going` is 0 if the row was stopped.
 
-    All tokens except the newest are filled. In a session whose rows were split, the newest is filled as well if a later step ran it: its
-    page may be shared since.
+    All tokens except the newest are filled. In a session with branches, the newest is filled as well if a later step ran it: its page
+    may be shared since.
     """
     start, stops, request = len(sequence.tokens), sequence.stops, sequence.request
     stopped = np.flatnonzero(tokens < 0)  # the row was stopped before these steps
@@ -225,7 +264,9 @@ def _with_sampled(sequence: Sequence, tokens: np.ndarray, going: int, *, split: 
                 count = place + 1
                 break
     reason, filled = None, sequence.num_filled
-    if count > 0:
+    if len(tokens) and count == 0:  # a row that was stopped from the start has run its prompt
+        filled = start
+    elif count > 0:
         filled = start + count - 1 + (split and count < len(tokens))
         sequence = replace(sequence, tokens=sequence.tokens.extend(tokens[:count]), stops=stops)
         reason = finish_reason(sequence, int(tokens[count - 1]))

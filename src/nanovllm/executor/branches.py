@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.executor.decode import donated
+from nanovllm.executor.decode import donated, tokens_for
 from nanovllm.executor.decode_carry import Branches, DecodeCarry
 from nanovllm.executor.fresh_carry import note, require_carry, require_fresh
 from nanovllm.models.common.batch import Batch
@@ -34,7 +34,8 @@ def split_rows(
     Args:
         carry: A carry of a session that was begun with `branching=True`.
         parents: The parent of each row, `[B]`, on the carry's device. On a GPU a number that is no row stands for the nearest row.
-        token_ids: For each row the token that takes the place of its parent's newest sampled token, int32 `[B]`. None: the parent's.
+        token_ids: For each row the token that takes the place of its parent's newest sampled token, int32 or int64 `[B]`. None: the
+            parent's. On a GPU a number that is no token stands for the nearest token.
         logprobs: The log-probabilities of `token_ids`, for sessions that keep log-probabilities. None: NaN for other tokens than the
             parent's.
 
@@ -42,7 +43,8 @@ def split_rows(
         The carry of the same number of rows.
 
     Raises:
-        InvalidRequestError: The session was begun without `branching`, or `parents` has another shape or dtype, or names no row.
+        InvalidRequestError: The session was begun without `branching`, or an argument has another shape or dtype, or names no row or no
+            token; or `token_ids` are given before a step has sampled tokens.
         DonatedStateError: The carry was donated to a step, or committed.
 
     Examples:
@@ -60,10 +62,14 @@ def split_rows(
         _require(carry, parents, token_ids, logprobs)
         if carry.log is not None and (carry.log.lease is None or carry.log.lease.checked):
             num_steps = require_fresh(carry.log)
+            if num_steps == 0 and token_ids is not None:
+                raise InvalidRequestError(f"token_ids={brief(token_ids)}: no step has sampled a token that they could replace")
     if carry.prompt is not None:
         raise InvalidRequestError("the prompts of this carry have not run: run the first step before split_rows")
     log, batch = carry.log, carry.batch
     assert log is not None and log.branches is not None
+    if token_ids is not None:
+        token_ids = tokens_for(carry, token_ids, log.branches.vocab_size)
     scored = logprobs if logprobs is not None or token_ids is None else torch.full_like(token_ids, torch.nan, dtype=torch.float32)
     num_rows, branches = batch.input_ids.shape[0], log.branches
     # Traced steps may go on beyond the room. What they sample is dropped, so it must not share the pages of what is kept.
@@ -80,7 +86,7 @@ def split_rows(
         slots.append(spare * size + (seq_lens - 1) % size)
         spares.append(donated(spare, last))
     windowed, old = batch.windowed, batch.input_ids[rows]
-    newest = old if token_ids is None else torch.where(going, token_ids.int(), old)
+    newest = old if token_ids is None else torch.where(going & (log.num_steps > 0), token_ids, old)
     penalties = None if carry.sampling.penalties is None else _penalties(carry.sampling.penalties, rows, old, newest)
 
     def follow(value: Tensor) -> Tensor:
@@ -114,6 +120,7 @@ def split_rows(
                 spares=tuple(spares),
                 ran=branches.ran.add_(1),
                 num_splits=donated(branches.num_splits, branches.num_splits + 1),
+                vocab_size=branches.vocab_size,
             ),
         ),
     )
@@ -172,9 +179,13 @@ def _require(carry: DecodeCarry, parents: Tensor, token_ids: Tensor | None, logp
         raise InvalidRequestError(f"carry={carry!r} cannot be split: call begin(..., branching=True)")
     rows = carry.active.shape[0]
     for name, value in (("parents", parents), ("token_ids", token_ids), ("logprobs", logprobs)):
-        if value is not None and (not isinstance(value, Tensor) or value.shape != (rows,) or value.device != carry.active.device):
+        if value is None and name != "parents":
+            continue
+        if not isinstance(value, Tensor) or value.shape != (rows,) or value.device != carry.active.device:
             raise InvalidRequestError(f"{name}={brief(value)} must be a tensor of shape [{rows}] on {carry.active.device}")
     if parents.dtype not in (torch.int32, torch.int64):
         raise InvalidRequestError(f"parents={brief(parents)} must be int32 or int64")
+    if logprobs is not None and not logprobs.is_floating_point():
+        raise InvalidRequestError(f"logprobs={brief(logprobs)} must be floating-point")
     if not parents.is_cuda and not bool(((parents >= 0) & (parents < rows)).all()):
         raise InvalidRequestError(f"parents={parents.tolist()} must be rows from 0 to {rows - 1}")

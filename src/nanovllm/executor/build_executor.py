@@ -111,15 +111,15 @@ def build_executor(
     progress: bool | None,
 ) -> tuple[Executor, Cuts | None]:
     """Build an engine's executor. Returns it with the tile configurations that it uses."""
-    cuda, pages = model.device.type == "cuda", (limits.page_size, limits.num_pages)
+    cuda = model.device.type == "cuda"
     # Plain torch is not faster when it reads shared pages once, so it does that only on request.
     cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
     if compile is False or model.foreign:
-        return EagerExecutor(*pages, model.spec.forward, cascades), None
+        return EagerExecutor(limits, model.spec.forward, cascades), None
     if not (cuda or compile):
-        return EagerExecutor(*pages, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None
+        return EagerExecutor(limits, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None
     if not cuda:
-        return EagerExecutor(*pages, compiled_forward(model), cascades), None
+        return EagerExecutor(limits, compiled_forward(model), cascades), None
     from nanovllm.executor.graph_executor import GraphExecutor
 
     def captured(cuts: Cuts | None) -> Executor:
@@ -130,7 +130,7 @@ def build_executor(
         return _by_cuts(captured, cuts, tuning)
     except AttentionUnavailableError as error:
         warnings.warn(f"{error}; attention runs in plain torch, which is slow", stacklevel=4)
-        return EagerExecutor(*pages, compiled_forward(model), cascades), None
+        return EagerExecutor(limits, compiled_forward(model), cascades), None
 
 
 def step_bytes_needed(

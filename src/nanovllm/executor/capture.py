@@ -16,7 +16,6 @@ from nanovllm.executor.capture_checks import (
     first_line,
     line_of,
     moving_leaves,
-    name_of,
     paired,
     require_alike,
     require_nothing_kept,
@@ -32,7 +31,7 @@ from nanovllm.executor.carry import with_static_addresses
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.fresh_carry import log_of, note, require_fresh, require_room
 from nanovllm.executor.session_lease import Place, SessionLease
-from nanovllm.types import Tensor
+from nanovllm.types import Tensor, function_name
 
 
 @torch.no_grad()
@@ -204,7 +203,7 @@ def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, 
     require_unchanged(function, before, copied)
     old, new = moving_leaves(carry), moving_leaves(after)
     if structure_of(after) != structure_of(carry) or shapes_of(old) != shapes_of(new):
-        raise CaptureError(f"{name_of(function)} returns a carry of other shapes or another structure than it is given: {after!r}")
+        raise CaptureError(f"{function_name(function)} returns a carry of other shapes or another structure than it is given: {after!r}")
     return int(log_of(after).num_steps) - int(log_of(carry).num_steps)
 
 

@@ -15,7 +15,7 @@ from nanovllm.executor.captured_step import MOVED
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.fresh_carry import log_of
 from nanovllm.state.kv_cache import same_memory
-from nanovllm.types import Tensor
+from nanovllm.types import Tensor, function_name
 
 INSIDE = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)  # code that is not the caller's
 
@@ -34,7 +34,10 @@ def paired(inputs: tuple[Any, ...], before: list[Any], spec: Any) -> list[tuple[
     """The tensors among the inputs of the capture and of a call. Other inputs must be equal."""
     leaves, given = pytree.tree_flatten(inputs)
     if given != spec:
-        raise InvalidRequestError(f"the inputs are built like {given}, those of the capture like {spec}")
+        raise InvalidRequestError(
+            f"{len(inputs)} inputs with {len(leaves)} values are built in another way than those of the capture, which had "
+            f"{len(before)} values: pass the same tree of inputs in every call"
+        )
     for place, (old, new) in enumerate(zip(before, leaves, strict=True)):
         if not isinstance(old, Tensor):
             if isinstance(new, Tensor) or (old is not new and old != new):
@@ -49,14 +52,8 @@ def line_of(function: Callable[..., Any], error: BaseException) -> str:
     """The innermost line of the caller's code in a traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*INSIDE, "<"))]
     if not frames:
-        return name_of(function)
+        return function_name(function)
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`,"
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """The function with its file and line."""
-    code = getattr(function, "__code__", None)
-    return repr(function) if code is None else f"{function.__name__} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
 def first_line(error: BaseException) -> str:
@@ -97,7 +94,7 @@ def versions_of(carry: DecodeCarry) -> dict[str, tuple[Tensor, int]]:
 def require_unchanged(function: Callable[..., Any], before: dict[str, tuple[Tensor, int]], carry: DecodeCarry) -> None:
     for name, (tensor, version) in before.items():
         if tensor._version != version:
-            raise CaptureError(f"{name_of(function)} changed carry.{name} in place: return a carry with a new tensor instead")
+            raise CaptureError(f"{function_name(function)} changed carry.{name} in place: return a carry with a new tensor instead")
 
 
 def require_nothing_kept(function: Callable[..., Any], pool: Any, results: list[Tensor]) -> None:
@@ -108,7 +105,7 @@ def require_nothing_kept(function: Callable[..., Any], pool: Any, results: list[
         kept += sum(block["size"] for block in blocks if block["state"] == "active_allocated" and block["address"] not in known)
     if kept:
         raise CaptureError(
-            f"{name_of(function)} keeps {kept} bytes that it allocated, in a list for example, and every replay overwrites them: "
+            f"{function_name(function)} keeps {kept} bytes that it allocated, in a list for example, and every replay overwrites them: "
             "return such tensors"
         )
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn, Forward
-from nanovllm.executor.row_processing import kept, process_rows, with_processing
+from nanovllm.executor.row_processing import kept, process_rows
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.model import Model
 from nanovllm.sampling import sampler, tensors
@@ -33,13 +33,12 @@ def decode_carry(
         plan: The handle of the attention plan.
         windowed_plan: The handle for layers with a sliding window. None: `plan` serves all layers.
     """
-    carry = DecodeCarry(
+    return DecodeCarry(
         kv=kv,
         batch=to_device(host, model.device, plan, plan if windowed_plan is None else windowed_plan),
         sampling=sampling_of(rows, model),
         active=torch.ones(len(rows), dtype=torch.int32, device=model.device),
     )
-    return with_processing(carry, rows)
 
 
 def for_a_session(carry: DecodeCarry, forward: Forward | None) -> DecodeCarry:
@@ -83,13 +82,16 @@ def sampling_of(rows: Seq[Sequence], model: Model) -> tensors.Sampling:
     return tensors.build(sampling_rows(rows), model.config.vocab_size, model.device)
 
 
-def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model) -> Drawn | None:
-    """Sample the first token of the sequences whose last prompt token was run; None if there are none."""
+def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model, width: int) -> Drawn | None:
+    """Sample the first token of the sequences whose last prompt token was run; None if there are none.
+
+    Processors get the tokens in a table of `width` columns.
+    """
     whole = [s for s, count in rows if count == s.todo]
     if not whole:
         return None
     positions = torch.tensor([s.tokens.length for s in whole], dtype=torch.int32, device=logits.device)
-    logits, processing = process_rows(logits, whole)
+    logits, processing = process_rows(logits, whole, width)
     return to_host(sampler.sample(logits, sampling_of(whole, model), positions), kept(processing))
 
 

@@ -94,7 +94,7 @@ class StepGraphs:
         self._fused_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
         self._token_ids: Tensor | None = None
-        self._max_tokens = limits.max_model_len
+        self.width = limits.max_model_len + 1  # of the table of tokens that processors read
         self.usual, self._recent = tuple(usual), []
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # one for all: memory cached for a stream serves no other
@@ -220,7 +220,7 @@ class StepGraphs:
         assert carry.token_ids is not None
         table = tokens_of([s.tokens.array() for s in rows], max(s.tokens.length for s in rows), self._device).token_ids
         carry.token_ids[: table.shape[0], : table.shape[1]].copy_(table)
-        fresh = row_processing(rows, [one.processor for one in carry.processing], self._device, pad_to=len(carry.active))
+        fresh = row_processing(rows, [one.processor for one in carry.processing], self.width, self._device, pad_to=len(carry.active))
         for old, new in zip(pytree.tree_leaves(carry.processing), pytree.tree_leaves(fresh), strict=True):
             if isinstance(old, Tensor):
                 old.copy_(new)
@@ -293,14 +293,14 @@ class StepGraphs:
             batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[0][:size], plan=first, windowed=windowed),
             sampling=tensors.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
             active=active,
-            processing=row_processing([], kind.processors, self._device, pad_to=size),
+            processing=row_processing([], kind.processors, self.width, self._device, pad_to=size),
             token_ids=self._tokens()[:size] if kind.processors else None,
         )
 
     def _tokens(self) -> Tensor:
         """The memory for the tokens of all rows, which steps with processors read. Most engines never need it."""
         if self._token_ids is None:
-            shape = self.sizes[-1], self._max_tokens + 1
+            shape = self.sizes[-1], self.width
             self._token_ids = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._token_ids
 

@@ -16,10 +16,10 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput, TokenLog
 from nanovllm.executor.fresh_carry import note, require_carry, require_fresh, require_room
 from nanovllm.ops.elementwise.decode_rows import next_places
-from nanovllm.sampling.process_logits import TokensSoFar, mapped, process
+from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar, mapped, process, require_logits
 from nanovllm.sampling.sampler import Sampled, record, sample
 from nanovllm.state.kv_cache import KVState
-from nanovllm.types import Int32, Tensor
+from nanovllm.types import Int32, Tensor, brief, writable
 
 
 def decode_step(
@@ -40,9 +40,10 @@ def decode_step(
         params: The model's weights, `model.params`.
         carry: The carry that `begin` or the step before returned.
         config: The model's config, `model.config`.
-        process_logits: A function from the logits `[B, V]` to the logits to sample from, such as a grammar mask. None: the model's own.
-        token_ids: Tokens to take instead of sampled ones, int32 `[B]`. Log-probabilities are then of these tokens, so this scores a given
-            text.
+        process_logits: A function from the logits `[B, V]` to the logits to sample from, such as a grammar mask. It runs after that of
+            `begin`, which may take the tokens so far and carry tensors. None: the model's own.
+        token_ids: Tokens to take instead of sampled ones, int32 or int64 `[B]`. Log-probabilities are then of these tokens, so this scores
+            a given text.
         forward: The model function to run, with the signature of `nv.forward`. None: the function that the engine's own steps run, with the
             same kernels.
 
@@ -50,8 +51,10 @@ def decode_step(
         The next carry, and the step's output.
 
     Raises:
-        InvalidRequestError: `carry` is not a `DecodeCarry`, or `params` are not `Params`.
-            If the step is not traced: the carry has seen `room` steps, so its rows have no pages for another one.
+        InvalidRequestError: `carry` is not a `DecodeCarry`, `params` are not `Params`, `process_logits` returns something else than logits
+            of the same shape, or `token_ids` are not one integer for each row.
+            If the step is not traced: a token id is not in the vocabulary (on a CPU; on a GPU the nearest one is taken), or the carry has
+            seen `room` steps, so its rows have no pages for another one.
         DonatedStateError: The carry was donated to an earlier step, or committed.
 
     Examples:
@@ -65,17 +68,22 @@ def decode_step(
     num_steps = None
     if not torch.compiler.is_compiling():
         require_carry(carry)
+        _require_function(process_logits)
         if forward is None and not isinstance(params, models.Params):
             raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params: pass model.params")
         if carry.log is not None and (carry.log.lease is None or carry.log.lease.checked):
             num_steps = require_fresh(carry.log)
             require_room(carry.log, num_steps)
+    if token_ids is not None:
+        token_ids = tokens_for(carry, token_ids, config.vocab_size)
     run = forward or carry.forward or models.forward
     logits, kv = run(params, carry.kv, carry.batch if carry.prompt is None else carry.prompt, config)
     if carry.processing:
         carry, logits = _processed(carry, logits)
     if process_logits is not None:
-        logits = process_logits(logits)
+        new = process_logits(logits)
+        require_logits(process_logits, new, logits)
+        logits = new
     seq_lens = carry.batch.seq_lens
     places = seq_lens if carry.sampling.temperature is None else seq_lens - 1 + carry.active  # greedy sampling does not read them
     sampled = sample(logits, carry.sampling, places)
@@ -91,6 +99,30 @@ def decode_step(
         top_logprobs=sampled.top_logprobs,
         logits=logits,
     )
+
+
+def tokens_for(carry: DecodeCarry, token_ids: Any, vocab_size: int) -> Int32[Tensor, "B"]:
+    """A caller's token ids for the rows of a carry. Of ids beyond the vocabulary the nearest is taken where a check would wait.
+
+    Raises:
+        InvalidRequestError: They are not one integer for each row, on the carry's device; or, on a CPU, not in the vocabulary.
+    """
+    rows = carry.active.shape[0]
+    if not isinstance(token_ids, Tensor) or token_ids.shape != (rows,) or token_ids.dtype not in (torch.int32, torch.int64):
+        raise InvalidRequestError(f"token_ids={brief(token_ids)} must be a tensor of shape [{rows}], int32 or int64")
+    if token_ids.device != carry.active.device:
+        raise InvalidRequestError(f"token_ids={brief(token_ids)} must be on {carry.active.device}")
+    if not torch.compiler.is_compiling() and not token_ids.is_cuda and not bool(((token_ids >= 0) & (token_ids < vocab_size)).all()):
+        raise InvalidRequestError(f"token_ids={token_ids.tolist()} must be from 0 to {vocab_size - 1}")
+    return token_ids.clamp(0, vocab_size - 1).int()
+
+
+def _require_function(process_logits: Any) -> None:
+    if isinstance(process_logits, LogitsProcessor) or not (process_logits is None or callable(process_logits)):
+        raise InvalidRequestError(
+            f"process_logits={reprlib.repr(process_logits)} must be a function of the logits alone: give begin(..., process_logits=...) a "
+            "LogitsProcessor"
+        )
 
 
 def _processed(carry: DecodeCarry, logits: Tensor) -> tuple[DecodeCarry, Tensor]:
@@ -115,9 +147,10 @@ def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
     if log is not None:  # a row that has stopped runs its last token again, so that its KV stays as it is
         log = _write(log, sampled, carry.active > 0)
         token_ids = torch.where(carry.active > 0, token_ids, batch.input_ids)
-    if carry.token_ids is not None:
-        last = (batch.seq_lens.long().unsqueeze(1)).clamp(max=carry.token_ids.shape[1] - 1)
-        carry.token_ids.scatter_(1, last, token_ids.unsqueeze(1))
+    table = carry.token_ids
+    if table is not None:
+        last = (batch.seq_lens.long().unsqueeze(1)).clamp(max=table.shape[1] - 1)
+        table = writable(table).scatter_(1, last, token_ids.unsqueeze(1))
     num_pages, page_size = kv.pools[0].shape[1], kv.pools[0].shape[4]
     places = batch.positions, batch.seq_lens
     positions, slots, seq_lens = next_places(*places, batch.page_tables, carry.active, num_pages, page_size)
@@ -137,6 +170,7 @@ def advance(carry: DecodeCarry, kv: KVState, sampled: Sampled) -> DecodeCarry:
             windowed=windowed,
         ),
         sampling=record(carry.sampling, token_ids),
+        token_ids=table,
         prompt=None,
         log=log,
     )

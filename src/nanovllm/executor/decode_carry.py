@@ -20,12 +20,14 @@ class Branches:
         spares: For each KV pool a page of each row that holds nothing, int32 `[B]`. In a pool of sliding-window layers it is a frame.
         ran: How often rows were split, from any carry of the session, counted in place; int32, shape `[]`.
         num_splits: How often they were split up to this carry; int32, shape `[]`.
+        vocab_size: V. It belongs to the pytree's structure.
     """
 
     origins: Int32[Tensor, "B"]
     spares: tuple[Int32[Tensor, "B"], ...]
     ran: Int32[Tensor, ""]
     num_splits: Int32[Tensor, ""]
+    vocab_size: int
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -106,10 +108,10 @@ class DecodeOutput:
 
     Attributes:
         token_ids: The sampled tokens, int32 `[B]`.
-        logprobs: Their log-probabilities, float32 `[B]`; None unless a row asked for them.
+        logprobs: Their log-probabilities, float32 `[B]`; None unless a row asked for them or the caller gave `token_ids`.
         top_ids: The k most probable tokens of each row, int32 `[B, k]`; None unless a row asked for them.
         top_logprobs: The log-probabilities of `top_ids`, float32 `[B, k]`, or None.
-        logits: The logits that were sampled from, `[B, V]` in the model's dtype. If there was a `process_logits`, this is its result.
+        logits: The logits that were sampled from, `[B, V]` in the model's dtype; or what a `process_logits` returned.
 
     Examples:
         >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=1)
@@ -130,7 +132,7 @@ class DecodeOutput:
         return brief_fields(self)
 
 
-register_value(Branches)
+register_value(Branches, static=("vocab_size",))
 register_value(TokenLog, static=("lease",))
 register_value(DecodeCarry, static=("forward",))
 register_value(DecodeOutput)

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from nanovllm import models
+from nanovllm.config import EngineConfig
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host
 from nanovllm.executor.cascade_policy import Cascades
 from nanovllm.executor.decode import decode_step
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Forward
-from nanovllm.executor.row_processing import kept
+from nanovllm.executor.row_processing import kept, with_processing
 from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
@@ -28,16 +29,16 @@ from nanovllm.types import Float32, Int64, Tensor
 class EagerExecutor:
     """Runs each step as plain function calls, without graphs or running ahead."""
 
-    def __init__(self, page_size: int, num_pages: int, forward: Forward = models.forward, cascades: Cascades | None = None):
-        """Prepare an executor for an engine with this pool.
+    def __init__(self, limits: EngineConfig, forward: Forward = models.forward, cascades: Cascades | None = None):
+        """Prepare an executor for an engine.
 
         Args:
-            page_size: Tokens per page.
-            num_pages: Pages of the pool; the dummy page has this number.
+            limits: The engine's limits. The page after those of the pool is the dummy page.
             forward: The model function, or its compiled form from `compiled_forward`.
             cascades: Plans that read shared pages once, or None.
         """
-        self._layout = {"page_size": page_size, "dummy_page": num_pages}
+        self._layout = {"page_size": limits.page_size, "dummy_page": limits.num_pages}
+        self._width = limits.max_model_len + 1  # of the tables of tokens that processors read
         self._forward, self._cascades = forward, cascades
         self._plan: CascadePlan | None = None  # of the last loaded carry; `_sessions` keeps the plans of sessions
         self._sessions: dict[int, CascadePlan | None] = {}
@@ -48,7 +49,7 @@ class EagerExecutor:
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens in one call, and sample for the complete sequences."""
         logits, kv = self._prompts(model, kv, prefill_batch(rows, draw=draw, frames=frames, **self._layout))
-        return draw_first(logits, rows, model) if draw else None, kv
+        return draw_first(logits, rows, model, self._width) if draw else None, kv
 
     def score(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
@@ -60,7 +61,7 @@ class EagerExecutor:
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Return a carry over new tensors."""
         host = decode_batch(rows, frames=frames, **self._layout)
-        return decode_carry(model, kv, rows, host, self._follow(host))
+        return with_processing(decode_carry(model, kv, rows, host, self._follow(host)), rows, self._width)
 
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Donates `carry`. Build the batch anew, since pages have changed, and keep the sampling tensors."""

@@ -150,7 +150,7 @@ class GraphExecutor:
             return self._extension(kv, rows, features, draw, frames), kv
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
-        return draw_first(logits, rows, model) if draw else None, kv
+        return draw_first(logits, rows, model, self._decode.width) if draw else None, kv
 
     @_on_device
     def score(

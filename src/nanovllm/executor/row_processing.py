@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.sampling.process_logits import LogitsProcessor, Processing, TokensSoFar, first_carried, process, processing_of, tokens_of
+from nanovllm.sampling.process_logits import LogitsProcessor, Processing, first_carried, process, processing_of, require_alike, tokens_of
 from nanovllm.state.request import Sequence
 from nanovllm.types import Tensor
 
@@ -37,23 +37,26 @@ def carries(processors: Seq[LogitsProcessor]) -> bool:
 
 
 def row_processing(
-    rows: Seq[Sequence], processors: Seq[LogitsProcessor], device: torch.device, pad_to: int | None = None
+    rows: Seq[Sequence], processors: Seq[LogitsProcessor], width: int, device: torch.device, pad_to: int | None = None
 ) -> tuple[Processing, ...]:
     """The processors over a batch of these rows, followed by rows that no processor serves.
 
-    A sequence that has carried nothing yet begins with its present tokens.
+    A sequence that has carried nothing yet begins with its present tokens, in a table of `width` columns.
+
+    Raises:
+        InvalidRequestError: A processor's `init` returns other shapes for one row than for another.
     """
     size = len(rows) if pad_to is None else pad_to
     made = []
     for processor in processors:
         uses = np.zeros(size, bool)
         uses[: len(rows)] = [s.request.process_logits == processor for s in rows]
-        carried = _carried(rows, np.flatnonzero(uses).tolist(), processor, size, device)
+        carried = _carried(rows, np.flatnonzero(uses).tolist(), processor, size, width, device)
         made.append(processing_of(processor, carried, torch.from_numpy(uses).to(device)))
     return tuple(made)
 
 
-def _carried(rows: Seq[Sequence], places: list[int], processor: LogitsProcessor, size: int, device: torch.device) -> Any:
+def _carried(rows: Seq[Sequence], places: list[int], processor: LogitsProcessor, size: int, width: int, device: torch.device) -> Any:
     """What a processor carries for a batch of `size` rows, of which it serves `places`."""
     if processor.init is None:
         return None
@@ -61,31 +64,32 @@ def _carried(rows: Seq[Sequence], places: list[int], processor: LogitsProcessor,
     fresh = [place for place in places if place not in values]
     if fresh or not places:  # for a batch of padding, one row says what the tensors are like
         ids = [rows[place].tokens.array() for place in fresh] or [np.zeros(1, np.int32)]
-        tree = first_carried(processor, tokens_of(ids, max(map(len, ids)), device))
+        tree = first_carried(processor, tokens_of(ids, width, device))
         values |= {place: CarriedRow(tree=tree, row=row).value() for row, place in enumerate(fresh or [0])}
     first = next(iter(values.values()))
+    for value in values.values():
+        require_alike(processor, value, first)
     none = pytree.tree_map(torch.zeros_like, first)
     trees = [values.get(place, none) for place in range(size)]
     return pytree.tree_map(lambda *each: torch.stack(each), *trees)
 
 
-def with_processing(carry: DecodeCarry, rows: Seq[Sequence]) -> DecodeCarry:
-    """The carry of these rows, with their processors and tokens."""
+def with_processing(carry: DecodeCarry, rows: Seq[Sequence], width: int) -> DecodeCarry:
+    """The carry of these rows, with their processors and with their tokens in a table of `width` columns."""
     if not (processors := processors_of(rows)):
         return carry
     device = carry.active.device
-    tokens = tokens_of([s.tokens.array() for s in rows], max(s.request.max_len for s in rows) + 1, device)
-    return replace(carry, processing=row_processing(rows, processors, device), token_ids=tokens.token_ids)
+    tokens = tokens_of([s.tokens.array() for s in rows], width, device)
+    return replace(carry, processing=row_processing(rows, processors, width, device), token_ids=tokens.token_ids)
 
 
-def process_rows(logits: Tensor, rows: Seq[Sequence]) -> tuple[Tensor, "tuple[Processing, ...]"]:
+def process_rows(logits: Tensor, rows: Seq[Sequence], width: int) -> tuple[Tensor, "tuple[Processing, ...]"]:
     """The logits of the next token of each sequence after its processor, and what the processors carry."""
     processors = processors_of(rows)
     if not processors:
         return logits, ()
-    ids = [s.tokens.array() for s in rows]
-    tokens: TokensSoFar = tokens_of(ids, max(map(len, ids)), logits.device)
-    return process(logits, tokens, row_processing(rows, processors, logits.device))
+    tokens = tokens_of([s.tokens.array() for s in rows], width, logits.device)
+    return process(logits, tokens, row_processing(rows, processors, width, logits.device))
 
 
 def carried_rows(processing: Seq[Processing], sequence: Sequence, row: int) -> CarriedRow | None:

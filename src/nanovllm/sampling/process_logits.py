@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.types import Bool, Float, Int32, Tensor, brief, brief_fields, register_value
+from nanovllm.types import Bool, Float, Int32, Tensor, brief, brief_fields, function_name, register_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,8 @@ class TokensSoFar:
     """The tokens of each row: its prompt, and what it has sampled.
 
     Attributes:
-        token_ids: int32 `[B, W]`; only the first `lengths[b]` of row b are tokens.
+        token_ids: int32 `[B, W]`; only the first `lengths[b]` of row b are tokens. W is the same in `init` and in every step: in `submit`
+            and `LLM` one more than `max_model_len`, and in the other calls a power of two with room for the replies.
         lengths: int32 `[B]`.
 
     Examples:
@@ -67,8 +68,8 @@ class LogitsProcessor:
 
     Without `init` the function is `function(logits, tokens)` and returns logits. With `init` it is `function(logits, tokens, carried)` and
     returns the logits and the next carried tensors. Logits are `[B, V]`, tokens are a `TokensSoFar`, and the carried tensors are a pytree
-    whose leaves have the rows as their first axis. The function must not change a tensor in place and must not wait for the device. To fuse
-    its operations, pass what `torch.compile` made of it.
+    whose leaves have the rows as their first axis; their other axes must be the same for every prompt. The function must not change a
+    tensor in place and must not wait for the device. To fuse its operations, pass what `torch.compile` made of it.
 
     Two processors are equal if their functions are the same objects. Requests with equal processors share one call per step, and on a GPU
     one CUDA graph: make the function once, not for each request.
@@ -145,6 +146,9 @@ def process(
         InvalidRequestError: A processor returns something else than logits of the same shape, carries other shapes than before, or changes
             the logits in place.
     """
+    if not torch.compiler.is_compiling() and logits.is_inference():  # such tensors do not count the writes to them
+        with torch.inference_mode(False), torch.no_grad():
+            return process(logits.clone(), tokens, processing)
     after = []
     for one in processing:
         new, carried = _called(one, logits, tokens)
@@ -164,44 +168,72 @@ def mapped(function: Callable[..., Tensor], *carried: Any) -> Any:
 
 def _called(one: Processing, logits: Tensor, tokens: TokensSoFar) -> tuple[Tensor, Any]:
     function, carried = one.processor.function, one.carried
-    version = None if torch.compiler.is_compiling() or logits.is_inference() else logits._version
+    version = None if torch.compiler.is_compiling() else logits._version
     if one.processor.init is None:
         new = function(*(logits, tokens)[: one.arguments])
     else:
         result = function(logits, tokens, one.carried)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise InvalidRequestError(f"{_name(function)} returns {brief(result)}: with init it must return logits and carried tensors")
+            raise InvalidRequestError(
+                f"process_logits {function_name(function)} returns {brief(result)}: with init it must return logits and carried tensors"
+            )
         new, carried = result
         _require_like(function, carried, one.carried)
-    if not isinstance(new, Tensor) or new.shape != logits.shape or not new.is_floating_point():
-        raise InvalidRequestError(f"{_name(function)} returns {brief(new)}: it must return logits {list(logits.shape)}")
+    require_logits(function, new, logits)
     if version is not None and logits._version != version:
-        raise InvalidRequestError(f"{_name(function)} changed the logits in place, which other rows need: return new logits")
+        raise InvalidRequestError(
+            f"process_logits {function_name(function)} changed the logits in place, which other rows need: return new logits"
+        )
     return new, carried
 
 
 def _num_arguments(processor: LogitsProcessor) -> int:
-    """How many arguments a processor's function takes. A function of the logits alone need not take the tokens."""
+    """How many arguments a processor's function takes. A function of the logits alone need not take the tokens.
+
+    A second parameter that has a default, and is not called `tokens`, is an option of the caller.
+    """
     if processor.init is not None:
         return 3
+    function = processor.function.forward if isinstance(processor.function, torch.nn.Module) else processor.function
     try:
-        parameters = inspect.signature(processor.function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return 2
-    return 1 if sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1 else 2
+    takes = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    one = len(takes) == 1 or (len(takes) > 1 and takes[1].default is not takes[1].empty and takes[1].name != "tokens")
+    return 1 if one else 2
 
 
-def _name(function: Callable[..., Any]) -> str:
-    code = getattr(function, "__code__", None)
-    return repr(function) if code is None else f"process_logits {function.__name__} ({code.co_filename}, line {code.co_firstlineno})"
+def require_logits(function: Callable[..., Any], new: Any, logits: Tensor) -> None:
+    """Raise `InvalidRequestError` if a function made something else than logits out of logits."""
+    if not isinstance(new, Tensor) or new.shape != logits.shape or not new.is_floating_point():
+        shape = list(logits.shape)
+        raise InvalidRequestError(f"process_logits {function_name(function)} returns {brief(new)}: it must return logits {shape}")
+
+
+def require_alike(processor: LogitsProcessor, carried: Any, other: Any) -> None:
+    """Raise `InvalidRequestError` if `init` made values of other shapes for one prompt than for another."""
+    (mine, spec), (others, before) = pytree.tree_flatten(carried), pytree.tree_flatten(other)
+    if spec != before or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(mine, others, strict=True)):
+        raise InvalidRequestError(
+            f"process_logits {function_name(processor.init)} returns rows {brief(mine)} for one prompt and {brief(others)} for another: "
+            "their shapes must not depend on the prompt"
+        )
 
 
 def _require_like(function: Callable[..., Any], carried: Any, old: Any) -> None:
     new, spec = pytree.tree_flatten(carried)
     leaves, before = pytree.tree_flatten(old)
-    alike = spec == before and all(isinstance(value, Tensor) for value in new)
+    if spec != before:
+        raise InvalidRequestError(
+            f"process_logits {function_name(function)} carries a tree of {len(new)} tensors after one of {len(leaves)}, or with other "
+            "containers: the tree that init returns must stay the same"
+        )
+    alike = all(isinstance(value, Tensor) for value in new)
     if not alike or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(new, leaves, strict=True)):
-        raise InvalidRequestError(f"{_name(function)} carries {brief(new)} after {brief(leaves)}: shapes and dtypes must stay the same")
+        raise InvalidRequestError(
+            f"process_logits {function_name(function)} carries {brief(new)} after {brief(leaves)}: shapes and dtypes must stay the same"
+        )
 
 
 def _like(uses: Tensor, value: Tensor) -> Tensor:
@@ -230,8 +262,10 @@ def first_carried(processor: LogitsProcessor, tokens: TokensSoFar) -> Any:
 
 def tokens_of(rows: Sequence[np.ndarray], width: int, device: torch.device) -> TokensSoFar:
     """The tokens of rows, each an int32 array of at most `width` tokens."""
-    table = np.zeros((len(rows), width), np.int32)
-    for row, ids in zip(table, rows, strict=True):
-        row[: len(ids)] = ids
     lengths = np.array([len(ids) for ids in rows], np.int32)
-    return TokensSoFar(token_ids=torch.from_numpy(table).to(device), lengths=torch.from_numpy(lengths).to(device))
+    used = np.zeros((len(rows), max(lengths, default=0)), np.int32)
+    for row, ids in zip(used, rows, strict=True):
+        row[: len(ids)] = ids
+    table = torch.zeros(len(rows), width, dtype=torch.int32, device=device)  # only the used part is copied to the device
+    table[:, : used.shape[1]] = torch.from_numpy(used).to(device)
+    return TokensSoFar(token_ids=table, lengths=torch.from_numpy(lengths).to(device))

@@ -6,13 +6,13 @@ they use. So the neutral value of every option is a branch of `where`, and each 
 Shapes: B rows, one per sequence; V vocabulary; C candidates that the filters examine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.sampling.tensors import Penalties, Sampling
-from nanovllm.types import Float, Float32, Int32, Int64, Tensor, register_value
+from nanovllm.types import Float, Float32, Int32, Int64, Tensor, register_value, writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,9 @@ def record(sampling: Sampling, token_ids: Int32[Tensor, "B"]) -> Sampling:
     memory. Without penalties nothing is done.
     """
     if sampling.penalties is not None:
-        counts = sampling.penalties.counts
+        counts = writable(sampling.penalties.counts)
         ids_B1 = token_ids.long().unsqueeze(1)
         counts.scatter_add_(1, ids_B1, torch.ones_like(ids_B1, dtype=counts.dtype))
+        if counts is not sampling.penalties.counts:
+            return replace(sampling, penalties=replace(sampling.penalties, counts=counts))
     return sampling

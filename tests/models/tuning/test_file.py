@@ -335,7 +335,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
 
     class Graphs(EagerExecutor):
         def __init__(self, model: Any, limits: Any, kv: Any, *, cuts: Cuts | None = None, **_: Any) -> None:
-            super().__init__(limits.page_size, limits.num_pages, model.spec.forward, None)
+            super().__init__(limits, model.spec.forward)
             if where == "capture":
                 make(cuts)
 

@@ -240,7 +240,7 @@ class SymbolicWorld:
         state = init_state(self.model, **limits.options())
         config = limits.config()
         cascades = Cascades(self.model, config, cascade_policy(self.model, config, always=True)) if limits.cascade else None
-        executor = EagerExecutor(limits.page_size, limits.num_pages, symbolic_forward, cascades)
+        executor = EagerExecutor(config, symbolic_forward, cascades)
         return replace(state, runtime=Runtime(Lease(state.runtime.lease.model), _tested(executor, limits)))
 
     def decode(self, carry: DecodeCarry) -> tuple[DecodeCarry, DecodeOutput]:
