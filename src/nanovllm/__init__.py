@@ -11,7 +11,7 @@ from nanovllm.chunks.handles import fork, release, truncate
 from nanovllm.chunks.loop import decode_loop
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import Score, score
-from nanovllm.chunks.session import begin, commit
+from nanovllm.chunks.session import abandon, begin, commit
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
@@ -94,6 +94,7 @@ __all__ = [
     "TokenLogprobs",
     "TokensSoFar",
     "TuningFileError",
+    "abandon",
     "begin",
     "cancel",
     "capture",

@@ -8,7 +8,7 @@ import torch
 from nanovllm.chunks.generate import generate, generate_many
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.prefill import prefill
-from nanovllm.chunks.session import begin, commit
+from nanovllm.chunks.session import abandon, begin, commit
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
@@ -357,3 +357,37 @@ def test_an_error_of_a_commit_in_another_mode_loses_nothing():
         carry, _ = steps(carry, 2)
     state, (made,) = commit(MODEL, state, carry)
     right(state, made.chunk, keep)
+
+
+@pytest.mark.parametrize("by", ["newest", "used", "number", "split"])
+def test_an_abandoned_session_gives_its_pages_back(by):
+    state, keep = prefill(MODEL, engine(), IDS)
+    state, first = begin(MODEL, state, [keep, IDS], greedy(), room=6, branching=True)
+    carry, _ = steps(first, 2)
+    carry = split_rows(carry, torch.tensor([1, 1])) if by == "split" else carry
+    state = abandon(state, {"newest": carry, "used": first, "number": int(carry.log.session), "split": carry}[by])
+    check(state)
+    assert not state.sessions
+    for old in (first, carry):
+        with pytest.raises(DonatedStateError):
+            steps(old, 1)
+        with pytest.raises(DonatedStateError):
+            commit(MODEL, state, old)
+        with pytest.raises(DonatedStateError):
+            abandon(state, old)
+    with pytest.raises(InvalidRequestError, match="have begun"):
+        abandon(state, int(carry.log.session))
+    right(state, keep)
+    state = release(state, keep)
+    assert state.pool.num_available == 32
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("session", [None, True, 3, "1", 1.0])
+def test_what_is_no_session_cannot_be_abandoned(session):
+    state, carry = begin(MODEL, engine(), [IDS], greedy(), room=2)
+    with pytest.raises(InvalidRequestError):
+        abandon(state, session)
+    with pytest.raises(DonatedStateError):
+        abandon(engine(), carry)
+    right(commit(MODEL, state, carry)[0])

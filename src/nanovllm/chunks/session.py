@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from nanovllm.chunks.generation import Generation, one_for_each
 from nanovllm.chunks.session_rows import closed, opened
-from nanovllm.engine.donation import commit_state, enter_with, guarded
+from nanovllm.engine.donation import commit_state, enter, enter_with, guarded
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import capacity, new_sequence
 from nanovllm.errors import DonatedStateError, InvalidRequestError
@@ -20,6 +20,7 @@ from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
+from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import same_memory
 
@@ -142,6 +143,52 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     _retire(carry)
     executor_of(state).end(ticket)
     return after, generations
+
+
+@explain_unknown_keywords
+def abandon(state: EngineState, session: DecodeCarry | int) -> EngineState:
+    """End a run of decode steps without replies, and give its pages back.
+
+    Donates `state`, and all carries of the session. Use it when the newest carry is lost, for example because a function of yours raised
+    an error after a step. The steps are not counted in `state.stats`. Compiled code must not step from a carry of an abandoned session,
+    because its pages may be another's by then.
+
+    Args:
+        state: The newest state of the engine.
+        session: Any carry of the session, also a used one; or the session's number, which is a key of `state.sessions`.
+
+    Returns:
+        The next state.
+
+    Raises:
+        InvalidRequestError: `session` is neither a carry of `begin` nor the number of a session that has begun and not ended.
+        DonatedStateError: The carry's session has ended or began in another engine, or `state` was donated.
+
+    Examples:
+        >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=40)
+        >>> state = nv.abandon(state, carry)
+        >>> len(state.sessions), nv.memory(state).num_held
+        (0, 0)
+    """
+    state = enter(state)
+    carry: DecodeCarry | None = None
+    if isinstance(session, int) and not isinstance(session, bool):
+        ticket = session
+        if ticket not in state.sessions:
+            raise InvalidRequestError(f"session={session} has ended or never began: {sorted(state.sessions)} have begun")
+    else:
+        ticket, carry = int(log_of(session).session), cast(DecodeCarry, session)
+        if ticket not in state.sessions or not same_memory(carry.kv, state.kv):
+            raise DonatedStateError(f"session {ticket} has ended already, or began in another engine")
+    ended, pool = state.sessions[ticket], state.pool
+    for sequence in ended.sequences:
+        pool = pools.release(pool, sequence.pages)
+    after = commit_state(state, pool=pool, sessions=state.sessions.delete(ticket))
+    ended.lease.committed = True
+    if carry is not None:
+        _retire(carry)
+    executor_of(state).end(ticket)
+    return after
 
 
 @torch.inference_mode()  # so that tensors made in this mode can be written too

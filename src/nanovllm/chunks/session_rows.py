@@ -49,6 +49,7 @@ def opened(
         InvalidRequestError: Without `to_fill`, the tokens to fill are more than a step can run.
     """
     ticket, size = state.next_id, state.config.page_size
+    lease = SessionLease(session=ticket)
     room = max(s.request.max_len - len(s.tokens) for s in sequences)
     state, sequences = adopt(state, sequences, logits=True)
     if not to_fill and (count := sum(max(1, s.todo) for s in sequences)) > state.config.max_num_batched_tokens:
@@ -65,7 +66,7 @@ def opened(
     frames, rows = state.pool.frames, [_first_pages(s, len(s.pages) - branching) for s in sequences]
     try:
         carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching, fill=to_fill)
-        log = _log(sequences, ticket, room, model.device)
+        log = _log(sequences, lease, room, model.device)
         log = replace(log, branches=_branches(state, sequences, model.device, model.config.vocab_size)) if branching else log
         note(log, 0)
         carry = replace(carry, log=log)
@@ -75,7 +76,7 @@ def opened(
     except BaseException:
         executor_of(state).end(ticket)
         raise
-    return replace(state, next_id=ticket + 1), Session(sequences=tuple(sequences), room=room), carry
+    return replace(state, next_id=ticket + 1), Session(sequences=tuple(sequences), room=room, lease=lease), carry
 
 
 def closed(
@@ -171,16 +172,16 @@ def _first_pages(sequence: Sequence, count: int) -> Sequence:
     return sequence.with_pages(IntVector.of(sequence.pages.array(0, count)), sequence.num_filled)
 
 
-def _log(sequences: Seq[Sequence], ticket: int, room: int, device: torch.device) -> TokenLog:
+def _log(sequences: Seq[Sequence], lease: SessionLease, room: int, device: torch.device) -> TokenLog:
     """The log of a session before its first step."""
     scored = features([s.request.sampling for s in sequences]).num_logprobs
     return TokenLog(
-        session=torch.tensor(ticket, device=device),
+        session=torch.tensor(lease.session, device=device),
         ran=_counter(device),
         num_steps=_counter(device),
         token_ids=torch.zeros(len(sequences), room, dtype=torch.int32, device=device),
         logprobs=None if scored is None else torch.zeros(len(sequences), room, device=device),
-        lease=SessionLease(session=ticket),
+        lease=lease,
     )
 
 

@@ -19,7 +19,7 @@ from nanovllm.types import Float32, Int32, Int64, Tensor, brief
 def split_rows(
     carry: DecodeCarry,
     parents: Int32[Tensor, "B"] | Int64[Tensor, "B"],
-    token_ids: Int32[Tensor, "B"] | None = None,
+    token_ids: Int32[Tensor, "B"] | Int64[Tensor, "B"] | None = None,
     logprobs: Float32[Tensor, "B"] | None = None,
 ) -> DecodeCarry:
     """Donates `carry`. Let each row go on from the tokens of the row `parents[row]`; one row may have several children.

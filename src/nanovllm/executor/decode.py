@@ -19,7 +19,7 @@ from nanovllm.ops.elementwise.decode_rows import next_places
 from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar, mapped, process, require_logits
 from nanovllm.sampling.sampler import Sampled, record, sample
 from nanovllm.state.kv_cache import KVState
-from nanovllm.types import Int32, Tensor, brief, writable
+from nanovllm.types import Int32, Int64, Tensor, brief, writable
 
 
 def decode_step(
@@ -28,7 +28,7 @@ def decode_step(
     config: ModelConfig,
     *,
     process_logits: Callable[[Tensor], Tensor] | None = None,
-    token_ids: Int32[Tensor, "B"] | None = None,
+    token_ids: Int32[Tensor, "B"] | Int64[Tensor, "B"] | None = None,
     forward: Callable[..., tuple[Tensor, KVState]] | None = None,
 ) -> tuple[DecodeCarry, DecodeOutput]:
     """Donates `carry`. Run one token of every row, or the prompts of a session begun with `fill=False`, and sample the next one.

@@ -39,7 +39,11 @@ def require_fresh(log: TokenLog) -> int:
     if ran != num_steps:
         raise DonatedStateError(
             f"this carry has seen {num_steps} steps of session {int(log.session)}, "
-            + ("which was committed" if ran < 0 else f"of which {ran} were run: a step took it over; use the carry that this step returned")
+            + (
+                "which was committed or abandoned"
+                if ran < 0
+                else f"of which {ran} were run: a step took it over; use the carry that this step returned"
+            )
         )
     if log.branches is not None and int(log.branches.ran) != int(log.branches.num_splits):
         raise DonatedStateError(f"the rows of this carry of session {int(log.session)} were split: use the carry that split_rows returned")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from dataclasses import replace as _replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from immutables import Map
 
@@ -65,12 +65,26 @@ class Stats:
         return _replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
 
 
+@runtime_checkable
+class Committable(Protocol):
+    """Refuses the carries of a session after its end."""
+
+    committed: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Session:
-    """The sequences between `begin` and `commit`, and the number of decode steps, `room`, for which each has pages."""
+    """The sequences between `begin` and `commit`.
+
+    Attributes:
+        sequences: One for each row.
+        room: The number of decode steps for which each has pages.
+        lease: What all carries of the session refer to.
+    """
 
     sequences: tuple[Sequence, ...]
     room: int
+    lease: Committable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -67,7 +67,7 @@ def too_few(pool: Pool, what: str) -> OutOfPagesError:
     available = f"{pool.num_available} of {pool.pages.num_pages} pages are available"
     if pool.frames is not None:
         available += f", and {pool.frames.num_available} of {pool.frames.num_frames} frames for layers with windows"
-    return OutOfPagesError(f"{what}; {available}: release chunks, cancel requests, or make the pool larger")
+    return OutOfPagesError(f"{what}; {available}: release chunks, cancel requests, abandon sessions, or make the pool larger")
 
 
 def init_pool(num_pages: int, page_size: int, frames: Frames | None = None) -> Pool:

@@ -200,6 +200,12 @@ class EngineMachine(SessionDriver):
         """Commit a session."""
         return self._commit(data.draw(st.integers(0, len(self.sessions) - 1)))
 
+    @precondition(lambda self: self.sessions)
+    @rule(newest=st.booleans(), data=st.data())
+    def abandon(self, newest: bool, data: st.DataObject) -> None:
+        """Abandon a session, by its newest carry or by its number."""
+        self._abandon(data.draw(st.integers(0, len(self.sessions) - 1)), newest)
+
     # Misuse and failure
 
     @precondition(lambda self: self.quiet >= 5)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis.stateful import multiple
 
-from nanovllm.chunks.session import begin, commit
+from nanovllm.chunks.session import abandon, begin, commit
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import DonatedStateError, InvalidRequestError, OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
@@ -68,6 +68,20 @@ class SessionDriver(EngineDriver):
             session.done += 1
             for row, token in zip(session.drawn, out.token_ids.tolist(), strict=True):
                 row.append(token)
+
+    def _abandon(self, at: int, newest: bool) -> None:
+        session = self.sessions[at]
+        ticket = int(session.carry.log.session)
+        done = self._attempt(lambda: abandon(self.state, session.carry if newest else ticket))
+        if done is None:
+            return
+        self.state = done
+        del self.sessions[at]
+        self.needed += sum(len(prompt) - 1 for prompt in session.prompts)  # the steps are counted at a commit
+        self._refused(DonatedStateError, lambda: commit(self.world.model, self.state, session.carry))
+        self._refused(DonatedStateError, lambda: self.world.decode(session.carry))
+        self._refused(DonatedStateError, lambda: abandon(self.state, session.carry))
+        self._refused(InvalidRequestError, lambda: abandon(self.state, ticket))
 
     def _commit(self, at: int):
         session = self.sessions[at]
