@@ -287,6 +287,7 @@ def step(model: nv.Model, carry: nv.DecodeCarry) -> nv.DecodeCarry:
     return nv.decode_step(model.params, carry, model.config)[0]
 
 
+@pytest.mark.compile
 def test_tokens_replace_sampled_tokens_only():
     state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3, branching=True)
     tokens = torch.tensor([30, 31, 32])
@@ -328,6 +329,7 @@ def test_tokens_that_are_none_are_refused(tokens: Any, message: str):
     assert [len(reply.token_ids) for reply in made] == [1, 1, 1]
 
 
+@pytest.mark.compile
 def test_tokens_beyond_the_vocabulary_become_the_nearest_in_traced_code():
     state, carry = nv.begin(MODEL, engine(), CONTEXTS, GREEDY, room=3, branching=True)
 

@@ -361,6 +361,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "chunks/session.py",
         SESSION,
         ("a session's last room is refused", "if len(sequence.tokens) + room > limit:", "if len(sequence.tokens) + room >= limit:"),
+        ("the carries of an abandoned session go on", "    ended.lease.committed = True\n    if carry", "    if carry"),
+        (
+            "an abandoned session of another engine is taken",
+            "if ticket not in state.sessions or not same_memory(carry.kv, state.kv):",
+            "if False:",
+        ),
     ),
     *bugs(
         "chunks/session_rows.py",
