@@ -224,7 +224,8 @@ class LLM:
         """Generate the reply to one prompt piece by piece.
 
         Streams and calls of `generate` may be interleaved. The request is queued when the first piece is read. It is cancelled when the
-        iterator is closed, or when its loop is left by an exception.
+        iterator is closed: by `close()`, or because nothing refers to it any more. So leaving the loop `for piece in llm.stream(...)`
+        cancels it, but an iterator that has a name goes on until it is closed.
 
         Args:
             prompt: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
