@@ -166,7 +166,8 @@ class SamplingParams:
         stop_token_ids: Token ids that end the reply; kept as a sorted tuple.
         ignore_eos: Whether the reply goes on after the model's end-of-sequence token.
         seed: The same seed gives the same random numbers, whatever else runs in the batch; in [0, 2**63). On a GPU kernels round
-            differently for other numbers of rows, so a choice between two nearly equal tokens can still differ. None: the engine chooses one.
+            differently for other numbers of rows, so a choice between two nearly equal tokens can still differ. None: the engine
+            chooses one.
         repetition_penalty: Makes tokens of the prompt and the output less probable if above 1 (Keskar et al., 2019); in (0, 10].
         presence_penalty: Subtracted from the logit of each token in the output (OpenAI's API reference); in [-2, 2].
         frequency_penalty: Subtracted once per occurrence of a token in the output (OpenAI's API reference); in [-2, 2].
