@@ -542,6 +542,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a failed call that took no pages changed nothing", "    if not lease.dirty:\n", "    if not lease.lost:\n"),
     ),
     *bugs(
+        "state/lease.py",
+        ("tests/engine/test_threads.py",),
+        ("calls of two threads work at once", "            self._holder = threading.get_ident()\n", "            pass\n"),
+        (
+            "two threads commit one state",
+            "            self._require(epoch)\n            self.epoch += 1\n",
+            "            self.epoch += 1\n",
+        ),
+        ("a call goes on with pages that another thread lost", "self._seen.get(thread, self._failed) != self._failed", "False"),
+    ),
+    *bugs(
+        "engine/donation.py",
+        ("tests/engine/test_threads.py",),
+        ("a call that has ended keeps the lease", "        state.runtime.lease.give_back()\n", "        pass\n"),
+    ),
+    *bugs(
         "engine/prompt.py",
         PROMPT,
         ("an empty part takes the start token away", "first=base is None and not any(map(len, runs))", "first=base is None and not runs"),

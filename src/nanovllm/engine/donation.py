@@ -97,21 +97,28 @@ def model_key(model: Model) -> ModelKey:
 
 
 def commit_state(state: EngineState, **changes) -> EngineState:
-    """The state that a call returns. From now on every older state is donated."""
-    return replace(state, **changes, epoch=state.runtime.lease.advance())
+    """The state that a call returns. From now on every older state is donated.
+
+    Raises:
+        DonatedStateError: Another thread's call has donated the state meanwhile, or works with it.
+    """
+    return replace(state, **changes, epoch=state.runtime.lease.advance(state.epoch))
 
 
 @contextmanager
 def guarded(state: EngineState) -> Iterator[Taken]:
     """Guard the device work of one call up to its commit, and yield the record of the pages that it takes.
+    Until its end calls of other threads with this state raise `DonatedStateError`.
 
     If the block raises, Ctrl-C included, the old state loses the decode carry. It also loses the pages that the call took over from the
     index or from preempted sequences.
 
     Raises:
         OutOfPagesError: The device ran out of memory.
+        DonatedStateError: Another thread's call has donated the state meanwhile, or works with it.
     """
     taken, pool = Taken(), state.pool
+    state.runtime.lease.take(state.epoch)
     try:
         yield taken
     except BaseException as error:
@@ -120,3 +127,5 @@ def guarded(state: EngineState) -> Iterator[Taken]:
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfPagesError("the device ran out of memory during the call; the state is as it was before") from error
         raise
+    finally:
+        state.runtime.lease.give_back()

@@ -1,5 +1,6 @@
 """The lease on KV memory. It makes using a donated value an error."""
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -41,6 +42,9 @@ class Lease:
         lost: Pages that a failed call wrote although an older value still relies on their contents. The next call drops them from the
             index.
         dirty: Whether a failed call may have advanced the decode carry.
+
+    A call takes the lease for its work on the device, and every call advances it at its end. Both compare the epoch under one lock, so of
+    two threads that use one state, one gets an error and changes nothing.
     """
 
     model: ModelKey
@@ -48,24 +52,53 @@ class Lease:
     epoch: int = 0
     lost: frozenset[int] = frozenset()
     dirty: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _holder: int | None = field(default=None, repr=False)  # the thread whose call works on the device
+    _failed: int = field(default=0, repr=False)  # calls that noted losses
+    _seen: dict[int, int] = field(default_factory=dict, repr=False)  # `_failed` at each thread's last `check`
 
     def check(self, epoch: int) -> None:
-        """Raise `DonatedStateError` unless `epoch` is the newest."""
+        """Raise `DonatedStateError` unless `epoch` is the newest, and no other thread works on the device."""
+        with self._lock:
+            self._seen[threading.get_ident()] = self._failed
+            self._require(epoch)
+
+    def take(self, epoch: int) -> None:
+        """Let this thread work on the device, after `check`. No other thread passes `check` until `give_back`."""
+        with self._lock:
+            self._require(epoch)
+            self._holder = threading.get_ident()
+
+    def give_back(self) -> None:
+        """End the work on the device."""
+        self._holder = None
+
+    def advance(self, epoch: int) -> int:
+        """Take over the memory, after `check`, which donates every older state. Returns the new epoch."""
+        with self._lock:
+            self._require(epoch)
+            self.epoch += 1
+            self.lost, self.dirty = frozenset(), False
+            return self.epoch
+
+    def _require(self, epoch: int) -> None:
+        thread = threading.get_ident()
+        if self._holder is not None and self._holder != thread:
+            raise DonatedStateError("a call of another thread works with this state: wait for it, and use the state that it returns")
+        if self._seen.get(thread, self._failed) != self._failed:
+            raise DonatedStateError("a call of another thread with this state has failed meanwhile: call again")
         if epoch != self.epoch:
             age = self.epoch - epoch
             raise DonatedStateError(
                 f"this state is {age} call{'s' * (age != 1)} old, and its memory was donated to a later call; use the state it returned"
             )
 
-    def advance(self) -> int:
-        """Take over the memory, which donates every older state. Returns the new epoch."""
-        self.epoch += 1
-        self.lost, self.dirty = frozenset(), False
-        return self.epoch
-
     def lose(self, pages: Iterable[int]) -> None:
         """Note that a failed call wrote these pages, and may have advanced the decode carry."""
-        self.lost, self.dirty = self.lost.union(pages), True
+        with self._lock:
+            self.lost, self.dirty = self.lost.union(pages), True
+            self._failed += 1
+            self._seen[threading.get_ident()] = self._failed
 
 
 @runtime_checkable
