@@ -85,7 +85,7 @@ def test_calls_during_the_work_of_another_thread_are_refused(inner: str):
 
     def others() -> None:
         for name, call in CALLS.items():
-            with pytest.raises(nv.DonatedStateError, match="another thread|call old"):
+            with pytest.raises(nv.DonatedStateError, match=r"another thread|call old"):
                 call(state, chunk, carry)
             refused.append(name)
 
