@@ -232,7 +232,7 @@ class ChunkStore:
                     continue
                 fd, path = opened
                 try:
-                    head = chunk_format.decode(fd, path)
+                    head = chunk_file.decode(model, fd, path)
                     chunk_file.require_model(head, model, path)
                     if not np.array_equal(head.tokens, ids[: len(head.tokens)]):
                         continue
@@ -349,7 +349,7 @@ class ChunkStore:
         fd, path = opened
         try:
             if tokens is not None:
-                stored = chunk_format.decode(fd, path).tokens
+                stored = chunk_file.decode(model, fd, path).tokens
                 if not np.array_equal(stored, tokens[: len(stored)]):
                     return state, None
             state, chunk = chunk_file.load(model, enter_with(model, state), fd, path)
@@ -379,7 +379,7 @@ class ChunkStore:
             return False
         fd, path = opened
         try:
-            stored = chunk_format.decode(fd, path)
+            stored = chunk_format.decode(fd, path, head.fingerprint, head.shape)
             chunk_file.verify(fd, stored, path, torch.device("cpu"))
         except ChunkFileError:
             return False
