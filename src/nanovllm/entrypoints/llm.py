@@ -28,6 +28,7 @@ from nanovllm.state.steady import Steady
 from nanovllm.tokenizer.messages import render
 from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer
+from nanovllm.types import brief_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +54,9 @@ class Piece:
     token_ids: list[int]
     finish_reason: str | None = None
     output: RequestOutput | None = None
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 class LLM:
