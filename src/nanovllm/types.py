@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int32, Int64
 from torch import Tensor
@@ -56,14 +57,24 @@ def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
     return cls
 
 
-def brief(value: Any) -> str:
-    """A short text for a value; for a tensor its dtype, shape and device. Reads no device memory."""
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 100
+
+
+def brief(value: Any, depth: int = 4) -> str:
+    """A short text for a value; for a tensor its dtype, shape and device. Reads no device memory, and `depth` levels of lists."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}] on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, tuple | list):
-        shown = ", ".join(map(brief, value[:2])) + (f", ... {len(value) - 2} more" if len(value) > 2 else "")
-        return f"({shown})"
-    return reprlib.repr(value)
+        if value and not depth:
+            return "(...)"
+        shown = ", ".join(brief(part, depth - 1) for part in value[:2])
+        return f"({shown}{f', ... {len(value) - 2} more' if len(value) > 2 else ''})"
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return f"{type(value).__name__} of {len(value)}"
+    return SHORT.repr(value)
 
 
 def writable(tensor: Tensor) -> Tensor:
@@ -80,8 +91,9 @@ def function_name(function: Any) -> str:
 
 
 def brief_fields(value: Any) -> str:
-    """A dataclass of tensors on one line, for its `__repr__`."""
-    fields = (f"{name}={brief(getattr(value, name))}" for name in value.__dataclass_fields__)
+    """A dataclass or a named tuple on one short line, for its `__repr__`."""
+    names = value._fields if isinstance(value, tuple) else value.__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
+    fields = (f"{name}={brief(getattr(value, name))}" for name in names)
     return f"{type(value).__name__}({', '.join(fields)})"
 
 

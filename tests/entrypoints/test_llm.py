@@ -2,6 +2,8 @@
 
 import inspect
 import signal
+import sys
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -346,6 +348,34 @@ def test_leaving_a_stream_cancels_its_request():
     llm.stream("hello", GREEDY).close()
     del stream
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 12
+
+
+def work_per_token(num_streams):
+    """The bytecodes that the shell executes while streams are read in turn, divided by the number of tokens."""
+    llm, counts = make(num_pages=num_streams * num_streams, max_num_seqs=num_streams, page_size=16), [0, 0]
+    params = nv.SamplingParams(temperature=0, max_tokens=num_streams + 24, ignore_eos=True)
+    streams = [llm.stream([i % 40], params) for i in range(num_streams)]
+    for stream in streams:
+        next(stream)
+
+    def count(frame, event, _arg):
+        frame.f_trace_opcodes = True
+        counts[0] += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, _event, _arg: count(frame, "call", None) if frame.f_code.co_filename == shell.__file__ else None)
+    try:
+        counts[1] = sum(len(piece.token_ids) for turn in zip_longest(*streams) for piece in turn if piece)
+    finally:
+        sys.settrace(before)
+    require_idle(llm)
+    return counts[0] / counts[1]
+
+
+def test_a_token_costs_the_same_in_any_number_of_streams():
+    few, many = work_per_token(8), work_per_token(64)
+    assert many < 1.1 * few
 
 
 def test_streams_and_generate_interleave():

@@ -8,6 +8,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.request import TokenLogprobs
+from nanovllm.types import brief_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +39,9 @@ class Generation:
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
     num_dropped: int = 0
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 def one_for_each(contexts: Seq[Context], sampling_params: SamplingParams | Seq[SamplingParams | None] | None) -> Seq[SamplingParams | None]:

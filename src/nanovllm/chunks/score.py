@@ -31,7 +31,7 @@ from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import shares_tail, written_pages
 from nanovllm.state.vector import IntVector
-from nanovllm.types import Float32, Int64, Tensor
+from nanovllm.types import Float32, Int64, Tensor, brief_fields
 
 Continuation = str | list[int] | tuple[int, ...] | np.ndarray
 
@@ -53,6 +53,9 @@ class Score:
 
     token_ids: list[int]
     logprobs: Float32[np.ndarray, "n"]
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
     @property
     def total(self) -> float:

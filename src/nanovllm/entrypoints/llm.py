@@ -1,6 +1,7 @@
 """`LLM`: an object for programs that only need text. It holds the only mutable variable of the package, `LLM.state`."""
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,12 @@ from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.request import RequestOutput
+from nanovllm.state.request import RequestOutput, Sequence
+from nanovllm.state.steady import Steady
 from nanovllm.tokenizer.messages import render
 from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer
+from nanovllm.types import brief_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +54,9 @@ class Piece:
     token_ids: list[int]
     finish_reason: str | None = None
     output: RequestOutput | None = None
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 class LLM:
@@ -353,11 +359,9 @@ class LLM:
     def _forget(self, ids: list[int]) -> None:
         """Remove requests from the inbox, and cancel those that have not ended."""
         with uninterrupted():
-            queued = {s.request.request_id for s in self.state.running} | set(self.state.waiting.items)
             inbox = self.inbox.mutate()
             for i in ids:
-                inbox.pop(i, None)
-                if i in queued:
+                if inbox.pop(i, None) is None and _sequence(self.state, i) is not None:
                     self.state = cancel(self.state, i)
             self.inbox = inbox.finish()
 
@@ -367,8 +371,7 @@ class LLM:
         Raises:
             InvalidRequestError: The state does not have the request.
         """
-        waiting = self.state.waiting.items.get(request_id)
-        sequence = waiting or next((s for s in self.state.running if s.request.request_id == request_id), None)
+        sequence = _sequence(self.state, request_id)
         if sequence is None:
             raise InvalidRequestError(f"request {request_id} was cancelled, or ran its last step, outside of this LLM's calls")
         return sequence.tokens.array(sequence.request.num_prompt + seen).tolist()
@@ -377,6 +380,19 @@ class LLM:
         """Raise if requests are waited for but the engine has none."""
         if waited and not self.state.running and not self.state.waiting:
             self._drawn(min(waited))
+
+
+def _sequence(state: EngineState, request_id: int) -> Sequence | None:
+    """The sequence of a request that waits or runs, or None. A search by halves: running sequences are in the order of their ids."""
+    if request_id in state.waiting.items:
+        return state.waiting.items[request_id]
+    running = state.running
+    if isinstance(running, Steady):
+        row = bisect_left(running.ids, request_id)
+    else:
+        row = bisect_left(running, request_id, key=lambda sequence: sequence.request.request_id)
+    found = running[row] if row < len(running) else None
+    return found if found is not None and found.request.request_id == request_id else None
 
 
 def as_batch(prompts: Any) -> list[Context]:

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.types import brief
 
 __all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_generation_config", "show", "validate_for"]
 
@@ -225,6 +226,11 @@ class SamplingParams:
         }
         for name, value in normal.items():
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        told = (f"{name}={brief(value) if isinstance(value, tuple) and len(value) > MAX_STOPS else repr(value)}" for name, value in values)
+        return f"SamplingParams({', '.join(text if len(text) < 400 else f'{text[:400]}...' for text in told)})"
 
 
 def validate_for(params: SamplingParams, vocab_size: int) -> None:

@@ -5,6 +5,8 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
+from nanovllm.types import brief
+
 
 class _Older(NamedTuple):
     """The contents of an older version: the newer version that was made from it, and its own values where the two differ."""
@@ -25,6 +27,9 @@ class IntArray:
 
     _held: Union[np.ndarray, _Older]  # noqa: UP007 (a name in quotes within)
     _written: int = 0
+
+    def __repr__(self) -> str:
+        return f"IntArray({brief(self._held) if isinstance(self._held, np.ndarray) else 'older'})"
 
     @staticmethod
     def full(length: int, value: int = 0, dtype: type[np.integer] = np.int32) -> "IntArray":

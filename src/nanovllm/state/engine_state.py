@@ -15,7 +15,7 @@ from nanovllm.state.pool import Pool
 from nanovllm.state.prefix_cache import PrefixIndex
 from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.steady import Steady
-from nanovllm.types import register_value
+from nanovllm.types import brief_fields, register_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,9 @@ class Session:
     sequences: tuple[Sequence, ...]
     room: int
     lease: Committable
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

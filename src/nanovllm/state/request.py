@@ -12,6 +12,7 @@ from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
 from nanovllm.state.vector import IntVector
 from nanovllm.tokenizer.tokenizer import Detokenizer
+from nanovllm.types import brief_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,6 +41,9 @@ class Request:
     keep: bool = False
     process_logits: LogitsProcessor | None = None
 
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopScan:
@@ -56,6 +60,9 @@ class StopScan:
     tail: str = ""
     start: int = 0
     found: int | None = None
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,6 +102,9 @@ class Sequence:
     gaps: Gaps = ()
     retired: int = 0
     carried: Any = None
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
     @property
     def offset(self) -> int:
@@ -157,6 +167,9 @@ class Queue:
 
     items: Map[int, Sequence] = field(default_factory=Map)
     head: int = 0  # the smallest id in `items`, unless it is empty
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -222,6 +235,9 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestOutput:
@@ -252,6 +268,9 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
 
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
 
 class StepOutput(NamedTuple):
     """The result of one `step` for one request: the sampled tokens, and the whole result if the request ended.
@@ -273,3 +292,6 @@ class StepOutput(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     output: RequestOutput | None = None
+
+    def __repr__(self) -> str:
+        return brief_fields(self)

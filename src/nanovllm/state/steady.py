@@ -9,6 +9,7 @@ import numpy as np
 
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Queue, Sequence
+from nanovllm.types import brief_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +43,9 @@ class Steady(Seq):
     age: int = 0
     drawn: Any = None
     made: list[tuple[Sequence, ...]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
     @staticmethod
     def of(running: tuple[Sequence, ...], steps: int, pool: Pool, waiting: Queue) -> "Steady":

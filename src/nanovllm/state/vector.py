@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanovllm.types import brief
+
 Ints = Iterable[int] | np.ndarray
 _MIN_CAPACITY = 16
 
@@ -38,6 +40,9 @@ class IntVector:
         data = np.empty(max(_MIN_CAPACITY, len(source) + len(source) // 4), np.int32)
         data[: len(source)] = source
         return IntVector(_Buffer(data, [len(source)]), len(source))
+
+    def __repr__(self) -> str:
+        return f"IntVector({brief(self.array())})"
 
     def __len__(self) -> int:
         return self.length

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from safetensors import safe_open
 
 import nanovllm as nv
 from nanovllm.chunks.storage import blocks
+from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
@@ -27,7 +29,8 @@ from nanovllm.state.engine_state import EngineState
 from nanovllm.testing.models import random_model, tiny_config
 
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-SMALL = tiny_config(vocab_size=50, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
+SHAPE = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4}
+SMALL = tiny_config(**SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +282,74 @@ def test_a_head_that_does_not_fit_is_refused(small: Model, tmp_path: Path, name:
     path.write_bytes(raw)
     state, _ = nv.load_chunk(small, state, path)
     nv.check(state)
+
+
+def sparse(raw: bytes, path: Path, num_tokens: int) -> int:
+    """Write a file that stores its header alone and claims so many tokens. Returns the size that it claims."""
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    layers, _, two, heads, dim = header["kv"]["shape"]
+    size = 4 * layers * num_tokens * two * heads * dim
+    for name, shape, start, count in (
+        ("tokens", [num_tokens], 0, 4 * num_tokens),
+        ("positions", [num_tokens], 4 * num_tokens, 4 * num_tokens),
+        ("kv", [layers, num_tokens, two, heads, dim], 8 * num_tokens, size),
+    ):
+        header[name] |= {"shape": shape, "data_offsets": [start, start + count]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    whole = 8 + len(text) + 8 * num_tokens + size
+    os.truncate(path, whole)
+    return whole
+
+
+@pytest.mark.parametrize("holes", [True, False], ids=["holes are told", "holes are not told"])
+@pytest.mark.parametrize("num_tokens", [512, 513, 1 << 28])
+def test_what_a_sparse_file_claims_is_not_read(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, holes: bool
+) -> None:
+    assert small.config.max_position_embeddings == 512
+    store, read, pread = nv.ChunkStore(tmp_path, 1 << 50), [0], os.pread
+    state, chunk = filled(small, [1, 2, 3])
+    key = store.save(state, chunk, "key")
+    path = tmp_path / f"{key}.safetensors"
+    raw = path.read_bytes()
+    if not holes:
+        monkeypatch.setattr(chunk_format, "_first_hole", lambda fd: math.inf)
+
+    def counted(fd: int, count: int, offset: int) -> bytes:
+        read[0] += count
+        return pread(fd, count, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    whole = sparse(raw, path, num_tokens)
+    if num_tokens > 512:
+        refused(small, state, path, rf"its kv has shape \[2, {num_tokens}, 2, 1, 4\], but the model needs \[2, 512, 2, 1, 4\]")
+    elif holes:
+        refused(small, state, path, f"sparse: its header claims {whole} bytes, but only [0-9]+ are stored")
+    else:
+        refused(small, state, path, "its head was changed")
+    assert store.longest(small, [1, 2, 3, 4]) is None
+    assert store.load(small, state, [1, 2, 3, 4]) == (state, None)
+    assert read[0] < 3 * (4096 + 8 * 512 * (not holes))
+    read[0] = 0
+    assert store.save(state, chunk) != key  # it has a name of its own
+    assert not store._whole(key, chunk_file.head_of(state, chunk))
+    assert read[0] < 4096
+    path.write_bytes(raw)
+    assert store.longest(small, [1, 2, 3, 4]) is not None
+
+
+def test_a_file_whose_zeros_are_holes_is_loaded(tmp_path: Path) -> None:
+    small = random_model(tiny_config(**SHAPE, max_position_embeddings=2048))
+    state, chunk = filled(small, [0] * 1900, 16, 128)
+    nv.save_chunk(state, chunk, tmp_path / "chunk")
+    raw = (tmp_path / "chunk").read_bytes()
+    with (tmp_path / "copy").open("wb") as file:
+        for start in range(0, len(raw), 512):
+            part = raw[start : start + 512]
+            file.write(part) if any(part) else file.seek(len(part), os.SEEK_CUR)
+    nv.load_chunk(small, nv.init_state(small, num_pages=128, page_size=16), tmp_path / "copy")
 
 
 @pytest.mark.parametrize(

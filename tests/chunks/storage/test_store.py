@@ -1,11 +1,13 @@
 """The chunk store: keys, age, limits, damage, and several processes at once."""
 
+import hashlib
 import os
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import nanovllm as nv
+from nanovllm.chunks.storage import store as stores
 from nanovllm.chunks.storage.store import ChunkStore
 from nanovllm.chunks.storage.store_index import INDEX
 from nanovllm.models.model import Model
@@ -101,6 +104,29 @@ def test_a_key_names_what_is_in_the_file(model: Model, tmp_path: Path) -> None:
     half = random_model(SMALL, dtype="bfloat16")
     state, (small,) = filled(half, [1, 2, 3, 1, 2, 3])
     assert store.save(state, small) not in keys
+
+
+def test_a_lookup_hashes_each_token_once(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, tokens, hashed = ChunkStore(tmp_path, 1 << 20), [i * i % 50 for i in range(60)], list[int]()
+    state, chunks = filled(model, *(tokens[:count] for count in range(1, 21)))
+    keys = [store.save(state, chunk) for chunk in chunks]
+
+    class Counting:
+        def __init__(self, data: Any = b"") -> None:
+            self.digest = hashlib.sha256(data)
+
+        def update(self, data: Any) -> None:
+            hashed.append(memoryview(data).nbytes)
+            self.digest.update(data)
+
+        def hexdigest(self) -> str:
+            return self.digest.hexdigest()
+
+    monkeypatch.setattr(stores, "hashlib", SimpleNamespace(sha256=Counting))
+    assert store._candidates(model, np.array(tokens, np.int32)) == keys[::-1]
+    assert sum(hashed) == 4 * 20
+    for count in (1, 7, 19):
+        assert store._candidates(model, np.array(tokens[:count], np.int32)) == keys[:count][::-1]
 
 
 def test_a_given_key_is_replaced(model: Model, tmp_path: Path) -> None:

@@ -87,6 +87,14 @@ def test_generate_takes_a_file_of_prompts(folder, greedy, capsys, tmp_path):
     assert {r["finish_reason"] for r in replies} == {"length"}
 
 
+def test_only_a_line_feed_ends_a_prompt_in_a_file(greedy, capsys, tmp_path):
+    file, odd = tmp_path / "prompts.txt", "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\rj"
+    file.write_bytes(f"{odd}\r\n{odd}k\n".encode())
+    assert cli.main(["generate", *greedy, "--prompts", str(file)]) == 0
+    replies = [json.loads(line) for line in capsys.readouterr().out.removesuffix("\n").split("\n")]
+    assert [reply["prompt"] for reply in replies] == [odd, f"{odd}k"]
+
+
 @pytest.mark.parametrize("chat", [[], ["--chat"]])
 def test_a_fault_of_a_prompt_in_a_file_names_the_line(chat, greedy, capsys, tmp_path):
     file = tmp_path / "prompts.txt"

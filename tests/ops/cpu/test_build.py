@@ -1,6 +1,7 @@
 """Building the C code: found, kept, and done without."""
 
 import ctypes
+import os
 import shutil
 import stat
 from pathlib import Path
@@ -45,6 +46,25 @@ def test_built_once_and_found_again(source: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(build, "build", lambda *_: pytest.fail("built again"))
     assert find(source).answer() == 42
     assert built(tmp_path) == [file]
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_a_library_is_found_again_under_any_umask(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        find(source)
+        (file,) = built(tmp_path)
+        assert not (file.stat().st_mode | file.parent.stat().st_mode) & 0o022
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "build", lambda *_: pytest.fail("built again"))
+            assert find(source).answer() == 42
+        file.chmod(0o770)  # another user may have changed it
+        changed = file.stat().st_ino
+        assert find(source).answer() == 42
+        assert file.stat().st_ino != changed
+    finally:
+        os.umask(before)
 
 
 @needs_compiler

@@ -195,7 +195,7 @@ def _believes_the_head(require):
 
 def _shifts_tokens_of_other_pages(load):
     def faulty(model, state, fd, path):
-        if chunk_format.decode(fd, path).page_size == state.config.page_size:
+        if chunk_file.decode(model, fd, path).page_size == state.config.page_size:
             return load(model, state, fd, path)
         scatter = chunk_file._scatter
         with patch.object(chunk_file, "_scatter", lambda pool, rows, *args: scatter(pool, rows.roll(1, 0), *args)):

@@ -114,7 +114,7 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
 
 def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineState, Chunk]:
     """`load_chunk` from an open file."""
-    head = chunk_format.decode(fd, path)
+    head = decode(model, fd, path)
     require_model(head, model, path)
     count, size, gaps = len(head.tokens), state.config.page_size, head.gaps
     limit = min(state.config.max_model_len - offset_after(gaps), capacity(state))
@@ -203,22 +203,28 @@ def verify(fd: int, head: Head, path: Path, device: torch.device) -> None:
             pass
 
 
-def require_model(head: Head, model: Model, path: Path) -> None:
-    """Require a file whose KV fits the model.
+def decode(model: Model, fd: int, path: Path) -> Head:
+    """The head of an open file with KV of a model's shape.
 
     Raises:
-        ChunkFileError: The fingerprint, dtype, rotary embedding, shape or vocabulary differs.
+        ChunkFileError: The file is not a valid chunk file, or the model's fingerprint or shape differs.
     """
     config = model.config
-    if head.fingerprint != model.fingerprint:
-        raise ChunkFileError(f"{path}: KV of another model: its fingerprint is {head.fingerprint!r}, not {model.fingerprint!r}")
+    most = (config.num_layers, config.max_position_embeddings, 2, config.num_kv_heads, config.head_dim)
+    return chunk_format.decode(fd, path, model.fingerprint, most)
+
+
+def require_model(head: Head, model: Model, path: Path) -> None:
+    """Require a head of `decode` that fits the model in all else.
+
+    Raises:
+        ChunkFileError: The dtype, rotary embedding or vocabulary differs.
+    """
+    config = model.config
     if head.dtype != model.dtype:
         raise ChunkFileError(f"{path}: its dtype is {head.dtype}, but the model {model.name} is loaded in {model.dtype}")
     if head.rope != (rope := _rope(config.rope)):
         raise ChunkFileError(f"{path}: its keys were rotated by {dict(head.rope)}, but the model rotates by {rope}")
-    shape = (config.num_layers, len(head.tokens), 2, config.num_kv_heads, config.head_dim)
-    if head.shape != shape:
-        raise ChunkFileError(f"{path}: its kv has shape {list(head.shape)}, but the model needs {list(shape)}")
     outside = head.tokens[(head.tokens < 0) | (head.tokens >= config.vocab_size)]
     if len(outside):
         raise ChunkFileError(f"{path}: token id {int(outside[0])} is outside the vocabulary 0 ... {config.vocab_size - 1}")

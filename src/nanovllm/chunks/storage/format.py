@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,14 +119,22 @@ def encode(head: Head) -> bytes:
     return plain.replace(_entry(UNKNOWN), _entry(hashlib.sha256(plain).hexdigest()), 1)
 
 
-def decode(fd: int, path: Path) -> Head:
+def decode(fd: int, path: Path, fingerprint: str, most: tuple[int, ...]) -> Head:
     """Read and check the head of an open file.
 
+    All sizes that the file claims are checked before anything of such a size is read.
+
+    Args:
+        fd: The file.
+        path: Its name, for errors.
+        fingerprint: The model's fingerprint.
+        most: The shape `[L, T, 2, K, D]` of the KV of the longest chunk.
+
     Raises:
-        ChunkFileError: The file cannot be read, or is not a valid chunk file.
+        ChunkFileError: The file cannot be read, is not a valid chunk file, or has another model or shape.
     """
     try:
-        return _decode(fd)
+        return _decode(fd, fingerprint, most)
     except (OSError, EOFError) as error:
         raise ChunkFileError(f"{path}: could not be read: {error}") from error
     except _RefusedError as error:
@@ -136,7 +145,7 @@ class _RefusedError(Exception):
     """Why a file is refused; `decode` adds the file's name."""
 
 
-def _decode(fd: int) -> Head:
+def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise _RefusedError("not a regular file")
@@ -155,7 +164,7 @@ def _decode(fd: int) -> Head:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise _RefusedError(f"not a chunk file: its metadata does not say format={FORMAT!r}")
     if metadata.get("version") != VERSION:
-        raise _RefusedError(f"its format version is {metadata.get('version')!r}; this package reads version {VERSION!r}")
+        raise _RefusedError(f"its format version is {reprlib.repr(metadata.get('version'))}; this package reads version {VERSION!r}")
     dtype, shape = _kv_layout(header.get("kv"))
     before = 8 + length + 8 * shape[1]
     whole = before + math.prod(shape) * dtype.itemsize
@@ -163,6 +172,13 @@ def _decode(fd: int) -> Head:
         raise _RefusedError(
             f"{'truncated' if status.st_size < whole else 'too long'}: it has {status.st_size} bytes, but its header claims {whole}"
         )
+    if metadata.get("fingerprint") != fingerprint:
+        raise _RefusedError(f"KV of another model: its fingerprint is {reprlib.repr(metadata.get('fingerprint'))}, not {fingerprint!r}")
+    if shape[1] > most[1] or (shape[0], *shape[2:]) != (most[0], *most[2:]):
+        raise _RefusedError(f"its kv has shape {list(shape)}, but the model needs {list(most)}, with {most[1]} tokens or fewer")
+    stored = 512 * status.st_blocks  # a file that was copied with holes for its zeros has more than half of its bytes
+    if 2 * stored < whole and _first_hole(fd) < whole:
+        raise _RefusedError(f"sparse: its header claims {whole} bytes, but only {stored} are stored")
     raw = _read(fd, before, 0)
     given = metadata.get("sha256")
     zeroed = raw.replace(_entry(given), _entry(UNKNOWN)) if isinstance(given, str) and len(given) == len(UNKNOWN) else b""
@@ -190,6 +206,14 @@ def _decode(fd: int) -> Head:
     return head
 
 
+def _first_hole(fd: int) -> float:
+    """Where the first part of a file begins that is not stored; beyond all files if the system does not tell."""
+    try:
+        return os.lseek(fd, 0, os.SEEK_HOLE)
+    except OSError:
+        return math.inf
+
+
 def _require_written_so(head: Head, raw: bytes) -> None:
     """Require the same bytes that `encode` makes, which checks offsets, dtypes, key form and names."""
     if encode(head) != raw:
@@ -199,9 +223,9 @@ def _require_written_so(head: Head, raw: bytes) -> None:
 def _kv_layout(entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
     if dtype not in FLOATS or not isinstance(dtype, str):
-        raise _RefusedError(f"its kv has dtype {dtype!r}, expected one of {', '.join(FLOATS)}")
+        raise _RefusedError(f"its kv has dtype {reprlib.repr(dtype)}, expected one of {', '.join(FLOATS)}")
     if not isinstance(shape, list) or len(shape) != 5 or any(type(n) is not int or not 0 < n < 2**31 for n in shape) or shape[2] != 2:
-        raise _RefusedError(f"its kv has shape {shape!r}, expected [layers, tokens, 2, heads, head_dim]")
+        raise _RefusedError(f"its kv has shape {reprlib.repr(shape)}, expected [layers, tokens, 2, heads, head_dim]")
     return FLOATS[dtype], tuple(shape)
 
 

@@ -232,7 +232,7 @@ class ChunkStore:
                     continue
                 fd, path = opened
                 try:
-                    head = chunk_format.decode(fd, path)
+                    head = chunk_file.decode(model, fd, path)
                     chunk_file.require_model(head, model, path)
                     if not np.array_equal(head.tokens, ids[: len(head.tokens)]):
                         continue
@@ -349,7 +349,7 @@ class ChunkStore:
         fd, path = opened
         try:
             if tokens is not None:
-                stored = chunk_format.decode(fd, path).tokens
+                stored = chunk_file.decode(model, fd, path).tokens
                 if not np.array_equal(stored, tokens[: len(stored)]):
                     return state, None
             state, chunk = chunk_file.load(model, enter_with(model, state), fd, path)
@@ -360,16 +360,16 @@ class ChunkStore:
 
     def _candidates(self, model: Model, tokens: np.ndarray) -> list[str]:
         """Keys of chunks that are exact prefixes of the tokens according to the index, the longest first."""
-        data, dtype = tokens.astype("<i4").tobytes(), chunk_format.CODES[model.dtype]
-        index, digests = read_index(self.folder), dict[int, str]()
+        data, dtype = memoryview(tokens.astype("<i4").tobytes()), chunk_format.CODES[model.dtype]
+        index, digests, digest, done = read_index(self.folder), dict[int, str](), hashlib.sha256(), 0
         fitting = [
             (entry.num_tokens, key)
             for key, entry in index.items()
-            if entry.exact and entry.num_tokens <= len(tokens) and (entry.fingerprint, entry.dtype) == (model.fingerprint, dtype)
+            if entry.exact and 0 < entry.num_tokens <= len(tokens) and (entry.fingerprint, entry.dtype) == (model.fingerprint, dtype)
         ]
-        for count, _ in fitting:
-            if count not in digests:
-                digests[count] = hashlib.sha256(data[: 4 * count]).hexdigest()
+        for count in sorted({count for count, _ in fitting}):  # one hash runs over the tokens and is read at each stored length
+            digest.update(data[4 * done : 4 * count])
+            digests[count], done = digest.hexdigest(), count
         return [key for count, key in sorted(fitting, reverse=True) if index[key].digest == digests[count]]
 
     def _whole(self, key: str, head: Head) -> bool:
@@ -379,7 +379,7 @@ class ChunkStore:
             return False
         fd, path = opened
         try:
-            stored = chunk_format.decode(fd, path)
+            stored = chunk_format.decode(fd, path, head.fingerprint, head.shape)
             chunk_file.verify(fd, stored, path, torch.device("cpu"))
         except ChunkFileError:
             return False

@@ -82,6 +82,7 @@ def build(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -
             except BuildError as error:
                 output = str(error)
                 continue
+            made.chmod(0o700)  # a linker obeys the umask, and a library that others can write is not loaded again
             with made.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(made, target)
