@@ -168,7 +168,7 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
     resolved = resolve(model, state, text_or_ids)
     num_tokens, limit = len(resolved.tokens), capacity(state, resolved.base)
     if num_tokens > limit:
-        raise InvalidRequestError(f"the chunk would have {num_tokens} tokens; this engine holds at most {limit}")
+        raise InvalidRequestError(f"the chunk would have {resolved.count} tokens; this engine holds at most {limit}")
     with guarded(state) as taken:
         filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base)])
         filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)

@@ -171,7 +171,7 @@ def _tasks(model: Model, state: EngineState, contexts: Any, continuations: Any) 
         total, limit = len(tokens) + len(ids), capacity(state, base)
         if total > limit:
             raise InvalidRequestError(
-                f"context{where} has {len(tokens)} tokens and its continuation {len(ids)}; this engine holds at most {limit} together"
+                f"context{where} has {resolved.count} tokens and its continuation {len(ids)}; this engine holds at most {limit} together"
             )
         # Equal tokens have equal KV, unless it is approximate.
         key = tokens.array().tobytes(), None if base is None or base.provenance.exact else base.liveness
@@ -190,9 +190,12 @@ def _continuation(model: Model, given: Any, name: str) -> np.ndarray:
             f"{name}={reprlib.repr(given)} must be a text or token ids: to score several continuations, repeat their context"
         )
     try:
-        ids = encode(model, given, first=False) if isinstance(given, str) else token_array(given, model.config.vocab_size)
-    except NanoVLLMError as error:
-        raise type(error)(f"{name}: {error}") from None
+        if isinstance(given, str):
+            ids = encode(model, given, first=False, most=model.config.max_position_embeddings)
+        else:
+            ids = token_array(given, model.config.vocab_size)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name}: {error}") from None
     if not len(ids):
         raise InvalidRequestError(f"{name}={reprlib.repr(given)} is empty: it must hold at least one token")
     return ids

@@ -13,16 +13,27 @@ from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.vector import IntVector
+from nanovllm.tokenizer.tokenizer import TooManyTokensError
 
 Context: TypeAlias = "Chunk | str | list[Any] | tuple[Any, ...] | np.ndarray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resolved:
-    """The tokens of a context, and the chunk whose KV its first tokens have (None: no token is filled)."""
+    """The tokens of a context, and the chunk whose KV its first tokens have (None: no token is filled).
+
+    `cut` says that `tokens` has more tokens than the model has positions and yet not all: a text was too long to be encoded. Their number
+    is enough to refuse the context.
+    """
 
     tokens: IntVector
     base: Chunk | None
+    cut: bool = False
+
+    @property
+    def count(self) -> str:
+        """The number of tokens, for messages."""
+        return f"more than {len(self.tokens) - 1}" if self.cut else str(len(self.tokens))
 
 
 def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
@@ -36,6 +47,7 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
     parts = parts_of(context)
     base: Chunk | None = None
     runs: list[np.ndarray] = []
+    most, total, cut = model.config.max_position_embeddings, 0, False
     for place, part in enumerate(parts):
         if isinstance(part, Chunk):
             if place:
@@ -43,16 +55,26 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
                     f"the context has a chunk at index {place}; only its first part may be one: join chunks with compose"
                 )
             require_live(state, part)
-            base = part
+            base, total = part, len(part)
         elif isinstance(part, str):
-            runs.append(encode(model, part, first=base is None and not any(map(len, runs))))
+            try:
+                runs.append(encode(model, part, first=total == 0, most=max(0, most - total)))
+            except TooManyTokensError:
+                runs.append(np.zeros(max(0, most - total) + 1, np.int32))
+                cut = True
+                break
         else:
             runs.append(token_array(part, model.config.vocab_size, f"part {place} of the context" if len(parts) > 1 else ""))
+        if not isinstance(part, Chunk):
+            total += len(runs[-1])
+        if total > most and place + 1 < len(parts):
+            cut = True
+            break
     new = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int32), *runs])
     tokens = base.tokens.extend(new) if base is not None else IntVector.of(new)
     if not len(tokens):
         raise InvalidRequestError("the prompt is empty: it must hold at least one token")
-    return Resolved(tokens=tokens, base=base)
+    return Resolved(tokens=tokens, base=base, cut=cut)
 
 
 def parts_of(context: Context) -> list[Any]:
@@ -60,15 +82,16 @@ def parts_of(context: Context) -> list[Any]:
     return list(context) if isinstance(context, list | tuple) and not is_ids(context) else [context]
 
 
-def encode(model: Model, text: str, *, first: bool) -> np.ndarray:
+def encode(model: Model, text: str, *, first: bool, most: int | None = None) -> np.ndarray:
     """The tokens of a text, int32. The start token, if the model has one, is added only if `first`.
 
     Raises:
+        TooManyTokensError: The text has more than `most` tokens. A text with only a few more may be encoded.
         InvalidRequestError: The model has no tokenizer.
     """
     if model.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer: pass token ids, not text")
-    return token_array(model.tokenizer.encode(text, add_special_tokens=first), model.config.vocab_size)
+    return token_array(model.tokenizer.encode(text, add_special_tokens=first, most=most), model.config.vocab_size)
 
 
 def token_array(ids: Any, vocab_size: int, where: str = "") -> np.ndarray:

@@ -133,7 +133,7 @@ def new_sequence(
     num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
     if num_prompt >= limit:
         offset = 0 if resolved.base is None else offset_after(resolved.base.gaps)
-        raise InvalidRequestError(f"the prompt has {num_prompt} tokens; {_shortage(model, state, num_prompt, limit, offset)}")
+        raise InvalidRequestError(f"the prompt has {resolved.count} tokens; {_shortage(model, state, num_prompt, limit, offset)}")
     ends = () if params.ignore_eos else model.config.eos_token_ids
     rid = state.next_id
     request = Request(

@@ -82,7 +82,8 @@ def turn(
     Raises:
         InvalidRequestError: The conversation cannot be served; the state is unchanged.
     """
-    tokens = np.asarray(render(model.tokenizer, asked.messages, enable_thinking=asked.thinking), np.int32)
+    most = model.config.max_position_embeddings
+    tokens = np.asarray(render(model.tokenizer, asked.messages, enable_thinking=asked.thinking, most=most), np.int32)
     if len(tokens) >= capacity(state):
         raise InvalidRequestError(f"the conversation has {len(tokens)} tokens, but the engine holds {capacity(state)}: use /reset")
     new_sequence(model, enter(state), tokens, params)  # only raises errors; nothing is committed

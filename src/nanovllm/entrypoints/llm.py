@@ -306,7 +306,7 @@ class LLM:
             The token ids.
 
         Raises:
-            InvalidRequestError: A message is invalid, or the model has no usable chat template.
+            InvalidRequestError: A message is invalid, the model has no usable chat template, or the conversation is too long for it.
 
         Examples:
             >>> llm = nv.LLM(model, num_pages=64)
@@ -317,7 +317,8 @@ class LLM:
             <|im_start|>assistant
             <BLANKLINE>
         """
-        return render(self.model.tokenizer, messages, enable_thinking=enable_thinking)
+        most = self.model.config.max_position_embeddings
+        return render(self.model.tokenizer, messages, enable_thinking=enable_thinking, most=most)
 
     def _pieces(self, prompt: Context, params: SamplingParams, processor: LogitsProcessor | None) -> Iterator[Piece]:
         """The pieces of a reply, read from the state, so that steps of other calls count too."""

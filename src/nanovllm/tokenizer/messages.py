@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.tokenizer.tokenizer import Tokenizer, check_text
+from nanovllm.tokenizer.tokenizer import Tokenizer, TooManyTokensError, check_text
 
 ROLES = ("system", "user", "assistant")
 
 
-def render(tokenizer: Tokenizer | None, messages: Any, *, enable_thinking: bool = True) -> list[int]:
+def render(tokenizer: Tokenizer | None, messages: Any, *, enable_thinking: bool = True, most: int | None = None) -> list[int]:
     """The token ids of a conversation, up to where the assistant's next reply begins.
 
     Args:
@@ -18,9 +18,11 @@ def render(tokenizer: Tokenizer | None, messages: Any, *, enable_thinking: bool 
         messages: A list of `{"role": "system" | "user" | "assistant", "content": text}`, of which the last is the user's. Other keys are
             passed to the template unchanged.
         enable_thinking: False asks the template for a reply without a think block, if it supports that.
+        most: The model's limit in tokens: a much longer conversation is refused after its beginning. None: any length is encoded.
 
     Raises:
-        InvalidRequestError: A message is malformed (the error names it), or the model has no tokenizer or chat template.
+        InvalidRequestError: A message is malformed (the error names it), the conversation has more than `most` tokens, or the model has no
+            tokenizer or chat template.
     """
     check_messages(messages)
     if tokenizer is None:
@@ -28,7 +30,10 @@ def render(tokenizer: Tokenizer | None, messages: Any, *, enable_thinking: bool 
     if not isinstance(enable_thinking, bool):
         raise InvalidRequestError(f"enable_thinking={enable_thinking!r} must be True or False")
     text = tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
-    return tokenizer.encode(text, add_special_tokens=False)
+    try:
+        return tokenizer.encode(text, add_special_tokens=False, most=most)
+    except TooManyTokensError:
+        raise InvalidRequestError(f"the conversation has more than {most} tokens, the model's limit: shorten it") from None
 
 
 def check_messages(messages: Any) -> None:

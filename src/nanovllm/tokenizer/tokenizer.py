@@ -10,8 +10,13 @@ import tokenizers
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.chat_template import Render, compile_templates
+from nanovllm.tokenizer.limit import TokenLimit
 
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not, or not yet, a character
+
+
+class TooManyTokensError(InvalidRequestError):
+    """A text has more tokens than a limit. Those who encode texts of users say it with the limit's meaning, as `InvalidRequestError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,6 +32,7 @@ class Tokenizer:
         max_base_id: The highest token id of the vocabulary without added tokens.
         think_token_ids: The ids of `<think>` and `</think>`, if both are single tokens.
         byte_token_ids: The ids of the byte-fallback tokens `<0x00>` ... `<0xFF>`, if there are any.
+        limit: Tells from the beginning of a text whether it has more tokens than a limit.
     """
 
     backend: tokenizers.Tokenizer = field(repr=False)
@@ -37,18 +43,23 @@ class Tokenizer:
     max_base_id: int
     think_token_ids: tuple[int, int] | None
     byte_token_ids: frozenset[int] = field(repr=False)
+    limit: TokenLimit = field(repr=False)
 
-    def encode(self, text: str | bytes, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str | bytes, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The token ids of a text.
 
         Args:
             text: A string, or bytes, which are read as UTF-8. Text like `<|im_end|>` becomes the special token of this name.
             add_special_tokens: Whether to add the start token, and other tokens that the tokenizer puts around a text. Use it only at the
                 beginning of a prompt.
+            most: A text with many more tokens is refused after its beginning. None: texts of any length are encoded.
 
         Raises:
+            TooManyTokensError: The text has more than `most` tokens. A text with only a few more may be encoded.
             InvalidRequestError: The text has a lone surrogate, or a byte that is not UTF-8. The message names the position.
         """
+        if most is not None and isinstance(text, str) and self.limit.exceeded(text, most):
+            raise TooManyTokensError(f"the text has more than {most} tokens")
         return self.backend.encode(check_text(text), add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
@@ -162,13 +173,15 @@ def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], tem
     special = {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
     start, stop = backend.token_to_id("<think>"), backend.token_to_id("</think>")
     by_byte = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    vocab = backend.get_vocab(with_added_tokens=True)
     return Tokenizer(
         backend=backend,
         render=compile_templates({"default": template} if isinstance(template, str) else template or {}),
         special_tokens=MappingProxyType(special),
         bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
-        max_token_id=max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
+        max_token_id=max(vocab.values(), default=-1),
         max_base_id=max(backend.get_vocab(with_added_tokens=False).values(), default=-1),
         think_token_ids=None if start is None or stop is None else (start, stop),
         byte_token_ids=frozenset(i for i in by_byte if i is not None),
+        limit=TokenLimit.of(backend, vocab),
     )

@@ -102,7 +102,9 @@ def test_a_fault_of_a_prompt_in_a_file_names_the_line(chat, greedy, capsys, tmp_
     assert cli.main(["generate", *greedy, *chat, "--prompts", str(file)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert re.fullmatch(f"nanovllm: error: {re.escape(str(file))}:4: the prompt has \\d+ tokens; .*\n", captured.err)
+    assert re.fullmatch(
+        f"nanovllm: error: {re.escape(str(file))}:4: the (prompt|conversation) has (more than )?\\d+ tokens[;,] .*\n", captured.err
+    )
 
 
 def test_a_file_that_is_not_utf8_or_has_no_prompts_is_named(greedy, capsys, tmp_path):
