@@ -1,11 +1,21 @@
 """The sizes of a model and the limits of an engine. Both are hashable, so that compiled code can specialise on them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+# The largest sizes, far above those of any model. With them every table of weights is small and every shape is one that torch has.
+LIMITS: Mapping[str, int] = MappingProxyType(
+    {
+        "vocab_size": 2**31 - 1, "hidden_size": 2**20, "intermediate_size": 2**22, "num_layers": 1024, "num_heads": 2**16,
+        "num_kv_heads": 2**16, "head_dim": 2**11, "max_position_embeddings": 2**31 - 1, "num_experts": 2**14,
+    }
+)  # fmt: skip
+MAX_EXPERTS = 2**17  # of all layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +87,13 @@ class MoEConfig:
         for name in ("num_experts", "top_k", "intermediate_size"):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"config: {name}={getattr(self, name)!r} of the experts must be an integer of at least 1")
+            if name in LIMITS and getattr(self, name) > LIMITS[name]:
+                raise CheckpointError(f"config: {name}={getattr(self, name)} of the experts must be at most {LIMITS[name]}")
+        if self.num_experts * len(self.layers) > MAX_EXPERTS:
+            count = f"num_experts={self.num_experts} in each of {len(self.layers)} layers"
+            raise CheckpointError(f"config: {count} must be at most {MAX_EXPERTS} experts in all")
+        if self.shared_size > 2**26:
+            raise CheckpointError(f"config: shared_size={self.shared_size} of the experts must be at most {2**26}")
         if self.shared_size < 0 or not 0 <= self.least_sum < math.inf:
             raise CheckpointError(f"config: shared_size={self.shared_size} and least_sum={self.least_sum} of experts must be at least 0")
         if self.top_k > self.num_experts:
@@ -159,6 +176,8 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"config: {name}={value!r} must be an integer of at least 1")
+            if value > LIMITS[name]:
+                raise CheckpointError(f"config: {name}={value} must be at most {LIMITS[name]}")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(f"config: num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:

@@ -196,14 +196,14 @@ BAD_TEMPLATES = {
     "builtins": ("{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
     "format": ("{{ '{0.__class__.__mro__}'.format(messages) }}", "SecurityError"),
     "mutation": ("{{ messages.append(1) }}", "SecurityError"),
-    "include": ("{% include '/etc/passwd' %}", "TypeError|no loader"),
+    "include": ("{% include '/etc/passwd' %}", "Include is not supported"),
     "range": ("{% for i in range(10**9) %}x{% endfor %}", "OverflowError"),
     "power": ("{{ 9 ** (9 ** 9) }}", "SecurityError"),
     "repetition": ("{{ 'x' * 10**10 }}", "SecurityError"),
     "list repetition": ("{{ (10**10 * [1]) | length }}", "SecurityError"),
     "endless output": (
         "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
-        "output exceeds",
+        "exceed",
     ),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
 }

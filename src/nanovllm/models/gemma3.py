@@ -22,9 +22,9 @@ def config_from_hf(hf: HF) -> ModelConfig:
         raise CheckpointError(f"config.json: sliding_window_pattern={hf['sliding_window_pattern']!r} must be at least 1")
     every, most = read_int(hf, "sliding_window_pattern", 6), read_int(hf, "max_position_embeddings", 131072)
     usual = {i: SLIDING if (i + 1) % every else FULL for i in range(read_int(hf, "num_hidden_layers"))}
-    # Windows longer than the context are kept too: they tell which layers use the local rotary embedding.
+    # Without a window the layer types still tell which layers use the local rotary embedding.
     hides = hf.get("sliding_window", 4096) is not None
-    windows = read_windows({**hf, **({} if hides else {"sliding_window": most}), "max_position_embeddings": None}, usual, 4096)
+    windows = read_windows({**hf, **({} if hides else {"sliding_window": most})}, usual, 4096)
     ropes = {"rope": _rope(hf, FULL, "rope_theta", 1e6), "local_rope": _rope(hf, SLIDING, "rope_local_base_freq", 1e4)}
     return gemma_sizes(hf, "Gemma3ForCausalLM", max_positions=131072, windows=windows, **ropes, **scores(hf, 0.0, 0.0))
 
@@ -71,7 +71,7 @@ def _rope(hf: HF, kind: str, theta_key: str, theta: float) -> Any:
     of_kind = given.get(kind) or {}
     if of_kind.get("rope_theta") is None and hf.get(theta_key) is not None:
         of_kind = {**of_kind, "rope_theta": hf[theta_key]}
-    return read_rope({**flat, "rope_parameters": of_kind, "rope_scaling": scaling}, theta)
+    return read_rope({**flat, "rope_parameters": of_kind, "rope_scaling": scaling}, theta, 131072)
 
 
 def param_table(c: ModelConfig) -> Params[ParamInfo]:

@@ -27,6 +27,9 @@ def config_from_hf(hf: HF) -> ModelConfig:
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if read_bool(hf, name, False):
             raise CheckpointError(f"config.json: {name}=true is not supported")
+    for name in ("n_layer", "n_positions", "n_inner"):
+        if hf.get(name) is not None:
+            read_int(hf, name)  # so that a message has the checkpoint's own name
     given = {"num_key_value_heads": None, **{ours: hf.get(name) for name, ours in NAMES.items()}}
     hidden, heads, scaled = read_int(hf, "n_embd"), read_int(hf, "n_head"), read_bool(hf, "scale_attn_weights", True)
     if heads < 1 or hidden % heads:

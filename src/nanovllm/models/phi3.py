@@ -33,9 +33,11 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
     kind = given.get("rope_type") or given.get("type") or "default"
     partial = read_float(given, "partial_rotary_factor", read_float(hf, "partial_rotary_factor", 1.0))
     theta = read_float(given, "rope_theta", read_float(hf, "rope_theta", 10000.0))
+    if theta <= 1.0:
+        raise CheckpointError(f"config.json: rope_theta={theta!r} must be above 1")
     num_heads, hidden = read_int(hf, "num_attention_heads"), read_int(hf, "hidden_size")
     head_dim = read_int(hf, "head_dim", hidden // max(1, num_heads))
-    turning = head_dim if partial == 1 else int(head_dim * partial)
+    turning = int(head_dim * partial) if 0 < partial < 1 else head_dim
     if not 0 < partial <= 1 or (partial != 1 and turning % 2):
         even = f"in (0, 1] and rotate an even number of channels, not {turning} of head_dim={head_dim}"
         raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} must be {even}")
@@ -61,8 +63,10 @@ def _ropes(hf: HF) -> tuple[RopeConfig, RopeConfig | None]:
 
 def _factors(given: HF, name: str, pairs: int) -> tuple[float, ...]:
     value = given.get(name)
-    if not isinstance(value, list) or len(value) != pairs or not all(isinstance(x, int | float) and x > 0 for x in value):
-        raise CheckpointError(f"config.json: {name}={value!r} must be {pairs} positive numbers, one for each rotated pair of channels")
+    if not isinstance(value, list) or len(value) != pairs or not all(isinstance(x, int | float) and 1e-6 <= x <= 1e6 for x in value):
+        raise CheckpointError(
+            f"config.json: {name}={value!r} must be {pairs} numbers in [1e-6, 1e6], one for each rotated pair of channels"
+        )
     return tuple(float(x) for x in value)
 
 

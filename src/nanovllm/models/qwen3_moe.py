@@ -11,8 +11,11 @@ from nanovllm.models.qwen3 import qwen3_attention
 def config_from_hf(hf: HF) -> ModelConfig:
     """The config of a `Qwen3MoeForCausalLM` checkpoint. Raises `CheckpointError` for a setting that this file does not implement."""
     num_layers, every, dense = read_int(hf, "num_hidden_layers"), read_int(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    if every < 1 or not isinstance(dense, list):
-        raise CheckpointError(f"config.json: decoder_sparse_step={every!r} must be at least 1, and mlp_only_layers={dense!r} a list")
+    if every < 1 or not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise CheckpointError(
+            f"config.json: decoder_sparse_step={every!r} must be at least 1, and mlp_only_layers={dense!r} a list of layers"
+        )
+    dense = set(dense)
     moe = MoEConfig(
         num_experts=read_int(hf, "num_experts", read_int(hf, "num_local_experts", 128)),
         top_k=read_int(hf, "num_experts_per_tok", 8),

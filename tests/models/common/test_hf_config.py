@@ -95,6 +95,33 @@ def test_frequencies_equal_those_of_transformers(rope: dict[str, Any], theta: fl
     assert ours.attention_factor == pytest.approx(attention_factor, rel=1e-12)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25, 4.0])
+@pytest.mark.parametrize("original", [32768, 10240, None])
+@pytest.mark.parametrize("saved", [True, False])  # whether the file that the scaling is added to was written by transformers 5
+def test_yarn_is_added_as_the_model_cards_of_qwen_say(factor: float, original: int | None, saved: bool) -> None:
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    added = {"rope_type": "yarn", "factor": factor, **({} if original is None else {"original_max_position_embeddings": original})}
+    base = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000}} if saved else {"rope_theta": 1000000}
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 999, "num_hidden_layers": 2, "num_attention_heads": 16}
+    hf = {**sizes, "num_key_value_heads": 8, "max_position_embeddings": 40960, **base, "rope_scaling": added}
+    theirs = Qwen3Config(**json.loads(json.dumps({**hf, "rope_theta": 1000000})))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    ours = REGISTRY["Qwen3ForCausalLM"].config_from_hf(hf)
+    torch.testing.assert_close(inverse_frequencies(ours.rope, 128), expected, rtol=1e-6, atol=0)
+    assert ours.rope.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    assert ours.max_position_embeddings == max(40960, int(factor * (original or 40960)))
+    assert REGISTRY["Qwen3ForCausalLM"].config_from_hf(config_to_hf(ours)) == ours
+
+
+def test_windows_shorter_than_a_stretched_context_are_kept() -> None:
+    hf = {**config_to_hf(tiny_config("MistralForCausalLM")), "sliding_window": 512, "max_position_embeddings": 512}
+    read: Callable[[Any], ModelConfig] = REGISTRY["MistralForCausalLM"].config_from_hf
+    assert read(hf).windows == ()
+    assert read({**hf, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}).windows == (512, 512)
+
+
 REFUSED = {
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     "longrope": ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),

@@ -22,7 +22,7 @@ from nanovllm.loading.transformers.trace import embedding, trace
 from nanovllm.loading.weights import fingerprint
 from nanovllm.models import transformers as fallback
 from nanovllm.models.common.batch import Batch
-from nanovllm.models.common.hf_config import HF
+from nanovllm.models.common.hf_config import HF, require_sizes
 from nanovllm.models.transformers import ATTENTION, ForeignParams, PagedStep, attach
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.types import Float, Tensor
@@ -37,6 +37,7 @@ def foreign_spec(folder: Path, hf: HF, known: str, *, trust_remote_code: bool) -
 
     Raises `CheckpointError`. So do the spec's `config_from_hf`, before any weights are read, and its `load`.
     """
+    require_sizes(hf)
     found = find(folder, hf, known, trust_remote_code=trust_remote_code)
     return TransformersSpec(
         config_from_hf=lambda _: trace(found),

@@ -6,13 +6,24 @@ A missing key and a null value mean the same, except for token ids and windows, 
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.config import LIMITS, ModelConfig, MoEConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 
 HF = Mapping[str, Any]
 ACTS: Mapping[str, str] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+# The largest value of each size that a config.json may name. All other integers must fit into 32 bits.
+MOST: Mapping[str, int] = {
+    **{name: most for name, most in LIMITS.items() if name != "num_layers"},
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), LIMITS["num_layers"]),
+    **dict.fromkeys(("num_attention_heads", "n_head"), LIMITS["num_heads"]),
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "moe_num_shared_experts"), LIMITS["num_experts"]),
+    **dict.fromkeys(("moe_intermediate_size", "n_inner"), LIMITS["intermediate_size"]),
+    "num_key_value_heads": LIMITS["num_kv_heads"],
+    "n_embd": LIMITS["hidden_size"],
+}
 FULL, SLIDING = "full_attention", "sliding_attention"  # the values of `layer_types`
 
 
@@ -69,12 +80,29 @@ def read_sizes(
         "bos_token_id": next(iter(read_ids(hf, "bos_token_id", bos)), None),
         "eos_token_ids": read_ids(hf, "eos_token_id", eos),
     }
-    rope = {} if "rope" in fields else {"rope": read_rope(hf, theta)}
-    return ModelConfig(**{**read, **rope, **fields})
+    rope = fields["rope"] if "rope" in fields else read_rope(hf, theta, max_positions)
+    read["max_position_embeddings"] = stretched(read["max_position_embeddings"], rope)
+    config = ModelConfig(**{**read, "rope": rope, **fields})
+    # With a rotary embedding of their own, windows of any length tell which layers use it.
+    useless = config.local_rope is None and config.widest_window >= config.max_position_embeddings
+    return replace(config, windows=()) if useless else config
+
+
+def stretched(max_position_embeddings: int, rope: RopeConfig) -> int:
+    """The number of positions of a model: what its config states, or with YaRN the stretched original context if that is more."""
+    if rope.kind != "yarn":
+        return max_position_embeddings
+    reach = rope.factor * rope.original_max_position_embeddings
+    if reach > LIMITS["max_position_embeddings"]:
+        raise CheckpointError(
+            f"config.json: rope factor={rope.factor!r} times original_max_position_embeddings={rope.original_max_position_embeddings} "
+            f"exceeds {LIMITS['max_position_embeddings']} positions"
+        )
+    return max(max_position_embeddings, int(reach))
 
 
 def read_windows(hf: HF, usual: str | Mapping[int, str], default: int | None = None) -> tuple[int, ...]:
-    """Read the window of each layer. Empty if no window is shorter than the model's positions.
+    """Read the window of each layer. Empty if no layer has one.
 
     Args:
         hf: The content of `config.json`.
@@ -93,8 +121,7 @@ def read_windows(hf: HF, usual: str | Mapping[int, str], default: int | None = N
         return ()
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise CheckpointError(f"config.json: sliding_window={window!r} must be an integer of at least 1, or null")
-    if window >= read_int(hf, "max_position_embeddings", window + 1):
-        return ()
+    read_int(hf, "sliding_window", default)
     return tuple(window if kind == SLIDING else 0 for kind in types)
 
 
@@ -167,16 +194,35 @@ def _moe_to_hf(moe: MoEConfig, num_layers: int) -> dict[str, Any]:
 
 
 def read_int(hf: HF, name: str, default: int | None = None) -> int:
-    """An integer of the config. Raises `CheckpointError` for another type, or for a missing key without a default."""
+    """An integer of the config. Raises `CheckpointError` for another type, a value out of bounds, or a missing key without a default."""
     value = default if hf.get(name) is None else hf[name]
     if isinstance(value, bool) or not isinstance(value, int):
         raise CheckpointError(f"config.json: {name}={value!r} must be an integer")
+    most = MOST.get(name, 2**31 - 1)
+    if not -most <= value <= most:
+        raise CheckpointError(f"config.json: {name}={brief(value)} must not exceed {most} in magnitude")
     return value
+
+
+def brief(value: int) -> str:
+    """An integer as text, or its length if that is long."""
+    return str(value) if abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
+
+
+def require_sizes(hf: HF) -> None:
+    """Raise `CheckpointError` if a size of the config, or of an object in it, is out of bounds. Other values are not checked."""
+    for name, value in hf.items():
+        if isinstance(value, Mapping):
+            require_sizes(value)
+        elif name in MOST and isinstance(value, int) and not isinstance(value, bool):
+            read_int(hf, name)
 
 
 def read_float(hf: HF, name: str, default: float | None = None) -> float:
     """A finite number of the config. Raises `CheckpointError` for another value, or for a missing key without a default."""
     value = default if hf.get(name) is None else hf[name]
+    if isinstance(value, int) and abs(value) > 2**1000:  # more than a float holds
+        raise CheckpointError(f"config.json: {name}={brief(value)} must be a finite number")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise CheckpointError(f"config.json: {name}={value!r} must be a finite number")
     return float(value)
@@ -194,7 +240,7 @@ def read_ids(hf: HF, name: str, default: int | None = None) -> tuple[int, ...]:
     """Token ids written as null, one integer or a list of integers. Raises `CheckpointError` for another value."""
     value = hf.get(name, default)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
         raise CheckpointError(f"config.json: {name}={value!r} must be a token id or a list of token ids")
     return ids
 
@@ -208,14 +254,18 @@ def read_dtype(hf: HF) -> str:
     return name
 
 
-def read_rope(hf: HF, theta: float = 10000.0) -> RopeConfig:
-    """Read the rotary embedding from `rope_parameters`, `rope_scaling` and `rope_theta`, merged. `theta` is the default of `rope_theta`.
+def read_rope(hf: HF, theta: float = 10000.0, max_positions: int = 2048) -> RopeConfig:
+    """Read the rotary embedding from `rope_parameters`, `rope_scaling` and `rope_theta`, merged.
 
-    YaRN's attention factor is resolved here: the given value, or the ratio of `mscale` to `mscale_all_dim`, or `0.1 ln(factor) + 1`.
-    Raises `CheckpointError` for values that are not supported, and if two of the keys disagree.
+    `theta` and `max_positions` are the defaults of `rope_theta` and `max_position_embeddings`. To `rope_parameters` of type `default`,
+    `rope_scaling` may add a scaling. YaRN's attention factor is resolved here: the given value, or the ratio of `mscale` to
+    `mscale_all_dim`, or `0.1 ln(factor) + 1`. Raises `CheckpointError` for values that are not supported, and if two of the keys disagree.
     """
     rope: dict[str, Any] = {}
-    for source in ({"rope_theta": hf.get("rope_theta")}, hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
+    given, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    if isinstance(given, Mapping) and scaling and (given.get("rope_type") or given.get("type")) == "default":
+        given = {key: value for key, value in given.items() if key not in ("rope_type", "type")}
+    for source in ({"rope_theta": hf.get("rope_theta")}, given, scaling):
         if not isinstance(source, Mapping) or any(isinstance(value, Mapping) for value in source.values()):
             raise CheckpointError(
                 f"config.json: rope_parameters must be one flat object; parameters by layer type are not supported: {source!r}"
@@ -237,11 +287,13 @@ def read_rope(hf: HF, theta: float = 10000.0) -> RopeConfig:
         raise CheckpointError(f"config.json: rope_theta={theta!r} must be above 1")
     if kind == "default":
         return RopeConfig(theta=theta)
-    max_len = read_int(hf, "max_position_embeddings", 2048)
+    max_len = read_int(hf, "max_position_embeddings", max_positions)
     original = read_int(hf, "original_max_position_embeddings", read_int(rope, "original_max_position_embeddings", max_len))
-    factor = read_float(rope, "factor", max_len / original if kind == "yarn" else None)
-    if factor <= 0 or original < 1:
-        raise CheckpointError(f"config.json: rope factor={factor!r} and original_max_position_embeddings={original!r} must be positive")
+    factor = read_float(rope, "factor", max_len / max(1, original) if kind == "yarn" else None)
+    if not 1e-6 <= factor <= 1e6 or original < 1:
+        raise CheckpointError(
+            f"config.json: rope factor={factor!r} must be in [1e-6, 1e6], and original_max_position_embeddings={original!r} positive"
+        )
     match kind:
         case "linear":
             return RopeConfig(theta=theta, kind=kind, factor=factor)
@@ -272,8 +324,8 @@ def read_rope(hf: HF, theta: float = 10000.0) -> RopeConfig:
 
 def _turns(rope: HF, name: str, default: float) -> float:
     turns = read_float(rope, name, default) or default
-    if turns < 0:
-        raise CheckpointError(f"config.json: rope {name}={turns!r} must be positive")
+    if not 1e-6 <= turns <= 1e6:
+        raise CheckpointError(f"config.json: rope {name}={turns!r} must be in [1e-6, 1e6]")
     return turns
 
 
