@@ -153,6 +153,7 @@ def test_a_failed_call_lets_other_threads_in():
     nv.check(after)
 
 
+@pytest.mark.unhooked
 def test_the_lock_costs_less_than_a_microsecond():
     lease: Lease = engine().runtime.lease
     assert min(timeit.repeat(lambda: lease.check(0), number=2000, repeat=20)) / 2000 < 2e-6  # twice as much, because machines differ

@@ -417,10 +417,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Text
     *bugs(
-        "tokenizer/chat_template.py",
+        "tokenizer/bounded_jinja.py",
         TOKENIZER,
-        ("tojson ignores sort_keys", "separators=separators, sort_keys=sort_keys)", "separators=separators)"),
-        ("tojson ignores separators", "separators=separators, sort_keys=sort_keys)", "sort_keys=sort_keys)"),
+        ("tojson ignores sort_keys", "indent=indent, separators=separators, sort_keys=sort_keys)", "indent=indent, separators=separators)"),
+        ("tojson ignores separators", "indent=indent, separators=separators, sort_keys=sort_keys)", "indent=indent, sort_keys=sort_keys)"),
     ),
     *bugs(
         "tokenizer/chat_template.py",
@@ -560,8 +560,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/prompt.py",
         PROMPT,
-        ("an empty part takes the start token away", "first=base is None and not any(map(len, runs))", "first=base is None and not runs"),
-        ("a text after a chunk has a start token", "first=base is None and not any(map(len, runs))", "first=not any(map(len, runs))"),
+        ("an empty part takes the start token away", "first=total == 0", "first=base is None and not runs"),
+        ("a text after a chunk has a start token", "first=total == 0", "first=not any(map(len, runs))"),
         ("the last wrong token is named", "flat[(flat < 0) | (flat >= vocab_size)][0]", "flat[(flat < 0) | (flat >= vocab_size)][-1]"),
         ("parts after a token id are token ids", "(*context[:1], *context[-1:])", "context[:1]"),
         ("the first part has no number", 'if len(parts) > 1 else "")', 'if place else "")'),

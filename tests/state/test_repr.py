@@ -10,6 +10,7 @@ import nanovllm as nv
 from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.score import Score
 from nanovllm.entrypoints.llm import Piece
+from nanovllm.executor.session_lease import SessionLease
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.array import IntArray
 from nanovllm.state.engine_state import Session
@@ -49,12 +50,13 @@ def values() -> list[Any]:
         base=many, ids=tuple(IDS), left=np.array(IDS), first_end=0, steps=1, pool=STATE.pool, waiting=queue, stop_ids=frozenset(IDS),
         drawn=linked(np.array(IDS)), made=[many],
     )  # fmt: skip
+    session = Session(sequences=many, room=1, lease=SessionLease(session=0))
     output = RequestOutput(
         request_id=0, prompt_token_ids=np.array(IDS), token_ids=IDS, text="x" * LONG, finish_reason="stop", num_cached_tokens=0,
         logprobs=[logprob] * LONG, metrics=nv.Metrics(time_to_first_token=0.0, total_time=1.0, decode_tokens_per_second=2.0),
     )  # fmt: skip
     return [
-        logprob, params, request, sequence, queue, array, older, steady, output, IntVector.of(IDS), Session(sequences=many, room=1),
+        logprob, params, request, sequence, queue, array, older, steady, output, IntVector.of(IDS), session,
         StepOutput(0, tuple(IDS), "stop", output), Piece(text="x" * LONG, token_ids=IDS, output=output),
         Score(token_ids=IDS, logprobs=np.zeros(LONG, np.float32)),
         Generation(chunk=CHUNK, token_ids=IDS, text="x" * LONG, finish_reason="stop", logprobs=[logprob] * LONG),

@@ -168,6 +168,7 @@ def render(source: str, **variables: Any) -> str | None:
         assert took < 1 + 4 * tracemalloc.is_tracing(), took
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_template_ends_soon(case: str) -> None:
     render(HOSTILE[case])
@@ -177,6 +178,7 @@ def test_a_hostile_template_ends_soon(case: str) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in HOSTILE if not case.startswith(("shared", "select", "map", "two macros"))]
 )  # slow if traced
+@pytest.mark.unhooked
 def test_a_hostile_template_takes_little_memory(case: str) -> None:
     tracemalloc.start()
     try:

@@ -111,6 +111,7 @@ class Counting:
         return self.backend.decode(ids, **options)
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("text", ["ab a! ", "a"], ids=["words", "one word"])
 def test_how_much_is_encoded_does_not_depend_on_the_length(name: str, text: str) -> None:
@@ -137,6 +138,7 @@ def model() -> nv.Model:
     return random_model(tiny_config(), tokenizer=replace(tokenizer, backend=counting, limit=replace(tokenizer.limit, backend=counting)))
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("length", [1 << 16, 1 << 20])
 @pytest.mark.parametrize("text", ["ab a! ", "a"], ids=["words", "one word"])
 def test_every_call_refuses_a_long_text(model: nv.Model, text: str, length: int) -> None:

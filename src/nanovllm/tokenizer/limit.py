@@ -92,15 +92,15 @@ def _parts(component: Any, name: str) -> list[Mapping[str, Any]]:
     return flat
 
 
-def _shrink(normalizer: Mapping[str, Any]) -> float | None:
+def _shrink(normalizer: Mapping[str, Any]) -> int | float | None:
     """By which factor a step may shorten a text; None if it may drop characters, or is not known."""
     match normalizer:
         case {"type": "NFC" | "NFKC"}:
             return COMPOSED
         case {"type": "NFD" | "NFKD" | "Lowercase" | "Prepend" | "ByteLevel"}:
-            return 1
+            return 1.0
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old and new:
-            return max(1, len(old) / len(new))
+            return max(1.0, len(old) / len(new))
     return None
 
 

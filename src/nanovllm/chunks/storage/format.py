@@ -206,7 +206,7 @@ def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
     return head
 
 
-def _first_hole(fd: int) -> float:
+def _first_hole(fd: int) -> int | float:
     """Where the first part of a file begins that is not stored; beyond all files if the system does not tell."""
     try:
         return os.lseek(fd, 0, os.SEEK_HOLE)
