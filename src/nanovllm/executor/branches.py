@@ -59,7 +59,7 @@ def split_rows(
     num_steps = None
     if not torch.compiler.is_compiling():
         require_carry(carry)
-        _require(carry, parents, token_ids, logprobs)
+        _require(carry, parents, logprobs)
         if carry.log is not None and (carry.log.lease is None or carry.log.lease.checked):
             num_steps = require_fresh(carry.log)
             if num_steps == 0 and token_ids is not None:
@@ -174,11 +174,11 @@ def _penalties(penalties: Penalties, rows: Tensor, old: Tensor, new: Tensor) -> 
     )
 
 
-def _require(carry: DecodeCarry, parents: Tensor, token_ids: Tensor | None, logprobs: Tensor | None) -> None:
+def _require(carry: DecodeCarry, parents: Tensor, logprobs: Tensor | None) -> None:
     if carry.log is None or carry.log.branches is None:
         raise InvalidRequestError(f"carry={carry!r} cannot be split: call begin(..., branching=True)")
     rows = carry.active.shape[0]
-    for name, value in (("parents", parents), ("token_ids", token_ids), ("logprobs", logprobs)):
+    for name, value in (("parents", parents), ("logprobs", logprobs)):
         if value is None and name != "parents":
             continue
         if not isinstance(value, Tensor) or value.shape != (rows,) or value.device != carry.active.device:

@@ -57,6 +57,7 @@ def line_of(function: Callable[..., Any], error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -92,6 +93,7 @@ def versions_of(carry: DecodeCarry) -> dict[str, tuple[Tensor, int]]:
 
 
 def require_unchanged(function: Callable[..., Any], before: dict[str, tuple[Tensor, int]], carry: DecodeCarry) -> None:
+    """Raise `CaptureError` if a tensor was written that a step leaves as it is. `before` is what `versions_of` gave."""
     for name, (tensor, version) in before.items():
         if tensor._version != version:
             raise CaptureError(f"{function_name(function)} changed carry.{name} in place: return a carry with a new tensor instead")
@@ -111,14 +113,17 @@ def require_nothing_kept(function: Callable[..., Any], pool: Any, results: list[
 
 
 def shapes_of(tensors: list[Any]) -> list[Any]:
+    """The shapes and dtypes of tensors; other values as they are."""
     return [(tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at the same address."""
     return one is other or one.data_ptr() == other.data_ptr()
 
 
 def storage_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory, which its views share."""
     return tensor.untyped_storage().data_ptr()
 
 
