@@ -41,17 +41,17 @@ def test_order_of_arrival(ids):
 
 def test_ids_that_never_waited_cost_nothing_at_each_look():
     queue = Queue().push(waiting(0)).push(waiting(300_000)).pop(0)
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(100):
         assert queue.first() is not None
-    assert time.perf_counter() - start < 0.05
+    assert time.thread_time() - start < 0.3
 
 
 def test_ids_that_are_gone_cost_nothing_at_each_pop():
     first, queue = 300_000, Queue()
     for rid in range(first, first + 100):
         queue = queue.push(waiting(rid))
-    start = time.perf_counter()
+    start = time.thread_time()
     for rid in range(first, first + 100):
         queue = queue.pop(rid)
-    assert time.perf_counter() - start < 0.2
+    assert time.thread_time() - start < 0.3

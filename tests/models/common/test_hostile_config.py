@@ -95,7 +95,7 @@ def test_every_huge_size_is_refused_by_name_before_memory_is_taken(architecture:
             for size in HUGE[2:]:
                 if size <= 2**31 and path[-1] in ("vocab_size", "n_positions"):
                     continue  # no table is made of it, and ids and positions may have this width
-                started = time.monotonic()
+                started = time.thread_time()
                 hf = changed(written(architecture, None), path, size)
                 try:
                     config = REGISTRY[architecture].config_from_hf(hf)
@@ -103,7 +103,7 @@ def test_every_huge_size_is_refused_by_name_before_memory_is_taken(architecture:
                     assert any(name in str(error) for name in (path[-1], *renamed.get(path[-1], "").split("|"))), (path, error)
                 else:
                     assert config == usual, path  # a key that this architecture does not read
-                assert time.monotonic() - started < 1
+                assert time.thread_time() - started < 2
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
