@@ -140,8 +140,8 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
     with guarded(state):
         inner, generations = closed(model, state, session, carry)
         after = commit_state(inner, sessions=inner.sessions.delete(ticket))
-    _retire(carry)
-    executor_of(state).end(ticket)
+        _retire(carry)
+        executor_of(state).end(ticket)
     return after, generations
 
 
@@ -183,11 +183,12 @@ def abandon(state: EngineState, session: DecodeCarry | int) -> EngineState:
     ended, pool = state.sessions[ticket], state.pool
     for sequence in ended.sequences:
         pool = pools.release(pool, sequence.pages)
-    after = commit_state(state, pool=pool, sessions=state.sessions.delete(ticket))
-    ended.lease.committed = True
-    if carry is not None:
-        _retire(carry)
-    executor_of(state).end(ticket)
+    with guarded(state):
+        after = commit_state(state, pool=pool, sessions=state.sessions.delete(ticket))
+        ended.lease.committed = True
+        if carry is not None:
+            _retire(carry)
+        executor_of(state).end(ticket)
     return after
 
 

@@ -169,6 +169,16 @@ def test_half_precision(made: Made) -> None:
     assert len(nv.LLM(model, num_pages=16).generate([list(ROWS[0])], GREEDY)[0].token_ids) == 10
 
 
+def test_yarn_stretches_the_positions(tmp_path: Path) -> None:
+    made = save(tmp_path, "olmo2", {**GROUPED, "max_position_embeddings": 32})
+    change(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})
+    model = load_model(tmp_path, device="cpu")
+    assert model.config.max_position_embeddings == 128
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager").float()
+    prompt = [3 + 7 * i % 250 for i in range(60)]
+    assert nv.LLM(model, num_pages=16).generate([prompt], GREEDY)[0].token_ids == greedy(theirs, prompt, 10)
+
+
 def test_the_fingerprint_knows_the_whole_config(made: Made, model: Model, tmp_path: Path) -> None:
     folder = copied(made.folder, tmp_path)
     assert load_model(folder, device="cpu").fingerprint == model.fingerprint

@@ -1,6 +1,7 @@
 """Observes how a model of transformers attends, before its weights are read: it runs once on the meta device, recording every call."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.transformers.found import Found, quiet, refuse
-from nanovllm.models.common.hf_config import read_dtype, read_ids
+from nanovllm.models.common.hf_config import read_dtype, read_ids, stretched
 from nanovllm.models.transformers import ATTENTION, attach, attention
 from nanovllm.types import Bool, Tensor
 
@@ -165,11 +166,22 @@ def _config(found: Found, calls: list[Call], hidden_size: int, vocab_size: int) 
         rms_norm_eps=1e-6,
         rope=RopeConfig(kind="unknown"),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        max_position_embeddings=_size(config, "max_position_embeddings") or 2048,
+        max_position_embeddings=_positions(config),
         dtype=read_dtype({"dtype": str(found.config.dtype or config.dtype or "float32")}),
         bos_token_id=next(iter(read_ids(ids, "bos_token_id")), None),
         eos_token_ids=read_ids(ids, "eos_token_id"),
     )
+
+
+def _positions(config: PreTrainedConfig) -> int:
+    """The number of positions of the model, stretched by YaRN if its parameters say how far."""
+    stated, rope = _size(config, "max_position_embeddings") or 2048, getattr(config, "rope_parameters", None)
+    if not isinstance(rope, Mapping) or rope.get("rope_type") != "yarn":
+        return stated
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or not isinstance(original, int):
+        return stated
+    return stretched(stated, RopeConfig(kind="yarn", factor=float(factor), original_max_position_embeddings=original))
 
 
 def _size(config: PreTrainedConfig, name: str) -> int | None:

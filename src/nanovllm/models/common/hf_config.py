@@ -200,11 +200,11 @@ def read_int(hf: HF, name: str, default: int | None = None) -> int:
         raise CheckpointError(f"config.json: {name}={value!r} must be an integer")
     most = MOST.get(name, 2**31 - 1)
     if not -most <= value <= most:
-        raise CheckpointError(f"config.json: {name}={brief(value)} must not exceed {most} in magnitude")
+        raise CheckpointError(f"config.json: {name}={_digits(value)} must not exceed {most} in magnitude")
     return value
 
 
-def brief(value: int) -> str:
+def _digits(value: int) -> str:
     """An integer as text, or its length if that is long."""
     return str(value) if abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
 
@@ -222,7 +222,7 @@ def read_float(hf: HF, name: str, default: float | None = None) -> float:
     """A finite number of the config. Raises `CheckpointError` for another value, or for a missing key without a default."""
     value = default if hf.get(name) is None else hf[name]
     if isinstance(value, int) and abs(value) > 2**1000:  # more than a float holds
-        raise CheckpointError(f"config.json: {name}={brief(value)} must be a finite number")
+        raise CheckpointError(f"config.json: {name}={_digits(value)} must be a finite number")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise CheckpointError(f"config.json: {name}={value!r} must be a finite number")
     return float(value)
