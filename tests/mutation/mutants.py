@@ -59,6 +59,12 @@ STORE = (
     "tests/chunks/storage/test_store.py::test_a_larger_limit_before",
 )
 TOKENIZER = ("tests/tokenizer/test_tokenizer.py",)
+TEXT_LIMIT = ("tests/tokenizer/test_limit.py",)
+TEMPLATE_BOUNDS = (
+    "tests/tokenizer/test_hostile_templates.py::test_a_hostile_template_takes_little_memory",
+    "tests/tokenizer/test_hostile_templates.py::test_the_message_names_the_limit",
+    "tests/tokenizer/test_hostile_templates.py::test_a_long_conversation_is_rendered",
+)
 TOKENIZER_FILES = ("tests/loading/test_tokenizer_files.py",)
 WEIGHTS = (
     "tests/loading/test_weights.py::test_two_tensors_for_one_parameter_are_refused_by_name",
@@ -421,6 +427,27 @@ MUTANTS: tuple[Mutant, ...] = (
         TOKENIZER,
         ("tojson ignores sort_keys", "indent=indent, separators=separators, sort_keys=sort_keys)", "indent=indent, separators=separators)"),
         ("tojson ignores separators", "indent=indent, separators=separators, sort_keys=sort_keys)", "indent=indent, sort_keys=sort_keys)"),
+    ),
+    *bugs(
+        "tokenizer/bounded_jinja.py",
+        TEMPLATE_BOUNDS,
+        (
+            "a padded text is not counted",
+            "self.charge(64 + 4 * max(len(owner), operator.index(args[0]) if args else 0))",
+            "self.charge(64 + 4 * len(owner))",
+        ),
+        ("a repeated text is not counted", "self.charge(64 + times * _size(repeated))", "self.charge(64)"),
+        ("a template is blamed for a long conversation", "self.left += 64 * _num_characters(self.variables)", "self.left += 0"),
+        ("a template has ten seconds", "elif now - self.started > MAX_SECONDS:", "elif now - self.started > 40 * MAX_SECONDS:"),
+    ),
+    *bugs(
+        "tokenizer/limit.py",
+        TEXT_LIMIT,
+        ("composed characters are forgotten", "return COMPOSED\n", "return 1.0\n"),
+        ("a pre-tokenizer drops characters", 'return pre_tokenizer["behavior"] != "Removed"', "return True"),
+        ("unknown characters have a token each", "model.unk_token is not None and not model.fuse_unk", "model.unk_token is not None"),
+        ("spaces at a token are forgotten", "strips=any(token.lstrip or token.rstrip for token in added)", "strips=False"),
+        ("a text of just the limit is refused", "if self._num_settled(text[:size]) > most:", "if self._num_settled(text[:size]) >= most:"),
     ),
     *bugs(
         "tokenizer/chat_template.py",

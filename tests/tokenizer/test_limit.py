@@ -58,6 +58,7 @@ BACKENDS = {
     "many for one": (made(by_bytes(), normalizers.Replace(Regex("a+"), "a"), split()), None),
     "nothing": (made(by_bytes(), normalizers.Replace("a", ""), split()), None),
     "removed": (made(by_bytes(), None, pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split()])), None),
+    "spaces removed": (made(by_bytes(), None, pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), split()])), None),
     "too few bytes": (made(models.BPE(vocab={"a": 0, "Ġ": 1}, merges=[]), None, split()), None),
     "whole words": (made(models.WordLevel(WORDS, unk_token="[UNK]"), None, pre_tokenizers.Whitespace()), None),
     "parts of words": (
@@ -124,6 +125,13 @@ def test_how_much_is_encoded_does_not_depend_on_the_length(name: str, text: str)
         assert found or endless
         chars.append(counting.chars)
     assert chars[0] == chars[1] <= 20_000 or endless
+
+
+def test_a_text_of_exactly_the_limit_is_not_refused() -> None:
+    limit = limit_of(BACKENDS["whole words"][0])
+    text = "a " * 100 + " " * 10_000
+    assert not limit.exceeded(text, 100)
+    assert limit.exceeded(text, 99)
 
 
 def test_a_text_that_is_not_unicode_is_left_to_the_encoder() -> None:
