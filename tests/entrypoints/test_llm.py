@@ -288,6 +288,7 @@ def test_streamed_equals_generated(params):
     require_idle(llm)
 
 
+@pytest.mark.unhooked
 @settings(max_examples=8)
 @given(st.data())
 def test_streamed_equals_generated_with_stops(data):
@@ -373,6 +374,7 @@ def work_per_token(num_streams):
     return counts[0] / counts[1]
 
 
+@pytest.mark.unhooked
 def test_a_token_costs_the_same_in_any_number_of_streams():
     few, many = work_per_token(8), work_per_token(64)
     assert many < 1.1 * few
@@ -456,6 +458,7 @@ def test_bad_messages_are_named(messages, match):
 # Requests whose KV stays
 
 
+@pytest.mark.unhooked
 @settings(max_examples=25)
 @given(st.integers(0, 24), st.integers(6, 12), st.integers(1, 6), st.booleans())
 def test_a_detached_request_is_a_chunk_of_what_it_filled(steps, num_pages, budget, beside):

@@ -180,6 +180,7 @@ def test_workloads_that_are_too_long_for_a_model() -> None:
         command.find_workloads("b1,prefix", "tinyllama-1.1b", cuda=True)
 
 
+@pytest.mark.unhooked
 def test_a_short_context_is_told_before_weights_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
