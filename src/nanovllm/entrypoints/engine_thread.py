@@ -11,6 +11,7 @@ The inbox is a `SimpleQueue`, because a garbage collection may put a cancellatio
 import asyncio
 import atexit
 from asyncio import AbstractEventLoop
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -18,6 +19,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from immutables import Map
 
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import cancel, submit_many
@@ -96,10 +98,11 @@ class Call:
             self.waiter.set_result(None)
 
 
-def _deliver(news: list[tuple[Call, StepOutput]]) -> None:
-    """Take what a step gave for the calls of an event loop. Runs in the loop's thread."""
-    for call, out in news:
-        call.add(out)
+def _deliver(calls: Map[int, Call], outputs: list[StepOutput]) -> None:
+    """Give the calls of an event loop, by request id, what a step gave. Runs in the loop's thread, while the engine runs the next step."""
+    for out in outputs:
+        if (call := calls.get(out.request_id)) is not None:
+            call.add(out)
 
 
 class EngineThread:
@@ -118,7 +121,8 @@ class EngineThread:
         self.refusal: NanoVLLMError | None = None
         self.ended = False
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._open: dict[int, Call] = {}  # by request id: those that have not ended
+        self._calls: dict[AbstractEventLoop, Map[int, Call]] = {}  # by request id: those that have not ended
+        self._num_streams = Counter[AbstractEventLoop]()
         self._watchers: list[Call] = []  # they wait for the end of the thread
         self._draining = True  # whether an end waits for the requests that were taken
         self._thread = Thread(target=self._run, name="nanovllm engine", daemon=True)
@@ -198,8 +202,9 @@ class EngineThread:
                 torch.cuda.set_device(self.model.device)
             while self._turn():
                 pass
-            for request_id in self._open:
-                self.state = cancel(self.state, request_id)
+            for calls in self._calls.values():
+                for request_id in calls:
+                    self.state = cancel(self.state, request_id)
             refusal: NanoVLLMError = EngineClosedError("this AsyncLLM was closed: make a new one")
         except BaseException as error:
             refusal = EngineDeadError(f"the engine has failed, make a new one: {type(error).__name__}: {error}")
@@ -221,11 +226,10 @@ class EngineThread:
         self.refusal, self.ended = refusal, True
         while not self._inbox.empty():
             self._inbox.get()()
-        for call in {*self._open.values()}:
+        for call in {call for calls in self._calls.values() for call in calls.values()}:
             self._tell(call.loop, call.fail, self._refused())
         for call in self._watchers:
             self._tell(call.loop, call.end)
-        self._open = {}
         atexit.unregister(self._exit)
 
     @property
@@ -240,23 +244,28 @@ class EngineThread:
                 raise
             for request_id in blamed:
                 self.state = cancel(self.state, request_id)
-                if (call := self._open.pop(request_id, None)) is not None:
+                if (call := self._forget(request_id)) is not None:
                     self._tell(call.loop, call.fail, error)
             return
-        news: dict[AbstractEventLoop, list[tuple[Call, StepOutput]]] = {}
-        for out in outputs:
-            call = self._open.get(out.request_id)
-            if call is None or (out.output is None and not call.streamed):
-                continue
-            if out.output is not None:
-                del self._open[out.request_id]
-            if call.loop not in news:
-                news[call.loop] = []
-            news[call.loop].append((call, out))
-        for loop, pairs in news.items():
-            if not self._tell(loop, _deliver, pairs):
-                for call, _ in pairs:
+        ended = [out for out in outputs if out.output is not None]
+        for loop, calls in [*self._calls.items()]:
+            news = outputs if self._num_streams[loop] else ended
+            if news and not self._tell(loop, _deliver, calls, news):
+                for call in {*calls.values()}:
                     self._cancel(call)
+        for out in ended:
+            self._forget(out.request_id)
+
+    def _forget(self, request_id: int) -> Call | None:
+        """Remove a request that has ended. Returns its call, or None if no call waits for it."""
+        for loop, calls in self._calls.items():
+            if (call := calls.get(request_id)) is not None:
+                self._calls[loop] = calls.delete(request_id)
+                self._num_streams[loop] -= call.streamed
+                if len(calls) == 1:
+                    del self._calls[loop], self._num_streams[loop]
+                return call
+        return None
 
     def _blamed(self, error: Exception) -> list[int]:
         """The requests that end with an exception of `step`; the others go on. None: the engine has failed."""
@@ -285,7 +294,9 @@ class EngineThread:
             self.state, call.ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
         except Exception as error:
             self._tell(call.loop, call.fail, error)
-        self._open.update(dict.fromkeys(call.ids, call))
+            return
+        self._calls[call.loop] = self._calls.get(call.loop, Map()).update(dict.fromkeys(call.ids, call))
+        self._num_streams[call.loop] += call.streamed
 
     def _apply(self, call: Call, function: Callable[[Model, EngineState], Any]) -> None:
         if call.given_up:
@@ -304,13 +315,13 @@ class EngineThread:
             self._tell(call.loop, call.fail, error)
             return
         self._tell(call.loop, call.end, value)
-        for request_id in [i for i in self._open if sequence_of(state, i) is None]:
-            lost = self._open.pop(request_id)
-            self._tell(lost.loop, lost.fail, InvalidRequestError(f"a function given to apply cancelled or ended request {request_id}"))
+        for request_id in [i for calls in self._calls.values() for i in calls if sequence_of(state, i) is None]:
+            if (lost := self._forget(request_id)) is not None:
+                self._tell(lost.loop, lost.fail, InvalidRequestError(f"a function given to apply cancelled or ended request {request_id}"))
 
     def _cancel(self, call: Call) -> None:
         for request_id in call.ids:
-            if not self.ended and self._open.pop(request_id, None) is not None:
+            if not self.ended and self._forget(request_id) is not None:
                 self.state = cancel(self.state, request_id)
 
     def _close(self, call: Call | None, drain: bool) -> None:
