@@ -132,7 +132,7 @@ class QueueFullError(NanoVLLMError):
         ...         await asyncio.gather(llm.generate("Hello", params), llm.generate("Once upon a time", params))
         >>> asyncio.run(main())
         Traceback (most recent call last):
-        nanovllm.errors.QueueFullError: 1 requests run or wait, 1 more are too many: ...
+        nanovllm.errors.QueueFullError: no room for 1 more besides the 1 that run or wait: ...
     """
 
 

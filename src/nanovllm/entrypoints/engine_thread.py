@@ -98,7 +98,7 @@ class Call:
             self.waiter.set_result(None)
 
 
-def _deliver(calls: Map[int, Call], outputs: list[StepOutput]) -> None:
+def deliver(calls: Map[int, Call], outputs: list[StepOutput]) -> None:
     """Give the calls of an event loop, by request id, what a step gave. Runs in the loop's thread, while the engine runs the next step."""
     for out in outputs:
         if (call := calls.get(out.request_id)) is not None:
@@ -106,7 +106,7 @@ def _deliver(calls: Map[int, Call], outputs: list[StepOutput]) -> None:
 
 
 class EngineThread:
-    """An engine and the thread in which it runs. Methods with an underscore run in this thread, the others in any.
+    """An engine and the thread in which it runs. `turn` and methods with an underscore run in this thread, the others in any.
 
     Attributes:
         model: The model.
@@ -131,6 +131,8 @@ class EngineThread:
 
     def start(self) -> None:
         """Start the thread. It ends with `close`, or with the program."""
+        if self.model.device.type == "cuda":  # a thread begins with the first GPU
+            self._inbox.put(partial(torch.cuda.set_device, self.model.device))
         atexit.register(self._exit)
         self._thread.start()
 
@@ -185,7 +187,7 @@ class EngineThread:
             limit = f"this engine takes at most {most} requests at a time (max_num_seqs={seqs}, max_num_waiting={self.max_num_waiting})"
             if count > most:
                 raise InvalidRequestError(f"{count} prompts in one call: {limit}")
-            raise QueueFullError(f"{there} requests run or wait, {count} more are too many: {limit}; try again later")
+            raise QueueFullError(f"no room for {count} more besides the {there} that run or wait: {limit}; try again later")
 
     def _refused(self) -> NanoVLLMError:
         """The refusal as an exception of its own, because many may raise it."""
@@ -197,29 +199,27 @@ class EngineThread:
     # The thread.
 
     def _run(self) -> None:
+        while self.turn():
+            pass
+
+    def turn(self, *, wait: bool = True) -> bool:
+        """Take in what has come, and run a step. With nothing to run, `wait` for something. Returns False after the last round."""
         try:
-            if self.model.device.type == "cuda":  # a thread begins with the first GPU
-                torch.cuda.set_device(self.model.device)
-            while self._turn():
-                pass
+            while not self._inbox.empty() or (wait and self._idle and self.refusal is None):
+                self._inbox.get()()
+            if self.refusal is None or (self._draining and not self._idle):
+                if not self._idle:
+                    self._step()
+                return True
             for calls in self._calls.values():
                 for request_id in calls:
                     self.state = cancel(self.state, request_id)
-            refusal: NanoVLLMError = EngineClosedError("this AsyncLLM was closed: make a new one")
+            refusal = self.refusal
         except BaseException as error:
             refusal = EngineDeadError(f"the engine has failed, make a new one: {type(error).__name__}: {error}")
             refusal.__cause__ = error
         self._end(refusal)
-
-    def _turn(self, *, wait: bool = True) -> bool:
-        """Take in what has come, and run a step. With nothing to run, `wait` for something. Returns False when the thread is to end."""
-        while not self._inbox.empty() or (wait and self._idle and self.refusal is None):
-            self._inbox.get()()
-        if self.refusal is not None and (self._idle or not self._draining):
-            return False
-        if not self._idle:
-            self._step()
-        return True
+        return False
 
     def _end(self, refusal: NanoVLLMError) -> None:
         """Tell all who wait."""
@@ -250,7 +250,7 @@ class EngineThread:
         ended = [out for out in outputs if out.output is not None]
         for loop, calls in [*self._calls.items()]:
             news = outputs if self._num_streams[loop] else ended
-            if news and not self._tell(loop, _deliver, calls, news):
+            if news and not self._tell(loop, deliver, calls, news):
                 for call in {*calls.values()}:
                     self._cancel(call)
         for out in ended:
@@ -287,12 +287,10 @@ class EngineThread:
     # What event loops ask for.
 
     def _submit(self, call: Call, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> None:
-        if call.given_up:
-            return
         try:
             self.require_room(call.count)
             self.state, call.ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
-        except Exception as error:
+        except BaseException as error:
             self._tell(call.loop, call.fail, error)
             return
         self._calls[call.loop] = self._calls.get(call.loop, Map()).update(dict.fromkeys(call.ids, call))
