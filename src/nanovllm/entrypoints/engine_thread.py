@@ -149,7 +149,7 @@ class EngineThread:
     def cancel(self, call: Call) -> None:
         """Cancel the requests of a call that have not ended, before the next step."""
         call.given_up = True
-        if not call.complete:
+        if len(call.results) < call.count:  # also after an error of one of them
             self._inbox.put(partial(self._cancel, call))
 
     def close(self, call: Call | None = None, *, drain: bool = False) -> None:
@@ -274,7 +274,7 @@ class EngineThread:
             return [min([*(s.request.request_id for s in state.running), *state.waiting.items])]
         if isinstance(error, NanoVLLMError):
             return []
-        return [s.request.request_id for s in state.running if s.request.process_logits is not None]
+        return [s.request.request_id for s in (*state.running, *state.waiting) if s.request.process_logits is not None]
 
     def _tell(self, loop: AbstractEventLoop, function: Callable[..., None], *args: Any) -> bool:
         """Call a function in the thread of an event loop. Returns False if the loop is closed, so that nobody waits there."""
