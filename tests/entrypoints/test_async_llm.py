@@ -471,7 +471,7 @@ def test_a_failed_function_between_logits_and_samples_ends_its_own_requests():
 
 def test_a_prompt_without_pages_ends_alone():
     async def main():
-        llm, _ = counting(num_pages=8)
+        llm, executor = counting(num_pages=8)
         async with llm:
             chunk = await llm.apply(lambda model, state: nv.prefill(model, state, [1] * 24))
             short, stuck, later = ([2] * 4, [3] * 20, [4] * 4)
@@ -479,6 +479,10 @@ def test_a_prompt_without_pages_ends_alone():
             results = await asyncio.gather(*(llm.generate(p, five) for p in (short, stuck, later)), return_exceptions=True)
             assert isinstance(results[1], nv.OutOfPagesError)
             assert [results[i][0].token_ids for i in (0, 2)] == [counted_reply([i], 4, 50) for i in (2, 4)]
+            with pytest.raises(nv.OutOfPagesError):  # the other prompt of the call does not run on
+                await llm.generate([stuck, [5]], [five, LONG])
+            await until(lambda: not llm.state.running and not llm.state.waiting, "the end of all requests")
+            assert executor.num_steps < 50
             await llm.apply(lambda model, state: nv.release(state, chunk))
             assert len((await llm.generate(stuck, five))[0].token_ids) == 4
 

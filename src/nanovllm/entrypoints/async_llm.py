@@ -239,7 +239,7 @@ class AsyncLLM:
         Examples:
             >>> import asyncio
             >>> len(asyncio.run(nv.AsyncLLM(model, num_pages=64).chat_tokens([{"role": "user", "content": "Hello"}])))
-            6
+            9
         """
         most = self.model.config.max_position_embeddings
         return await asyncio.to_thread(render, self.tokenizer, messages, enable_thinking=enable_thinking, most=most)
