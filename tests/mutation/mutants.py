@@ -958,7 +958,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a second close does not cut a drain short", "self._draining and drain", "self._draining"),
         ("a drain ends at once", "self._draining and drain", "False"),
         ("a function that ends a request leaves its call waiting", "if sequence_of(state, i) is None]", "if False]"),
-        ("a program that ends does not stop the engine", "atexit.register(self._exit)", "pass"),
         ("a thread that has ended is kept by the exit", "atexit.unregister(self._exit)", "pass"),
         ("a refusal is one exception for all", "error = type(self.refusal)(*self.refusal.args)", "error = self.refusal"),
     ),

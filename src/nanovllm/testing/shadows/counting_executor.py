@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.executor.executor import Drawn
+from nanovllm.executor.executor import Drawn, Executor
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
@@ -19,8 +19,8 @@ def counted_reply(prompt: Seq[int], length: int, vocab_size: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class CountingExecutor:
-    """Samples the token before plus one. The carry is the list of the next tokens of the rows.
+class CountingExecutor(Executor):
+    """Samples the token before plus one. The carry is the list of the newest tokens of the rows. It runs requests, not sessions or scores.
 
     Attributes:
         before: Called before each prefill and each decode step. What it raises, the step raises.
@@ -36,19 +36,19 @@ class CountingExecutor:
         whole = [sequence for sequence, count in rows if count == sequence.todo]
         return (self._drawn(model, self._last(whole)) if whole else None), kv
 
-    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], **_: Any) -> list[int]:
+    def load(self, model: Model, kv: KVState, rows: Seq[Sequence], **_: Any) -> Any:
         """The newest token of each row."""
         return self._last(rows)
 
-    def refresh(self, model: Model, carry: list[int], rows: Seq[Sequence], **_: Any) -> list[int]:
+    def refresh(self, model: Model, carry: Any, rows: Seq[Sequence], **_: Any) -> Any:
         """Donates `carry`. The newest token of each row."""
         return self._last(rows)
 
-    def narrow(self, model: Model, carry: list[int], keep: Seq[int], rows: Seq[Sequence], **_: Any) -> list[int]:
+    def narrow(self, model: Model, carry: Any, keep: Seq[int], rows: Seq[Sequence], **_: Any) -> Any:
         """Donates `carry`. The newest tokens of the rows that go on."""
         return [carry[row] for row in keep]
 
-    def decode(self, model: Model, carry: list[int]) -> tuple[list[int], Drawn]:
+    def decode(self, model: Model, carry: Any) -> tuple[Any, Drawn]:
         """Donates `carry`. Sample a token of every row."""
         self.before()
         self.num_steps += 1
@@ -58,6 +58,22 @@ class CountingExecutor:
     def take_discarded_count(self) -> int:
         """No token is discarded."""
         return 0
+
+    def score(self, *_: Any, **__: Any) -> Any:
+        """Not done here."""
+        raise NotImplementedError
+
+    def begin(self, *_: Any, **__: Any) -> Any:
+        """Not done here."""
+        raise NotImplementedError
+
+    def end(self, ticket: int) -> None:
+        """Not done here."""
+        raise NotImplementedError
+
+    def captured(self, function: Any, carry: Any, *inputs: Any) -> Any:
+        """Not done here."""
+        raise NotImplementedError
 
     @staticmethod
     def _last(rows: Seq[Sequence]) -> list[int]:
