@@ -363,6 +363,7 @@ def test_a_step_calls_the_loop_once_and_only_for_streams_and_ends():
         assert [output.token_ids for output in await whole] == [counted_reply([i], n, 50) for i, n in ((1, 4), (2, 8), (3, 8))]
         for i, stream in enumerate(streams):
             assert (await stream).token_ids == counted_reply([i], 4, 50)  # what has piled up is one piece
+        del streams, stream
         for _ in range(4):  # an iterator that nothing refers to is closed by a task of its own
             await asyncio.sleep(0)
         llm.turn()
