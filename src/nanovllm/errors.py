@@ -119,3 +119,42 @@ class BrokenInvariantError(NanoVLLMError):
     Examples:
         >>> nv.check(state)  # raises nothing, because the state is valid
     """
+
+
+class QueueFullError(NanoVLLMError):
+    """An `AsyncLLM` has as many requests as it takes (`max_num_waiting`). The same call may succeed later.
+
+    Examples:
+        >>> import asyncio
+        >>> params = nv.SamplingParams(temperature=0, max_tokens=64)
+        >>> async def main():
+        ...     async with nv.AsyncLLM(model, num_pages=64, max_num_seqs=1, max_num_waiting=0) as llm:
+        ...         await asyncio.gather(llm.generate("Hello", params), llm.generate("Once upon a time", params))
+        >>> asyncio.run(main())
+        Traceback (most recent call last):
+        nanovllm.errors.QueueFullError: no room for 1 more besides the 1 that run or wait: ...
+    """
+
+
+class EngineClosedError(NanoVLLMError):
+    """An `AsyncLLM` was closed, before a call or during it.
+
+    Examples:
+        >>> import asyncio
+        >>> async def main():
+        ...     llm = nv.AsyncLLM(model, num_pages=64)
+        ...     await llm.close()
+        ...     await llm.generate("Hello")
+        >>> asyncio.run(main())
+        Traceback (most recent call last):
+        nanovllm.errors.EngineClosedError: this AsyncLLM was closed: make a new one
+    """
+
+
+class EngineDeadError(NanoVLLMError):
+    """An engine has failed and cannot go on. The cause is the exception with which it failed.
+
+    Examples:
+        >>> issubclass(nv.EngineDeadError, nv.NanoVLLMError)
+        True
+    """

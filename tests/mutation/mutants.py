@@ -41,6 +41,7 @@ LOOP = ("tests/chunks/test_loop.py",)
 PROCESS_LOGITS = ("tests/chunks/test_process_logits.py", "tests/sampling/test_process_logits.py")
 PROGRAMS = ("tests/property/test_session_programs.py",)
 OUTPUT = ("tests/engine/test_output.py",)
+ASYNC = ("tests/entrypoints/test_async_llm.py",)
 CUTS = (
     "tests/sampling/test_sampler.py::test_ties_at_every_cut_are_kept_together",
     "tests/sampling/test_sampler.py::test_a_mass_that_is_reached_exactly_needs_no_further_token",
@@ -960,6 +961,44 @@ MUTANTS: tuple[Mutant, ...] = (
             "a stream has options of its own",
             "from_generation_config(self.model.generation_config) if sampling_params is None",
             "SamplingParams() if sampling_params is None",
+        ),
+    ),
+    *bugs(
+        "entrypoints/engine_thread.py",
+        ASYNC,
+        ("a call that failed keeps its other requests", "if len(call.results) < call.count:", "if not call.complete:"),
+        (
+            "the end of a thread forgets its inbox",
+            "self.ended = refusal, True\n        while not",
+            "self.ended = refusal, True\n        while False and not",
+        ),
+        (
+            "a closed engine takes calls that nobody runs",
+            "        if self.ended:\n            raise",
+            "        if False:\n            raise",
+        ),
+        ("a stream wakes only at its end", "if self.streamed or self.complete:", "if self.complete:"),
+        ("every token of a whole reply calls the loop", "outputs if self._num_streams[loop] else ended", "outputs"),
+        ("an ended stream still counts", "self._num_streams[loop] -= call.streamed", "pass"),
+        ("a closed loop keeps its requests", "for call in {*calls.values()}:\n                    self._cancel(call)", "pass"),
+        ("running requests need no room", "len(state.running) + len(state.waiting)\n", "len(state.waiting)\n"),
+        ("a second close does not cut a drain short", "self._draining and drain", "self._draining"),
+        ("a drain ends at once", "self._draining and drain", "False"),
+        ("a function that ends a request leaves its call waiting", "if sequence_of(state, i) is None]", "if False]"),
+        ("a thread that has ended is kept by the exit", "atexit.unregister(self._exit)", "pass"),
+        ("a refusal is one exception for all", "error = type(self.refusal)(*self.refusal.args)", "error = self.refusal"),
+    ),
+    *bugs(
+        "entrypoints/async_llm.py",
+        ASYNC,
+        ("an engine goes on without its object", "weakref.finalize(self, self._engine.close).atexit = False", "pass"),
+        ("long texts are encoded in the loop", "<= SHORT", "<= SHORT * 99"),
+        ("texts are encoded in the engine", "if texts:", "if False:"),
+        ("a reader gets tokens twice", "token_ids, call.token_ids = call.token_ids, []", "token_ids = [*call.token_ids]"),
+        (
+            "a stream that is left runs on",
+            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            self._engine.cancel(call)",
+            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            pass",
         ),
     ),
 )

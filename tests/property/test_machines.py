@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from nanovllm.testing.machines.async_llm import AsyncMachine
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
@@ -102,6 +103,7 @@ class SharedFrames(CascadeMachine):
         (RealWindows, 2, 40),
         (RealWindowChunks, 5, 30),
         (SharedFrames, 3, 50),
+        (AsyncMachine, 30, 50),
     ],
 )
 def test_machine(machine, examples, rules):

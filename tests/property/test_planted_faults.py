@@ -3,6 +3,7 @@
 import pytest
 from hypothesis.errors import Flaky
 
+from tests.property.faults.async_llm import ASYNC_FAULTS
 from tests.property.faults.cascade import CASCADE_FAULTS
 from tests.property.faults.chunks import CHUNK_FAULTS
 from tests.property.faults.engine import FAULTS, Fault, find, planted
@@ -11,7 +12,9 @@ from tests.property.faults.windows import WINDOW_FAULTS
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS], ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "fault", [*FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS, *ASYNC_FAULTS], ids=lambda fault: fault.name.replace(" ", "-")
+)
 def test_machine_finds(fault: Fault, untyped: None):
     with planted(fault):
         failure = find(fault.machine, max_examples=600, draw=fault.draw)

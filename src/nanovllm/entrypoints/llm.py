@@ -200,10 +200,7 @@ class LLM:
             >>> [out.text for out in outputs]
             [' is the national animal of Poner', ', a boy named Jonas lived in a']
         """
-        contexts = as_batch(prompts)
-        params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params] * len(contexts)
-        if len(params) != len(contexts):
-            raise InvalidRequestError(f"{len(contexts)} prompts and {len(params)} sampling_params: pass one for all, or one per prompt")
+        contexts, params = with_params(prompts, sampling_params)
         ids: list[int] = []
         try:
             with uninterrupted():
@@ -330,9 +327,7 @@ class LLM:
             while True:
                 output = self.inbox.get(ids[0])
                 if output is not None:
-                    yield Piece(
-                        text=text.end(output.text), token_ids=output.token_ids[seen:], finish_reason=output.finish_reason, output=output
-                    )
+                    yield last_piece(text, seen, output)
                     return
                 if token_ids := self._drawn(ids[0], seen):
                     seen += len(token_ids)
@@ -362,7 +357,7 @@ class LLM:
         with uninterrupted():
             inbox = self.inbox.mutate()
             for i in ids:
-                if inbox.pop(i, None) is None and _sequence(self.state, i) is not None:
+                if inbox.pop(i, None) is None and sequence_of(self.state, i) is not None:
                     self.state = cancel(self.state, i)
             self.inbox = inbox.finish()
 
@@ -372,7 +367,7 @@ class LLM:
         Raises:
             InvalidRequestError: The state does not have the request.
         """
-        sequence = _sequence(self.state, request_id)
+        sequence = sequence_of(self.state, request_id)
         if sequence is None:
             raise InvalidRequestError(f"request {request_id} was cancelled, or ran its last step, outside of this LLM's calls")
         return sequence.tokens.array(sequence.request.num_prompt + seen).tolist()
@@ -383,7 +378,7 @@ class LLM:
             self._drawn(min(waited))
 
 
-def _sequence(state: EngineState, request_id: int) -> Sequence | None:
+def sequence_of(state: EngineState, request_id: int) -> Sequence | None:
     """The sequence of a request that waits or runs, or None. A search by halves: running sequences are in the order of their ids."""
     if request_id in state.waiting.items:
         return state.waiting.items[request_id]
@@ -394,6 +389,24 @@ def _sequence(state: EngineState, request_id: int) -> Sequence | None:
         row = bisect_left(running, request_id, key=lambda sequence: sequence.request.request_id)
     found = running[row] if row < len(running) else None
     return found if found is not None and found.request.request_id == request_id else None
+
+
+def last_piece(text: TextStream, num_seen: int, output: RequestOutput) -> Piece:
+    """The piece that ends a reply of which `num_seen` tokens went into `text`."""
+    return Piece(text=text.end(output.text), token_ids=output.token_ids[num_seen:], finish_reason=output.finish_reason, output=output)
+
+
+def with_params(prompts: Any, sampling_params: Any) -> tuple[list[Context], list[SamplingParams | None]]:
+    """The prompts as a list, and the options of each.
+
+    Raises:
+        InvalidRequestError: There are several options, and not one per prompt.
+    """
+    contexts = as_batch(prompts)
+    params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params] * len(contexts)
+    if len(params) != len(contexts):
+        raise InvalidRequestError(f"{len(contexts)} prompts and {len(params)} sampling_params: pass one for all, or one per prompt")
+    return contexts, params
 
 
 def as_batch(prompts: Any) -> list[Context]:

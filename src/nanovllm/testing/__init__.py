@@ -15,6 +15,7 @@ Examples:
     >>> run_state_machine_as_test(MyModel, settings=settings(max_examples=1, stateful_step_count=4, deadline=None))
 """
 
+from nanovllm.testing.machines.async_llm import AsyncMachine
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
@@ -28,6 +29,7 @@ from nanovllm.testing.shadows.worlds import ModelWorld, SymbolicWorld, World
 
 __all__ = [
     "AheadMachine",
+    "AsyncMachine",
     "CascadeChunkMachine",
     "CascadeMachine",
     "ChunkMachine",
