@@ -36,7 +36,7 @@ class Watch:
         most: The largest number of examples.
         tell: Called after each example.
         examples: Examples run.
-        calls: Rules called in them.
+        calls: Rules called in them. If the machine has no rule that initializes it, its start counts as well.
         failing: Whether an example has failed. Hypothesis then runs it again, so that nothing may end the run.
     """
 
@@ -108,7 +108,12 @@ def chosen_settings(steps: int, *phases: Phase) -> settings:
         database=None,
         print_blob=False,
         report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+            HealthCheck.large_base_example,
+        ],
     )
 
 

@@ -5,6 +5,7 @@ import builtins
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,8 @@ class Program:
         try:
             exec(code, names)
         except Exception as error:
+            with suppress(Exception):
+                names["state"].teardown()
             lines, trace = [], error.__traceback__
             while trace is not None:
                 lines += [trace.tb_lineno] if trace.tb_frame.f_code is code else []

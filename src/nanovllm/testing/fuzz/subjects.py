@@ -7,6 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from hypothesis.stateful import RuleBasedStateMachine
 
 from nanovllm import testing
@@ -15,6 +16,7 @@ from nanovllm.models.model import Model
 from nanovllm.testing.fuzz.hunt import Machine
 from nanovllm.testing.fuzz.program import Import
 from nanovllm.testing.machines.engine_holder import EngineHolder
+from nanovllm.testing.shadows.chunks import ChunkShadow
 from nanovllm.testing.shadows.worlds import ModelWorld
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
@@ -82,9 +84,11 @@ class Subject:
         world = ModelWorld(model)
         if issubclass(self.machine, testing.ChunkMachine):
             try:
-                _ = world.reference
+                told = world.logits_after(ChunkShadow(world).exact([0, 1, 0]).cells)
             except ValueError as error:
                 raise InvalidRequestError(f"{self.name} cannot run {model.name}: {error}") from None
+            if (world.uncached([0, 1, 0])[0][-1] - torch.tensor(told)).abs().max() > world.tolerance:
+                raise InvalidRequestError(f"{self.name} cannot run {model.name}: the decoder in numpy does not know its architecture")
         name = f"Fuzzed{self.machine.__name__}"
         return replace(
             self,

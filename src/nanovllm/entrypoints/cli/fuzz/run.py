@@ -1,7 +1,7 @@
 """Runs the machines one after another, and reports."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
 
@@ -127,8 +127,9 @@ def _model(options: argparse.Namespace) -> tuple[Model, str, list[Import]]:
         architecture = name.removeprefix(RANDOM)
         if architecture not in REGISTRY:
             raise InvalidRequestError(f"unknown architecture {architecture!r} in --model {name}; choose from {', '.join(REGISTRY)}")
-        code, module = f"random_model(tiny_config({architecture!r}))", "nanovllm.testing.models"
-        return random_model(tiny_config(architecture)), code, [(module, "random_model"), (module, "tiny_config")]
+        code, module = f"random_model(tiny_config({architecture!r}, vocab_size=16))", "nanovllm.testing.models"
+        model = replace(random_model(tiny_config(architecture, vocab_size=16)), name=name)
+        return model, code, [(module, "random_model"), (module, "tiny_config")]
     given = {key: value for key, value in source(options).items() if value and key != "download"}
     code = ", ".join([repr(name), "'cpu'", "'float32'", *(f"{key}={value!r}" for key, value in given.items())])
     return load_model(name, "cpu", "float32", **source(options)), f"load_model({code})", [("nanovllm", "load_model")]
