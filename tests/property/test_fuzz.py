@@ -8,13 +8,13 @@ from unittest import SkipTest
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.testing import Draws, PageMachine
 from nanovllm.testing.fuzz import hunt as hunting
 from nanovllm.testing.fuzz.hunt import Failure, Watch, hunt, shrunk
-from nanovllm.testing.fuzz.program import UnwrittenError, program_of
+from nanovllm.testing.fuzz.program import Call, Program, UnwrittenError, program_of
 from nanovllm.testing.fuzz.story import Finding
 from nanovllm.testing.fuzz.subjects import MACHINES, Subject, find_subject
 from nanovllm.testing.models import random_model, tiny_config
@@ -198,3 +198,44 @@ def test_labels_and_long_messages() -> None:
     assert [call.code for call in finding.program.calls] == ["state.start(data=Draws({'a': [1, 2]}, 'Draw 1: x'))", "state.teardown()"]
     assert finding.story[-1] == "   ..." and len(finding.story) < 20
     assert finding.name.startswith("test_fuzz_drawsatstart_")
+
+
+class Shelf(RuleBasedStateMachine):
+    """Fails where a book is taken from a shelf that was dusted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books, self.dusted = 0, 0
+
+    @rule()
+    def put(self) -> None:
+        """Put a book on the shelf."""
+        self.books += 1
+
+    @rule()
+    def dust(self) -> None:
+        """Dust the shelf."""
+        self.dusted += 1
+
+    @precondition(lambda self: self.books)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        """Take a book."""
+        data.draw(st.integers(0, self.books - 1))
+        assert not self.dusted
+
+    @invariant()
+    def stands(self) -> None:
+        """Look at the shelf."""
+
+
+def test_calls_that_a_failure_does_not_need_are_left_out() -> None:
+    steps = ["put()", "dust()", "put()", "dust()"]
+    calls = [Call(name, f"state.{name}()") for step in steps for name in (step[:-2], "stands")]
+    program = Program(calls=[*calls, Call("take", "state.take(data=Draws(0))"), Call("teardown", "state.teardown()")], imports=frozenset())
+    ran = program.run(Shelf)
+    assert ran is not None and (ran.at, ran.drew[-1]) == (8, ["integers(min_value=0, max_value=1)"])
+    program, ran = program.smaller(Shelf, ran)
+    # Without a book, `take` would draw from other numbers, and without any it could not be called.
+    assert [call.name for call in program.calls] == ["put", "stands", "dust", "stands", "put", "stands", "take", "teardown"]
+    assert ran.at == 6

@@ -15,7 +15,7 @@ Examples:
     >>> run_state_machine_as_test(MyModel, settings=settings(max_examples=1, stateful_step_count=4, deadline=None))
 """
 
-from nanovllm.testing.fuzz.draws import Draws
+from nanovllm.testing.draws import Draws
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine

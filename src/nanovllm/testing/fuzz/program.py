@@ -6,15 +6,17 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hypothesis.stateful import INVARIANT_MARKER, RULE_MARKER
+
+from nanovllm.testing.draws import Draws
 from nanovllm.testing.fuzz.hunt import COUNTED, Machine
 
 DRAW = re.compile(r"Draw \d+(?: \(.*?\))?: (.*)", re.S)
 DATA = ast.dump(ast.parse("data(...)", mode="eval").body)  # how Hypothesis writes `st.data()`
 Import = tuple[str, str]  # a module and a name
-PLACE = "<program>"  # stands for a file name in tracebacks
 
 
 class UnwrittenError(Exception):
@@ -30,29 +32,68 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A run that failed: the index of the call that raised, the error, and from which strategies each call drew."""
+
+    at: int
+    error: Exception
+    drew: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """The calls of an example in order, and what the names in their arguments are imported from."""
 
     calls: Sequence[Call]
     imports: frozenset[Import]
 
-    def run(self, machine: Machine) -> tuple[int, Exception] | None:
-        """Run the calls on a fresh machine. Returns the index of the call that raised, and the error; None if none did."""
+    def run(self, machine: Machine) -> Ran | None:
+        """Run the calls on a fresh machine. Returns None if none raised, or if a rule could not be called where it is."""
+        drew = list[list[str]]()
+
+        class Noted(Draws):
+            def draw(self, strategy: Any, label: Any = None) -> Any:
+                drew[-1].append(repr(strategy))
+                return super().draw(strategy, label)
+
         names: dict[str, Any] = {}
         exec("\n".join(import_lines(self.imports)), names)
-        names["state"] = machine()
-        code = compile("\n".join(call.code for call in self.calls), PLACE, "exec")  # a call is one line
-        try:
-            exec(code, names)
-        except Exception as error:
-            with suppress(Exception):
-                names["state"].teardown()
-            lines, trace = [], error.__traceback__
-            while trace is not None:
-                lines += [trace.tb_lineno] if trace.tb_frame.f_code is code else []
-                trace = trace.tb_next
-            return lines[0] - 1, error
+        state = machine()
+        names |= {"state": state, "Draws": Noted}
+        for at, call in enumerate(self.calls):
+            rule = getattr(getattr(machine, call.name), RULE_MARKER, None)
+            if rule is not None and not all(holds(state) for holds in rule.preconditions):
+                return None
+            drew.append([])
+            try:
+                exec(call.code, names)
+            except Exception as error:
+                with suppress(Exception):
+                    state.teardown()
+                return Ran(at=at, error=error, drew=drew)
         return None
+
+    def smaller(self, machine: Machine, ran: Ran) -> tuple["Program", Ran]:
+        """The program without each call of a rule that the failure does not need, and its run.
+
+        Hypothesis leaves some in. The remaining calls may be made: they draw from the same strategies as before.
+        """
+        program, starts = self, [i for i, call in enumerate(self.calls) if getattr(getattr(machine, call.name), RULE_MARKER, None)]
+        for start in reversed(starts):
+            end = next((i for i in range(start + 1, len(program.calls)) if not is_check(machine, program.calls[i].name)), start + 1)
+            kept = [i for i in range(len(program.calls)) if not start <= i < end]
+            rest = replace(program, calls=[program.calls[i] for i in kept])
+            again = rest.run(machine)
+            if again is None or type(again.error) is not type(ran.error) or rest.calls[again.at] != program.calls[ran.at]:
+                continue
+            if list(again.drew) == [ran.drew[i] for i in kept if i < len(ran.drew)]:
+                program, ran = rest, again
+        return program, ran
+
+
+def is_check(machine: Machine, name: str) -> bool:
+    """Whether a method is an invariant."""
+    return getattr(getattr(machine, name), INVARIANT_MARKER, None) is not None
 
 
 def program_of(machine: Machine, notes: Iterable[str]) -> Program:

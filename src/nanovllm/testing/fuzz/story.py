@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from hypothesis.stateful import INVARIANT_MARKER
-
 from nanovllm.testing.fuzz.hunt import Failure
-from nanovllm.testing.fuzz.program import Program, UnwrittenError, import_lines, program_of
+from nanovllm.testing.fuzz.program import Program, UnwrittenError, import_lines, is_check, program_of
 from nanovllm.testing.fuzz.subjects import Subject, first_line
 
 LINES = 12  # of an error's message
@@ -40,15 +38,16 @@ class Finding:
 
     @staticmethod
     def of(subject: Subject, failure: Failure) -> "Finding":
-        """Read the calls of a failure and run them once by themselves."""
+        """Read the calls of a failure, run them by themselves, and leave out those that are not needed."""
         try:
             program = program_of(subject.machine, failure.notes)
             ran = program.run(subject.machine)
         except UnwrittenError:
             ran = program = None
-        if ran is None or type(ran[1]) not in {type(error) for error in _chain(failure.error)}:
+        if program is None or ran is None or type(ran.error) not in {type(error) for error in _chain(failure.error)}:
             return Finding(subject=subject, failure=failure, program=None, at=0, error=failure.error)
-        return Finding(subject=subject, failure=failure, program=program, at=ran[0], error=ran[1])
+        program, ran = program.smaller(subject.machine, ran)
+        return Finding(subject=subject, failure=failure, program=program, at=ran.at, error=ran.error)
 
     @cached_property
     def name(self) -> str:
@@ -62,7 +61,7 @@ class Finding:
         for i, call in enumerate(self.program.calls if self.program is not None else ()):
             method = getattr(self.subject.machine, call.name)
             about = first_line(method)
-            ruled = call.name != "teardown" and getattr(method, INVARIANT_MARKER, None) is None
+            ruled = call.name != "teardown" and not is_check(self.subject.machine, call.name)
             if ruled:
                 number += 1
                 lines += [f"{number}. {call.code.replace('state.', '')}", f"   {about}"]

@@ -10,30 +10,38 @@ from typing import Any
 import torch
 from hypothesis.stateful import RuleBasedStateMachine
 
-from nanovllm import testing
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.testing.fuzz.hunt import Machine
 from nanovllm.testing.fuzz.program import Import
+from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
+from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
+from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.engine_holder import EngineHolder
+from nanovllm.testing.machines.frames import FrameMachine
+from nanovllm.testing.machines.pages import PageMachine
+from nanovllm.testing.machines.prefix import PrefixMachine
+from nanovllm.testing.machines.run_ahead import AheadMachine
+from nanovllm.testing.machines.scheduler import ScheduleMachine
+from nanovllm.testing.machines.windows import MixedWindowMachine, WindowChunkMachine, WindowMachine
 from nanovllm.testing.shadows.chunks import ChunkShadow
 from nanovllm.testing.shadows.worlds import ModelWorld
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
-        "pages": testing.PageMachine,
-        "frames": testing.FrameMachine,
-        "prefix": testing.PrefixMachine,
-        "scheduler": testing.ScheduleMachine,
-        "engine": testing.EngineMachine,
-        "ahead": testing.AheadMachine,
-        "chunks": testing.ChunkMachine,
-        "model-chunks": testing.ModelChunkMachine,
-        "cascade": testing.CascadeMachine,
-        "cascade-chunks": testing.CascadeChunkMachine,
-        "windows": testing.WindowMachine,
-        "mixed-windows": testing.MixedWindowMachine,
-        "window-chunks": testing.WindowChunkMachine,
+        "pages": PageMachine,
+        "frames": FrameMachine,
+        "prefix": PrefixMachine,
+        "scheduler": ScheduleMachine,
+        "engine": EngineMachine,
+        "ahead": AheadMachine,
+        "chunks": ChunkMachine,
+        "model-chunks": ModelChunkMachine,
+        "cascade": CascadeMachine,
+        "cascade-chunks": CascadeChunkMachine,
+        "windows": WindowMachine,
+        "mixed-windows": MixedWindowMachine,
+        "window-chunks": WindowChunkMachine,
     }
 )
 
@@ -82,7 +90,7 @@ class Subject:
         if getattr(self.machine, "num_frames", None) is not None and not any(model.config.windows):
             raise InvalidRequestError(f"{self.name} needs a model with sliding windows, and {model.name} has none: leave {self.name} out")
         world = ModelWorld(model)
-        if issubclass(self.machine, testing.ChunkMachine):
+        if issubclass(self.machine, ChunkMachine):
             try:
                 told = world.logits_after(ChunkShadow(world).exact([0, 1, 0]).cells)
             except ValueError as error:
