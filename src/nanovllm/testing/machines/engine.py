@@ -21,7 +21,7 @@ from nanovllm.state.invariants import check
 from nanovllm.testing.machines.engine_holder import SMALLEST, kv_bytes, room_of
 from nanovllm.testing.machines.session_driver import SessionDriver
 from nanovllm.testing.shadows.memory import expect, indexed_runs
-from nanovllm.testing.strategies import limits, token_ids
+from nanovllm.testing.strategies import limits, pick, token_ids
 
 
 class EngineMachine(SessionDriver):
@@ -167,10 +167,10 @@ class EngineMachine(SessionDriver):
     @rule(target=chunks, chunk=chunks, data=st.data(), count=st.integers(1, 3))
     def generate_from(self, chunk: Chunk, data: st.DataObject, count: int):
         """Generate replies to contexts, some of which share a chunk."""
-        bases = st.just(chunk) if count == 1 else st.sampled_from([None, chunk])
+        bases = [chunk] if count == 1 else [None, chunk]
         rows = []
         for _ in range(count):
-            base = data.draw(bases)
+            base = pick(data, bases)
             rows.append((base, data.draw(token_ids(min_size=base is None, max_size=4)), self._options(data)))
         return self._generate(rows)
 
@@ -240,7 +240,7 @@ class EngineMachine(SessionDriver):
         self._refused(DonatedStateError, calls[data.draw(st.integers(0, len(calls) - 1))])
 
     def _use_released_chunk(self, data: st.DataObject) -> None:
-        chunk = data.draw(st.sampled_from(self.dead))
+        chunk = pick(data, self.dead)
         calls: list[Callable[[EngineState], Any]] = [
             lambda state: release(state, chunk),
             lambda state: fork(state, chunk),

@@ -12,7 +12,7 @@ from nanovllm.state.invariants import check_pool
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pool import Pool
 from nanovllm.testing.shadows.memory import KeptValues, ShadowIndex, expect, freeze, indexed_runs
-from nanovllm.testing.strategies import token_ids
+from nanovllm.testing.strategies import pick, token_ids
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def index_later(self, data: st.DataObject) -> None:
         """Index a run from any of its pages on; nothing happens if the page before is not indexed."""
-        run = data.draw(st.sampled_from(self.runs))
+        run = pick(data, self.runs)
         self.index(run, data.draw(st.integers(0, len(run.pages))))
 
     def index(self, run: Run, start: int) -> None:
@@ -100,7 +100,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         """Add a second holder of the beginning of a run."""
-        run = data.draw(st.sampled_from(self.runs))
+        run = pick(data, self.runs)
         length = data.draw(st.integers(1, len(run.tokens)))
         twin = Run(run.tokens[:length], run.pages[: pages_for(length, self.size)])
         self._move(pools.acquire(self.pool, twin.pages))

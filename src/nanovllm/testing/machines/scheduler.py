@@ -19,7 +19,7 @@ from nanovllm.state.request import Queue, Request, Sequence
 from nanovllm.state.sequence_pages import give_up_pages, reserve, written_pages
 from nanovllm.state.vector import IntVector
 from nanovllm.testing.shadows.memory import KeptValues, ShadowMemory, expect, indexed_runs
-from nanovllm.testing.strategies import Limits, limits, token_ids
+from nanovllm.testing.strategies import Limits, limits, pick, token_ids
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         """Cancel a running or waiting request."""
-        sequence = data.draw(st.sampled_from([*self.running, *self.waiting]))
+        sequence = pick(data, [*self.running, *self.waiting])
         self._move(give_up_pages(self.pool, sequence))
         if sequence in self.running:
             self.running = tuple(s for s in self.running if s is not sequence)
@@ -136,7 +136,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         """Make a second chunk over the same pages, perhaps a shorter one."""
-        hold = data.draw(st.sampled_from(self.holds))
+        hold = pick(data, self.holds)
         length = data.draw(st.integers(1, len(hold.tokens)))
         twin = Hold(hold.tokens.truncate(length), hold.pages.truncate(pages_for(length, self.limits.page_size)))
         self._move(pools.acquire(self.pool, twin.pages))
