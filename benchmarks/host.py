@@ -2,7 +2,7 @@
 
     python benchmarks/host.py --output benchmarks/results/host.json
 
-It measures seven things:
+It measures eight things:
 
 1. requests over one cached prefix: from the first `submit` to the first prompt launch, and from the last step to the last reply;
 2. the same for a single request, all of whose prompt except the last page is cached;
@@ -10,19 +10,22 @@ It measures seven things:
 4. a decode step, by number of rows;
 5. a decode step in which rows get pages, and the making of its tensors;
 6. a decode step by size of the pool, and by number of requests served before;
-7. the host's part of `nanovllm bench --which offline`.
+7. the host's part of `nanovllm bench --which offline`;
+8. a decode step by kind of client and number of rows: `plain`, `stop` (two stop texts), `logprobs` (the five most probable tokens), both,
+   `stream` (the text of every row as it comes) and `broken` (a stream of bytes that are no text).
 
-Sampled tokens are always 0. The numbers are medians of the repeats, except for `offline_ms`, which is the minimum. The garbage collector
+Sampled tokens are always 0, but for the last measurement, in which they are those of a text. The numbers are medians of the repeats, except for `offline_ms`, which is the minimum. The garbage collector
 runs once before, as in `nanovllm generate`.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -36,9 +39,20 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.executor.batch import decode_batch, to_device
 from nanovllm.executor.executor import Drawn
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.tokenizer.stream import TextStream
 
 MICRO = 1e6
 VOCABULARY = 16384  # token ids as large as those of real models, because Python caches small integers
+CLIENTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # the options of every row, by kind of client
+    {
+        "plain": {},
+        "stop": {"stop": ("\n\n", "Question:")},
+        "logprobs": {"logprobs": 5},
+        "stop_logprobs": {"stop": ("\n\n", "Question:"), "logprobs": 5},
+        "stream": {},
+        "broken": {},
+    }
+)
 
 
 class Nothing:
@@ -96,6 +110,26 @@ class Nothing:
 
 def _zeros(count: int) -> Drawn:
     return Drawn(token_ids=np.zeros(count, np.int32))
+
+
+@dataclass(slots=True)
+class Writing(Nothing):
+    """An executor that runs nothing and samples the tokens of a text, each row from a place of its own, with log-probabilities if asked."""
+
+    text: np.ndarray
+    num_logprobs: int | None
+    prompts: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    refreshed: Any = None
+
+    def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
+        """Record the time; return the next token of every row."""
+        self.steps.append(time.perf_counter())
+        token_ids = self.text[(np.arange(carry) * 97 + len(self.steps)) % len(self.text)]
+        if self.num_logprobs is None:
+            return carry, Drawn(token_ids=token_ids)
+        top = np.zeros((carry, self.num_logprobs), np.float32)
+        return carry, Drawn(token_ids=token_ids, logprobs=np.zeros(carry, np.float32), top_ids=top.astype(np.int32), top_logprobs=top)
 
 
 class Engine:
@@ -273,6 +307,35 @@ def offline(repeats: int, requests: int = 256) -> dict[str, float]:
     return {"offline_ms": round(1e3 * min(times), 1), "offline_steps": steps}
 
 
+def by_client(repeats: int, sizes: Iterable[int], count: int = 256) -> dict[str, float]:
+    """Measure the microseconds of a decode step by kind of client and number of rows: from one step to the next, what streams included."""
+    tiny, out = nv.load_model("tiny", device="cpu"), {}
+    assert tiny.tokenizer is not None
+    written = (Path(__file__).parent.parent / "README.md").read_text()
+    texts = {"text": tiny.tokenizer.encode(" ".join(written.split())), "broken": [tiny.tokenizer.backend.token_to_id("Ģ")]}
+    for client, options in CLIENTS.items():
+        params = nv.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
+        text = np.array(texts["broken" if client == "broken" else "text"], np.int32)
+        for rows in sizes:
+            times = []
+            for _ in range(repeats):
+                engine, writing = engine_of(8_192)[0], Writing(text, params.logprobs)
+                model = replace(engine.model, tokenizer=tiny.tokenizer)
+                engine.state.runtime.executor = cast(Any, writing)
+                state, streams = nv.init_state(model, num_pages=8_192, page_size=16), {}
+                state.runtime.executor = cast(Any, writing)
+                for _ in range(rows):
+                    state, request_id = nv.submit(model, state, [1, 2, 3], params)
+                    streams[request_id] = TextStream.of(tiny.tokenizer if client in ("stream", "broken") else None)
+                while state.running or state.waiting:
+                    state, outputs = nv.step(model, state)
+                    for one in outputs if client in ("stream", "broken") else ():
+                        streams[one.request_id], _ = streams[one.request_id].push(one.token_ids)
+                times.append(_median(np.diff(writing.steps), MICRO))
+            out[f"{client}_x{rows}_us"] = _median(times)
+    return out
+
+
 def _median(values: Any, scale: float = 1.0) -> float:
     return round(scale * float(np.median(values)), 2)
 
@@ -290,6 +353,7 @@ def measure(repeats: int) -> dict[str, float]:
         **by_pool_size(repeats, (4_096, 32_768, 262_144)),
         **by_finished(repeats, (0, 2_048, 8_192)),
         **offline(repeats),
+        **by_client(repeats, (1, 64, 256)),
     }
 
 

@@ -16,6 +16,7 @@ from nanovllm.state.array import IntArray
 from nanovllm.state.engine_state import Session
 from nanovllm.state.request import Queue, Request, RequestOutput, Sequence, StepOutput, TokenLogprobs
 from nanovllm.state.steady import Steady
+from nanovllm.state.step_log import StepLog
 from nanovllm.state.vector import IntVector
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.types import brief
@@ -48,7 +49,7 @@ def values() -> list[Any]:
         array = array.put(np.array([place % 7], np.int32), place)
     steady = Steady(
         base=many, ids=tuple(IDS), left=np.array(IDS), first_end=0, steps=1, pool=STATE.pool, waiting=queue, stop_ids=frozenset(IDS),
-        drawn=linked(np.array(IDS)), made=[many],
+        log=StepLog.of((np.array(IDS),)), made=[many],
     )  # fmt: skip
     session = Session(sequences=many, room=1, lease=SessionLease(session=0))
     output = RequestOutput(
