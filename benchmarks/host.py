@@ -12,17 +12,17 @@ It measures eight things:
 6. a decode step by size of the pool, and by number of requests served before;
 7. the host's part of `nanovllm bench --which offline`;
 8. a decode step by kind of client and number of rows: `plain`, `stop` (two stop texts), `logprobs` (the five most probable tokens), both,
-   `stream` (the text of every row as it comes) and `broken` (a stream of bytes that are no text).
+   `stream` (the text of every row as it comes) and `broken` (the same where the tokens are bytes that are no text).
 
-Sampled tokens are always 0, but for the last measurement, in which they are those of a text. The numbers are medians of the repeats, except for `offline_ms`, which is the minimum. The garbage collector
-runs once before, as in `nanovllm generate`.
+Sampled tokens are always 0, except in the last measurement, where they are those of a text. The numbers are medians of the repeats, except
+for `offline_ms`, which is the minimum. The garbage collector runs once before, as in `nanovllm generate`.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -40,6 +40,7 @@ from nanovllm.executor.batch import decode_batch, to_device
 from nanovllm.executor.executor import Drawn
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tokenizer.stream import TextStream
+from nanovllm.tokenizer.tokenizer import Tokenizer
 
 MICRO = 1e6
 VOCABULARY = 16384  # token ids as large as those of real models, because Python caches small integers
@@ -112,15 +113,12 @@ def _zeros(count: int) -> Drawn:
     return Drawn(token_ids=np.zeros(count, np.int32))
 
 
-@dataclass(slots=True)
 class Writing(Nothing):
-    """An executor that runs nothing and samples the tokens of a text, each row from a place of its own, with log-probabilities if asked."""
+    """An executor that runs nothing and samples the tokens of a text, each row from another place, with log-probabilities if asked."""
 
-    text: np.ndarray
-    num_logprobs: int | None
-    prompts: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    refreshed: Any = None
+    def __init__(self, text: list[int], num_logprobs: int | None) -> None:
+        super().__init__()
+        self.text, self.num_logprobs = np.array(text, np.int32), num_logprobs
 
     def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
         """Record the time; return the next token of every row."""
@@ -147,13 +145,13 @@ class Engine:
             self.state, _ = nv.step(self.model, self.state)
 
 
-def engine_of(num_pages: int, max_num_seqs: int = 256) -> tuple[Engine, Nothing]:
-    """Return an engine whose steps cost only the host's time, and its executor."""
+def engine_of(num_pages: int, max_num_seqs: int = 256, tokenizer: Tokenizer | None = None) -> tuple[Engine, Nothing]:
+    """Return an engine whose steps cost only the host's time, and its executor. Without a tokenizer replies have no text."""
     config = tiny_config(
         vocab_size=VOCABULARY, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=4,
         max_position_embeddings=32768,
     )  # fmt: skip
-    model = replace(random_model(config), tokenizer=None)  # the tokenizer library's time for the text of replies is not measured
+    model = replace(random_model(config), tokenizer=tokenizer)
     engine, nothing = Engine(model, num_pages=num_pages, page_size=16, max_num_seqs=max_num_seqs), Nothing()
     engine.state.runtime.executor = cast(Any, nothing)
     return engine, nothing
@@ -308,27 +306,27 @@ def offline(repeats: int, requests: int = 256) -> dict[str, float]:
 
 
 def by_client(repeats: int, sizes: Iterable[int], count: int = 256) -> dict[str, float]:
-    """Measure the microseconds of a decode step by kind of client and number of rows: from one step to the next, what streams included."""
-    tiny, out = nv.load_model("tiny", device="cpu"), {}
-    assert tiny.tokenizer is not None
-    written = (Path(__file__).parent.parent / "README.md").read_text()
-    texts = {"text": tiny.tokenizer.encode(" ".join(written.split())), "broken": [tiny.tokenizer.backend.token_to_id("Ģ")]}
+    """Measure the microseconds of a decode step by kind of client and number of rows; streams turn the tokens into text as they come."""
+    tokenizer, out = nv.load_model("tiny", device="cpu").tokenizer, {}
+    assert tokenizer is not None
+    text = tokenizer.encode(" ".join((Path(__file__).parent.parent / "README.md").read_text().split()))
+    no_text = [tokenizer.backend.token_to_id("\u0122")]  # the byte 0x80
     for client, options in CLIENTS.items():
         params = nv.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
-        text = np.array(texts["broken" if client == "broken" else "text"], np.int32)
         for rows in sizes:
             times = []
             for _ in range(repeats):
-                engine, writing = engine_of(8_192)[0], Writing(text, params.logprobs)
-                model = replace(engine.model, tokenizer=tiny.tokenizer)
-                engine.state.runtime.executor = cast(Any, writing)
-                state, streams = nv.init_state(model, num_pages=8_192, page_size=16), {}
+                engine, writing = (
+                    engine_of(8_192, tokenizer=tokenizer)[0],
+                    Writing(no_text if client == "broken" else text, params.logprobs),
+                )
+                state, streams = engine.state, {}
                 state.runtime.executor = cast(Any, writing)
                 for _ in range(rows):
-                    state, request_id = nv.submit(model, state, [1, 2, 3], params)
-                    streams[request_id] = TextStream.of(tiny.tokenizer if client in ("stream", "broken") else None)
+                    state, request_id = nv.submit(engine.model, state, [1, 2, 3], params)
+                    streams[request_id] = TextStream.of(tokenizer)
                 while state.running or state.waiting:
-                    state, outputs = nv.step(model, state)
+                    state, outputs = nv.step(engine.model, state)
                     for one in outputs if client in ("stream", "broken") else ():
                         streams[one.request_id], _ = streams[one.request_id].push(one.token_ids)
                 times.append(_median(np.diff(writing.steps), MICRO))
