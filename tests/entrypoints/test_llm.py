@@ -289,6 +289,7 @@ def test_streamed_equals_generated(params):
     require_idle(llm)
 
 
+@pytest.mark.unhooked  # its checks look at sequences
 def test_a_stream_reads_its_own_tokens_alone(monkeypatch):
     """However many streams are read in turn, the sequences of all rows are built for no token."""
     built = []

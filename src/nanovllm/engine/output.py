@@ -32,7 +32,7 @@ def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: floa
 
 def scan_steady(running: Steady, token_ids: np.ndarray) -> tuple[Steady, dict[int, StopScan]]:
     """Search the rows whose newest tokens, which are `token_ids`, may complete a stop string. Returns these searches by row, too."""
-    scans = {}
+    scans = dict[int, StopScan]()
     for row in running.suspects(token_ids):
         stops = running.stops(row)
         if stops.may_end_with(int(token_ids[row])):

@@ -101,9 +101,9 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
     """
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
     outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
-    token_ids = decoded.token_ids.astype(np.int32)
+    token_ids = decoded.token_ids.astype(np.int32, copy=False)
     after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
-    after, scans = scan_steady(after, token_ids)
+    after, scans = (after, {}) if after.ends is None else scan_steady(after, token_ids)
     if rows := after.ending(tokens, scans):
         gone, after = after.part(rows)
         for row, sequence in zip(rows, gone, strict=True):

@@ -32,7 +32,8 @@ class Steady(Seq):
         ends: For each row the bytes with which its stop strings end, `[rows, 4]`; None if no row has stop strings.
         absent: The bytes that each token lacks (`TokenTexts`), if a row has stop strings.
         age: Steps since `base`.
-        log: The tokens that were sampled since, and their log-probabilities if `scored`.
+        log: The tokens that were sampled since, and their log-probabilities if `scored`: the first `age` steps.
+        columns: For each row its column in the log. None: the row itself.
         scans: The searches for stop strings of rows that read tokens since.
         made: The sequences as they are now, once they were built.
     """
@@ -50,6 +51,7 @@ class Steady(Seq):
     absent: np.ndarray | None = None
     age: int = 0
     log: StepLog | None = None
+    columns: np.ndarray | None = None
     scans: Mapping[int, StopScan] = field(default_factory=dict)
     made: list[tuple[Sequence, ...]] = field(default_factory=list)
 
@@ -82,14 +84,15 @@ class Steady(Seq):
             token_ids: The tokens.
             scores: Their log-probabilities `[rows]`, the most probable tokens `[rows, k]` and their log-probabilities.
         """
-        results = (token_ids, *(scores if self.scored else ()))
-        base, left, first_end, age, log, scans = self.base, self.left, self.first_end, self.age, self.log, self.scans
-        if self.made or not (log is None or log.fits(results)):
-            base, left, first_end, age, log, scans = self.sequences(), left - age, first_end - age, 0, None, {}
+        results = (token_ids, *scores) if self.scored else (token_ids,)
+        base, left, first_end, age, log, columns = self.base, self.left, self.first_end, self.age, self.log, self.columns
+        scans = self.scans
+        if self.made or (self.scored and log is not None and not log.fits(results)):
+            base, left, first_end, age, log, columns, scans = self.sequences(), left - age, first_end - age, 0, None, None, {}
         return Steady(
             base=base, ids=self.ids, stop_ids=self.stop_ids, left=left, first_end=first_end, steps=self.steps - 1, pool=self.pool,
             waiting=self.waiting, scored=self.scored, ends=self.ends, absent=self.absent, age=age + 1, scans=scans,
-            log=StepLog.of(results) if log is None else log.append(results),
+            columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
         )  # fmt: skip
 
     def suspects(self, token_ids: np.ndarray) -> list[int]:
@@ -113,14 +116,15 @@ class Steady(Seq):
         sequence = self.base[row]
         older = start - sequence.num_generated
         before = sequence.tokens.array(sequence.request.num_prompt + start).tolist() if older < 0 else []
-        return before if self.log is None else before + self.log.tokens(row, max(0, older))
+        return before if self.log is None else before + self.log.tokens(max(0, older), self.age, int(self._columns(row)))
 
     def ending(self, tokens: list[int], scans: Mapping[int, StopScan]) -> list[int]:
         """The rows that end with the newest tokens, which are `tokens`, in order. `scans` are the searches that have read them."""
         rows = set(np.flatnonzero(self.left == self.age).tolist()) if self.age == self.first_end else set()
         if not self.stop_ids.isdisjoint(tokens):
             rows.update(row for row, token in enumerate(tokens) if token in self.base[row].request.stop_ids)
-        rows.update(row for row, scan in scans.items() if scan.found is not None)
+        if scans:
+            rows.update(row for row, scan in scans.items() if scan.found is not None)
         return sorted(rows)
 
     def part(self, rows: list[int]) -> tuple[list[Sequence], "Steady | tuple[()]"]:
@@ -129,10 +133,10 @@ class Steady(Seq):
         if not len(kept):
             return gone, ()
         base, ids = ([values[row] for row in kept.tolist()] for values in (self.base, self.ids))
-        left, log = self.left[kept], None if self.log is None else self.log.keep(kept)
+        left = self.left[kept]
         scans = {new: self.scans[row] for new, row in enumerate(kept.tolist()) if row in self.scans}
         rest = replace(
-            self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), log=log, scans=scans, made=[],
+            self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans, made=[],
             ends=None if self.ends is None else self.ends[kept],
         )  # fmt: skip
         return gone, rest
@@ -149,14 +153,16 @@ class Steady(Seq):
         """The sequences of these rows in their present state."""
         if self.log is None:
             return [self.base[row] for row in rows.tolist()]
-        (tokens, *scores), drew = self.log.of_rows(rows), list[Sequence]()
-        assert tokens is not None
+        (tokens, *scores), drew = self.log.results(self.age, self._columns(rows)), list[Sequence]()
         for at, row in enumerate(rows.tolist()):
             sequence, asked = self.base[row], None
             if (num_top := sequence.request.sampling.logprobs) is not None:
                 asked = scores_of(len(tokens), num_top, *[None if each is None else each[:, at] for each in scores])
             drew.append(sequence.drew(tokens[:, at], asked, self.scans.get(row)))
         return drew
+
+    def _columns(self, rows: Any) -> Any:
+        return rows if self.columns is None else self.columns[rows]
 
     def __len__(self) -> int:
         return len(self.ids)

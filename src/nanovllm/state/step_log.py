@@ -1,73 +1,60 @@
-"""`StepLog`: the results of steps over the same rows, as arrays. Adding a step is cheap and never changes an older value."""
+"""`StepLog`: arrays with the results of steps over the same rows, which several values share. A step never changes what they have read."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-Results = tuple[np.ndarray | None, ...]  # the arrays of one step, each [rows, ...]: tokens, log-probabilities, and the most probable tokens
+Results = tuple[Any, ...]  # the arrays of one step, `[rows, ...]`: the tokens, then others or None
 _FIRST = 16  # steps for which there is memory at first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLog:
-    """The first `length` steps in arrays that several values share. Adding writes after every older value's end, or into a copy.
+    """Memory for steps. A value over it knows its number of steps, and for each of its rows the column (None: the row itself).
 
     Attributes:
         arrays: For each result `[capacity, columns, ...]`, or None.
         used: One number: how many steps the arrays hold.
-        length: The number of steps of this value.
-        columns: The column of each row. None: the row itself.
     """
 
     arrays: Results
     used: list[int]
-    length: int
-    columns: np.ndarray | None = None
 
     @staticmethod
     def of(results: Results) -> "StepLog":
         """The log of one step."""
-        arrays = tuple([None if each is None else np.empty((_FIRST, *each.shape), each.dtype) for each in results])
-        return StepLog(arrays=arrays, used=[0], length=0).append(results)
+        return StepLog(arrays=tuple([None if each is None else each[None] for each in results]), used=[1])._longer(1)
 
     def fits(self, results: Results) -> bool:
         """Whether a step has the results that this log holds, of the same shapes."""
         pairs = zip(self.arrays, results, strict=True)
         return all(b is None if a is None else b is not None and a.shape[2:] == b.shape[1:] for a, b in pairs)
 
-    def append(self, results: Results) -> "StepLog":
-        """The log with one more step, which must fit."""
-        arrays, used, length = self.arrays, self.used, self.length
-        if used[0] != length or any(len(array) == length for array in arrays if array is not None):
-            arrays, used = tuple([None if each is None else _longer(each, length) for each in arrays]), [length]
-        columns = slice(None) if self.columns is None else self.columns
-        for array, result in zip(arrays, results, strict=True):
+    def append(self, length: int, columns: np.ndarray | None, results: Results) -> "StepLog":
+        """The log in which a step that fits follows the first `length`: this one if nobody else wrote there, else a copy."""
+        log = self if self.used[0] == length < len(self.arrays[0]) else self._longer(length)
+        at = length if columns is None else (length, columns)
+        for array, result in zip(log.arrays, results, strict=True):
             if array is not None:
-                array[length, columns] = result
-        used[0] = length + 1
-        return StepLog(arrays=arrays, used=used, length=length + 1, columns=self.columns)
+                array[at] = result
+        log.used[0] = length + 1
+        return log
 
-    def keep(self, rows: np.ndarray) -> "StepLog":
-        """The log of some rows."""
-        return replace(self, columns=self._columns(rows))
+    def results(self, length: int, columns: np.ndarray) -> Results:
+        """The results of the first `length` steps in some columns, as copies `[steps, rows, ...]`."""
+        return tuple([None if each is None else each[:length, columns] for each in self.arrays])
 
-    def of_rows(self, rows: np.ndarray) -> Results:
-        """The results of some rows, as copies `[steps, rows, ...]`."""
-        columns = self._columns(rows)
-        return tuple([None if each is None else each[: self.length, columns] for each in self.arrays])
+    def tokens(self, start: int, length: int, column: int) -> list[int]:
+        """The tokens of the steps `[start:length)` in one column."""
+        return self.arrays[0][start:length, column].tolist()
 
-    def tokens(self, row: int, start: int = 0) -> list[int]:
-        """The tokens of one row after the first `start` steps."""
-        assert self.arrays[0] is not None
-        return self.arrays[0][start : self.length, self._columns(row)].tolist()
+    def _longer(self, length: int) -> "StepLog":
+        """A copy of the first `length` steps, with memory for as many more."""
 
-    def _columns(self, rows: Any) -> Any:
-        return rows if self.columns is None else self.columns[rows]
+        def longer(array: np.ndarray) -> np.ndarray:
+            copy = np.empty((max(_FIRST, 2 * length), *array.shape[1:]), array.dtype)
+            copy[:length] = array[:length]
+            return copy
 
-
-def _longer(array: np.ndarray, length: int) -> np.ndarray:
-    """A copy of the first `length` steps, with memory for as many more."""
-    longer = np.empty((max(_FIRST, 2 * length), *array.shape[1:]), array.dtype)
-    longer[:length] = array[:length]
-    return longer
+        return StepLog(arrays=tuple([None if each is None else longer(each) for each in self.arrays]), used=[length])
