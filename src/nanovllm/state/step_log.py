@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.types import brief_fields
+
 Results = tuple[Any, ...]  # the arrays of one step, `[rows, ...]`: the tokens, then others or None
 _FIRST = 16  # steps for which there is memory at first
 
@@ -20,6 +22,9 @@ class StepLog:
 
     arrays: Results
     used: list[int]
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
     @staticmethod
     def of(results: Results) -> "StepLog":

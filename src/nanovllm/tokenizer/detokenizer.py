@@ -9,19 +9,23 @@ from typing import Any, NamedTuple
 
 from nanovllm.tokenizer.token_texts import BYTE_TOKEN, TokenTexts
 from nanovllm.tokenizer.tokenizer import Tokenizer
+from nanovllm.types import brief_fields
 
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not, or not yet, a character
 Rope = tuple[Any, str] | None  # parts of a text as a linked list, newest first: (older, part)
 
 
 class Detokenizer(ABC):
-    """Turns a stream of token ids into pieces of text. No piece ends inside a character, or with U+FFFD.
+    """Turns a stream of token ids into pieces of text. No piece ends inside a character, so that text with a U+FFFD at its end waits.
 
     The pieces and `rest()` together equal `decode` of all ids. A value never changes: `push` returns the next one.
     """
 
     __slots__ = ()
     texts: TokenTexts
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
 
     @staticmethod
     def of(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> "Detokenizer":
@@ -46,7 +50,7 @@ class Detokenizer(ABC):
         return 3 + sum([len(self.texts[i]) for i in ids])  # at most three bytes were unfinished
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class _ByteDetokenizer(Detokenizer):
     """For `"bytes"`.
 
@@ -98,7 +102,7 @@ class _Run(NamedTuple):
         return _joined(self.text, last)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class _RunDetokenizer(Detokenizer):
     """For `"runs"`. One bad byte changes the text of its whole run, which is therefore held until another token ends it.
 
@@ -130,7 +134,7 @@ class _RunDetokenizer(Detokenizer):
         return _ended(_joined(self.held, last) + self.run.ended(last), last)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class _WindowDetokenizer(Detokenizer):
     """For other decoders: new ids are decoded after old ones, because a decoder may treat the first token in a way of its own.
 
