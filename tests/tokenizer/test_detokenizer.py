@@ -1,6 +1,7 @@
 """Streams of text: the pieces are the text of all tokens, whatever tokenizer, and cost the same however long the reply is."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -104,6 +105,18 @@ def test_broken_utf8_is_read_as_the_library_reads_it(kind: str, first: int, text
     assert shown + stream.rest() == TOKENIZERS[kind].decode(ids)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_one_space_is_dropped_at_the_beginning_whatever_spells_it(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    some = [0x20, 0x61, 0xC3, *(256 + WORDS.index(piece) for piece in ("▁", "▁a", "▁▁b")), tokenizer.max_token_id]
+    for ids in (list(ids) for count in (1, 2, 3) for ids in product(some, repeat=count)):
+        stream, shown = Detokenizer.of(tokenizer), ""
+        for token in ids:
+            stream, piece = stream.push([token])
+            shown += piece
+        assert shown + stream.rest() == tokenizer.decode(ids)
+
+
 WRITTEN = {
     "text": {"byte-level": [0, 1], "llama": [259, 256 + 5], "wordpiece": [1, 2], "unigram": [2], "suffixes": [0], "no decoder": [0]},
     "special tokens": {kind: [-2] for kind in TOKENIZERS if kind != "bytes in another order"},
@@ -138,8 +151,8 @@ def test_the_work_for_a_token_does_not_grow(written: str, kind: str, monkeypatch
         stream = TextStream.of(tokenizer, ["zq"])
         for place in range(count):
             stream, _ = stream.push([ids[place % len(ids)]])
-        assert stream.detokenizer is not None
-        stream.detokenizer.rest(3)
+            assert stream.detokenizer is not None
+            stream.detokenizer.rest(3)
         totals.append(work.total())
     assert totals[1] <= 2 * totals[0] + 50 and totals[1] <= 200 * 40
 
