@@ -19,7 +19,9 @@ def test_every_value_has_its_own_steps(data: st.DataObject) -> None:
         return each, each / np.float32(4), None, np.stack([each, each + 1], 1)
 
     first = results(ROWS)
-    values = [(StepLog.of(first), None, [first[0]])]  # each with its columns and its tokens, step by step
+    values: list[tuple[StepLog, Any, list[Any]]] = [
+        (StepLog.of(first), None, [first[0]])
+    ]  # each with its columns and its tokens, step by step
     for _ in range(data.draw(st.integers(1, 40))):
         log, columns, steps = values[-1] if data.draw(st.booleans()) else data.draw(st.sampled_from(values))
         count = len(steps[0])
