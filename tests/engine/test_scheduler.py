@@ -251,7 +251,8 @@ def test_steps_without_a_schedule_are_those_for_which_pages_are_there():
     shared = Pool(pages=retain(plan.pool.pages, plan.running[1].pages), prefix=plan.pool.prefix)
     assert steady(shared, plan.running, left, limits) is None
     asked = replace(plan.running[0].request, sampling=SamplingParams(logprobs=0))
-    assert steady(plan.pool, (replace(plan.running[0], request=asked), plan.running[1]), left, limits) is None
+    found = steady(plan.pool, (replace(plan.running[0], request=asked), plan.running[1]), left, limits)
+    assert found is not None and found.steps == room  # log-probabilities are kept as they come
 
 
 def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():

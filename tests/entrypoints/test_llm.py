@@ -16,6 +16,7 @@ from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints import llm as shell
 from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.llm import LLM
+from nanovllm.state.steady import Steady
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tokenizer.stream import TextStream, held_back
 
@@ -286,6 +287,22 @@ def test_streamed_equals_generated(params):
     assert pieces[-1].output.text == out.text
     assert pieces[-1].output.num_cached_tokens == 4
     require_idle(llm)
+
+
+@pytest.mark.unhooked  # its checks look at sequences
+def test_a_stream_reads_its_own_tokens_alone(monkeypatch):
+    """However many streams are read in turn, the sequences of all rows are built for no token."""
+    built = []
+    sequences = Steady.sequences
+    monkeypatch.setattr(Steady, "sequences", lambda self: built.append(self.age) or sequences(self))
+    llm, texts = make(), ["hello", "one", "world"]
+    wanted = [out.text for out in llm.generate(texts, SOME["long"])]
+    built.clear()
+    streams, shown = [llm.stream(text, SOME["long"]) for text in texts], [""] * 3
+    for pieces in zip_longest(*streams):
+        shown = [text + piece.text if piece else text for text, piece in zip(shown, pieces, strict=True)]
+    assert shown == wanted
+    assert len(built) < 30  # where pages are taken, not 100 times three
 
 
 @pytest.mark.unhooked

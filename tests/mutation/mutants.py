@@ -42,6 +42,9 @@ PROCESS_LOGITS = ("tests/chunks/test_process_logits.py", "tests/sampling/test_pr
 PROGRAMS = ("tests/property/test_session_programs.py",)
 OUTPUT = ("tests/engine/test_output.py",)
 ASYNC = ("tests/entrypoints/test_async_llm.py",)
+CLIENTS = ("tests/engine/test_clients.py",)
+DETOKENIZER = ("tests/tokenizer/test_detokenizer.py",)
+STEP_LOG = ("tests/state/test_step_log.py",)
 CUTS = (
     "tests/sampling/test_sampler.py::test_ties_at_every_cut_are_kept_together",
     "tests/sampling/test_sampler.py::test_a_mass_that_is_reached_exactly_needs_no_further_token",
@@ -199,6 +202,39 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the first row is taken for the first to end", "first_end=int(left.min()), steps=steps", "first_end=int(left[0]), steps=steps"),
         ("a stop token of one row ends another row", "if token in self.base[row].request.stop_ids", "if token in self.stop_ids"),
     ),
+    *bugs(
+        "state/steady.py",
+        CLIENTS,
+        ("a row gets the log-probabilities of another", "else each[:, at] for each in scores", "else each[:, 0] for each in scores"),
+        ("a sequence that is built loses its search", "asked, self.scans.get(row))", "asked)"),
+        ("the search of a row goes on in another", "{new: self.scans[row] for new, row in", "{row: self.scans[row] for new, row in"),
+        ("a row reads its tokens from the beginning", "self.log.tokens(max(0, older), ", "self.log.tokens(0, "),
+        ("rows of rows are taken for rows", "return rows if self.columns is None else self.columns[rows]", "return rows"),
+        (
+            "steps with fewer results are written among those with more",
+            "or (self.scored and log is not None and not log.fits(results))",
+            "",
+        ),
+    ),
+    *bugs(
+        "state/step_log.py",
+        STEP_LOG,
+        ("a second value overwrites the steps of the first", "self.used[0] == length < len(", "length < len("),
+        ("the steps of a newer value are read", "each[:length, columns]", "each[:, columns]"),
+        ("a copy loses the newest step", "copy[:length] = array[:length]", "copy[: length - 1] = array[: length - 1]"),
+    ),
+    *bugs(
+        "state/request.py",
+        CLIENTS,
+        (
+            "a stop string across two tokens is missed",
+            "if text.endswith(string, 0, end) or string.endswith(text[:end]):",
+            "if text.endswith(string, 0, end):",
+        ),
+        ("only the first place of a letter is looked at", "end = text.find(string[-1:], end) + 1", "end = 0"),
+        ("a resumed reply is searched from its beginning", "self.request.num_prompt + self.stops.num_read", "self.request.num_prompt"),
+        ("a stop string with U+FFFD is searched after its last byte", "byte_set(bytes(range(256)))", "byte_set(b'\\xbd')"),
+    ),
     # Engine
     *bugs(
         "engine/scheduler.py",
@@ -258,19 +294,44 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "the end kept for stop strings is a character short",
-            "begin = max(0, len(text) - max(map(len, strings)) + 1)",
-            "begin = max(0, len(text) - max(map(len, strings)) + 2)",
+            "begin = max(0, len(text) - longest + 1)",
+            "begin = max(0, len(text) - longest + 2)",
         ),
+        ("text that is held back is not searched", 'detokenizer.rest(enough) if enough else ""', '""'),
         ("the stop token is in the text", "        ids.pop()\n", "        pass\n"),
         ("the decode speed counts the first token", "decode_tokens_per_second=(generated - 1)", "decode_tokens_per_second=generated"),
+    ),
+    *bugs(
+        "engine/output.py",
+        CLIENTS,
+        ("a search that is behind reads the newest token alone", "running.reply(row, stops.num_read)", "[int(token_ids[row])]"),
+        ("all of a held text is searched at every token", "detokenizer.rest(enough) if enough", "detokenizer.rest() if enough"),
+        ("log-probabilities are the row's of the first", "each[row : row + 1] for each in arrays", "each[:1] for each in arrays"),
+    ),
+    *bugs(
+        "tokenizer/detokenizer.py",
+        DETOKENIZER,
+        ("text that was held back is lost", "return None, _joined(held) + text", "return None, text"),
+        ("a run that ends in a character is text", "if self.broken or self.unfinished:", "if self.broken:"),
+        ("all of a held text is read", "while rope is not None and (last is None or count < last):", "while rope is not None:"),
+        ("a space that bytes begin with stays", "        if strip and self.text is None:\n", "        if False:\n"),
+        ("the bytes of a character are forgotten", "unfinished=given[used:]), piece", 'unfinished=b""), piece'),
+        ("special tokens are kept in the window", "(i for i in ids if self.texts[i])", "ids"),
+    ),
+    *bugs(
+        "tokenizer/token_texts.py",
+        DETOKENIZER,
+        ("a special token has text", "if token is None or token in self.special:", "if token is None:"),
+        ("two letters stand for one byte", "chr(256 + n): byte", "chr(257 + n): byte"),
+        ("a token has the bytes that it lacks", "= ~byte_set(", "= byte_set("),
     ),
     *bugs(
         "tokenizer/stream.py",
         OUTPUT,
         (
             "a stop string is not held back whole",
-            "for length in range(min(len(text), len(string) - 1), longest, -1):",
-            "for length in range(min(len(text), len(string) - 2), longest, -1):",
+            "max(0, len(text) - len(string) + 1)",
+            "max(0, len(text) - len(string) + 2)",
         ),
     ),
     # Sampling

@@ -96,8 +96,8 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
 
     Returns:
         None if there are no such steps: a request could be admitted, or a page to write is missing or shared. The same holds if a
-        sequence has a prompt, tokens lost to preemption, stop strings, log-probabilities, or tensors of `process_logits`. A sequence
-        that has all its pages does not limit the others.
+        sequence has a prompt, tokens lost to preemption, or tensors of `process_logits`. A sequence that has all its pages does not limit
+        the others.
     """
     size, steps = config.page_size, config.max_model_len
     if not running or len(running) > config.max_num_batched_tokens:
@@ -105,8 +105,6 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
     for s in running:
         filled, request, room = s.num_filled, s.request, s.pages.length * size
         if s.todo != 1 or filled < request.num_prompt or filled < s.most_filled:
-            return None
-        if s.stops is not None or request.sampling.logprobs is not None:
             return None
         if request.process_logits is not None and request.process_logits.init is not None:
             return None

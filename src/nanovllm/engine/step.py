@@ -14,7 +14,7 @@ import torch
 from immutables import Map
 
 from nanovllm.engine.donation import commit_state, enter_with, guarded
-from nanovllm.engine.output import counted, draw_token, finish_reason, result
+from nanovllm.engine.output import counted, draw_token, finish_reason, result, scan_steady
 from nanovllm.engine.scheduler import Plan, schedule, steady
 from nanovllm.errors import OutOfPagesError
 from nanovllm.executor.executor import Drawn, executor_of
@@ -101,8 +101,10 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
     """
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
     outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
-    after = running.after(decoded.token_ids.astype(np.int32))
-    if rows := after.ending(tokens):
+    token_ids = decoded.token_ids.astype(np.int32, copy=False)
+    after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
+    after, scans = (after, {}) if after.ends is None else scan_steady(after, token_ids)
+    if rows := after.ending(tokens, scans):
         gone, after = after.part(rows)
         for row, sequence in zip(rows, gone, strict=True):
             reason = finish_reason(sequence, tokens[row]) or "length"

@@ -367,6 +367,9 @@ class LLM:
         Raises:
             InvalidRequestError: The state does not have the request.
         """
+        running = self.state.running
+        if isinstance(running, Steady) and (row := _row(running, request_id)) is not None:
+            return running.reply(row, seen)
         sequence = sequence_of(self.state, request_id)
         if sequence is None:
             raise InvalidRequestError(f"request {request_id} was cancelled, or ran its last step, outside of this LLM's calls")
@@ -379,16 +382,20 @@ class LLM:
 
 
 def sequence_of(state: EngineState, request_id: int) -> Sequence | None:
-    """The sequence of a request that waits or runs, or None. A search by halves: running sequences are in the order of their ids."""
+    """The sequence of a request that waits or runs, or None."""
     if request_id in state.waiting.items:
         return state.waiting.items[request_id]
-    running = state.running
+    row = _row(state.running, request_id)
+    return None if row is None else state.running[row]
+
+
+def _row(running: tuple[Sequence, ...] | Steady, request_id: int) -> int | None:
+    """The row of a running request, or None. A search by halves: running sequences are in the order of their ids."""
     if isinstance(running, Steady):
         row = bisect_left(running.ids, request_id)
-    else:
-        row = bisect_left(running, request_id, key=lambda sequence: sequence.request.request_id)
-    found = running[row] if row < len(running) else None
-    return found if found is not None and found.request.request_id == request_id else None
+        return row if running.ids[row : row + 1] == (request_id,) else None
+    row = bisect_left(running, request_id, key=lambda sequence: sequence.request.request_id)
+    return row if row < len(running) and running[row].request.request_id == request_id else None
 
 
 def last_piece(text: TextStream, num_seen: int, output: RequestOutput) -> Piece:
