@@ -131,7 +131,7 @@ def sharing(num_tokens):
     """A pool of 8 pages of which 3 are a running request's, two of them indexed; and a waiting request that begins with these."""
     limits = config(num_pages=8)
     pool, running, _ = settled(start(limits, waiting(0, 5)))
-    pool = pools.insert(pool, running[0].tokens.array(0, 4), running[0].pages.array(), 0)
+    pool = pools.insert(pool, running[0].tokens.array(0, 4), running[0].pages.array())
     tokens = running[0].tokens.truncate(4).extend([900 + i for i in range(num_tokens - 4)])
     return limits, pool, running, replace(waiting(1, num_tokens), tokens=tokens)
 
@@ -263,7 +263,7 @@ def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():
         done = pools.allocate(pool, 1)
         assert done is not None
         pool, pages = done
-        pool = pools.insert(pool, np.arange(first, first + 2, dtype=np.int32), np.array(pages, np.int32), 0)
+        pool = pools.insert(pool, np.arange(first, first + 2, dtype=np.int32), np.array(pages, np.int32))
         pool = pools.release(pool, pages)
     assert pool.pages.num_free == 0 and pool.num_available == 100
     pool, running, left = settled(schedule(pool, [], queue(waiting(0, 2, max_tokens=500)), limits))

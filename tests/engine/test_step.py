@@ -18,6 +18,7 @@ from nanovllm.engine.scheduler import schedule
 from nanovllm.engine.step import step
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.state import pool as pools
 from nanovllm.state.invariants import check
 from nanovllm.state.pool_sizes import LOOKAHEAD
 from nanovllm.testing.models import random_model, tiny_config
@@ -466,7 +467,9 @@ def test_a_carry_that_missed_steps_is_not_used_again():
     """B decodes alone, gives its pages up to A, and comes back over another copy of its tokens, decoding alone again."""
     state = SYMBOLIC.init_state(Limits(num_pages=7, page_size=2, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=20))
     model, prompt = SYMBOLIC.model, [1, 2, 3, 4, 5]
-    state, (indexed, copy) = generate_many(model, state, [prompt, prompt], greedy(1))
+    state, (copy,) = generate_many(model, state, [prompt], greedy(1))
+    state = replace(state, pool=pools.forget(state.pool, frozenset(copy.chunk.pages)))
+    state, (indexed,) = generate_many(model, state, [prompt], greedy(1))
     state, short = truncate(state, copy.chunk, 5)
     state = release(state, copy.chunk)
     state, _ = submit(model, state, [7, 7, 7, 6, 6], greedy(1))

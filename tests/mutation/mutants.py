@@ -31,6 +31,7 @@ WINDOWS = ("tests/engine/test_windows.py",)
 STEADY = ("tests/state/test_steady.py",)
 REQUEST = ("tests/state/test_request.py",)
 SCHEDULER = ("tests/engine/test_scheduler.py",)
+BEGINNINGS = ("tests/engine/test_shared_beginnings.py",)
 STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
@@ -138,9 +139,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "due = due[index.contains(due)]",
         ),
         (
-            "a second copy is indexed after an indexed page",
-            "if key in index.heads or key[1] == _tokens_after(index, run.parent):",
-            "if key in index.heads:",
+            "the pages after one in the middle of a node are not found",
+            "    if page != ROOT:  # in the middle",
+            "    if page < ROOT:  # in the middle",
+        ),
+        (
+            "a tail follows its own copy, not the indexed page",
+            "first, parent = first + len(others), int(others[-1])",
+            "first += len(others)",
         ),
     ),
     *bugs(
@@ -254,8 +260,19 @@ MUTANTS: tuple[Mutant, ...] = (
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
     ),
     *bugs(
+        "engine/scheduler.py",
+        BEGINNINGS,
+        ("beginnings are offered only from the next step on", "            draft.offer([admitted])\n", ""),
+        ("the pages of a running prompt are not offered", "draft.offer([(s, prefill[_id(s)])", "list([(s, prefill[_id(s)])"),
+    ),
+    *bugs(
         "engine/step.py",
         STEP,
+        (
+            "a carry of an earlier step is used again",
+            "prefilled, loaded, decoded = None, None, None",
+            "prefilled, loaded, decoded = None, state.loaded, None",
+        ),
         ("a request waits after a row has ended", "steps=0 if state.waiting else after.steps)", "steps=after.steps)"),
     ),
     *bugs(

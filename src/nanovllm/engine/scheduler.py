@@ -3,6 +3,10 @@
 Requests are served in order of arrival. Each step first runs one token of every decoding sequence, then fills the rest of its token budget
 with prompts, in pieces. If the pool is full, the youngest running sequence gives up its pages and returns to the front of the queue. So
 the oldest sequence always advances, and every workload ends whose requests fit one at a time.
+
+Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
+does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
+with it than it has filled is admitted later, by the step that ends it.
 """
 
 from bisect import bisect
@@ -30,7 +34,7 @@ class Plan:
     """The work of one step, and the values after it.
 
     Attributes:
-        pool: The pool after the step's allocations.
+        pool: The pool after the step. Its index has the pages that `prefill` fills, so the step must run all of it or drop this pool.
         running: The running sequences.
         waiting: The queue.
         decode: Sequences that run one token each.
@@ -77,16 +81,20 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
     prefill: dict[int, int] = {}
     for sequence in [s for s in draft.running if s.todo > 1]:
         if budget and (count := draft.place_prefill(sequence, budget)):
-            prefill[sequence.request.request_id] = count
+            prefill[_id(sequence)] = count
             budget -= count
+    draft.offer([(s, prefill[_id(s)]) for s in draft.running if _id(s) in prefill] if prefill else ())
     while budget and draft.may_admit():
-        sequence = draft.admit()
+        admitted = draft.admit(budget)
+        if admitted is None:
+            break
+        sequence, count = admitted
         if sequence.todo <= 1:
-            if draft.make_room(sequence, sequence.num_filled + sequence.todo):
-                chosen.add(sequence.request.request_id)
-                budget -= 1
-        elif count := draft.place_prefill(sequence, budget):
-            prefill[sequence.request.request_id] = count
+            chosen.add(_id(sequence))
+            budget -= 1
+        else:
+            prefill[_id(sequence)] = count
+            draft.offer([admitted])
             budget -= count
     return draft.finish(chosen, prefill)
 
@@ -200,17 +208,31 @@ class _Draft:
 
     def place_prefill(self, sequence: Sequence, budget: int) -> int:
         """The number of prompt tokens that run in this step, within budget and pool; the oldest sequence gets at least one."""
-        at = self.find(sequence)
-        if at is None:
+        if self.find(sequence) is None:
             return 0
-        sequence = self.running[at]
+        count = self.fitting(sequence, budget)
+        return count if self.make_room(sequence, sequence.num_filled + count) else 0
+
+    def fitting(self, sequence: Sequence, budget: int) -> int:
+        """The number of tokens that budget and pool allow a sequence to run now: at least one, if it has any left."""
         size, count = self.config.page_size, min(sequence.todo, budget)
         spare = self.pool.num_available - shares_tail(self.pool, sequence, size)
         if self.pool.frames is not None:  # a prompt soon gives back frames outside its window; leave some to decoding sequences
             spare -= min(len(self.running) - 1, spare // 2)
         fits = (len(sequence.pages) + spare) * size - sequence.num_filled
-        count = min(count, max(1, fits))
-        return count if self.make_room(sequence, sequence.num_filled + count) else 0
+        return min(count, max(1, fits))
+
+    def offer(self, prefill: Seq[tuple[Sequence, int]]) -> None:
+        """Index the pages that these prompts fill in this step.
+
+        Requests that are admitted later in the step begin with them. Three rules make that safe. The prompts of a step run in one pass, and
+        in each layer the KV of all of them is written before any is read. Sequences that decode run after this pass. No sequence is
+        preempted after its pages were offered: a step that preempted admits nothing, and an admission preempts nobody.
+        """
+        for sequence, count in prefill:
+            require_writable(self.pool.pages, written_pages(sequence, count, self.config.page_size))
+            grown = sequence.advance(count)
+            self.pool = pools.insert(self.pool, grown.tokens.array(0, grown.num_exact), grown.pages.array())
 
     def make_room(self, sequence: Sequence, length: int) -> bool:
         """Reserve pages, preempting the youngest sequences first. False if `sequence` itself was preempted or is stuck."""
@@ -297,11 +319,17 @@ class _Draft:
         have = max(len(matched) - retired, len(sequence.pages) - sequence.retired)
         return wanted - have <= frames.num_available - int(spare)
 
-    def admit(self) -> Sequence:
-        """Move the oldest waiting request to the running ones, over pages of the index if they save more than its own."""
+    def admit(self, budget: int) -> tuple[Sequence, int] | None:
+        """Move the oldest waiting request to the running ones, over pages of the index if they save more than its own.
+
+        Returns:
+            The sequence, and how many of its tokens run in this step. None if the pool has too few pages after all; then the request waits,
+            unless nothing else runs.
+        """
         sequence = self.waiting.first()
         if sequence is None:
             raise BrokenInvariantError("admit was called with an empty queue")
+        before = self.pool, self.waiting, self.num_reused
         self.waiting = self.waiting.pop(_id(sequence))
         matched, retired = self.reusable(sequence)
         if worth_taking(self.pool, matched, sequence, self.config.page_size):
@@ -312,8 +340,17 @@ class _Draft:
         self.num_reused += max(0, reused - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else reused
         sequence = replace(sequence, most_filled=max(sequence.most_filled, reused), num_cached=cached)
-        self.running.insert(bisect(self.running, _id(sequence), key=_id), sequence)
-        return sequence
+        at = bisect(self.running, _id(sequence), key=_id)
+        self.running.insert(at, sequence)
+        count = self.fitting(sequence, budget)
+        length = sequence.num_filled + count
+        if len(self.running) == 1:
+            return (self.running[at], count) if self.make_room(sequence, length) else None
+        if self.reserve(at, length):
+            return self.running[at], count
+        del self.running[at]
+        self.pool, self.waiting, self.num_reused = before
+        return None
 
     def find(self, sequence: Sequence) -> int | None:
         """The index of a sequence in `running`, or None."""
@@ -330,8 +367,6 @@ class _Draft:
         by_id = {_id(s): s for s in self.running} if prefill else {}
         prompts = tuple((by_id[rid], count) for rid, count in prefill.items() if rid in by_id)
         require_writable(pool.pages, [s.pages[s.num_filled // size] for s in decode if s.todo])
-        for sequence, count in prompts:
-            require_writable(pool.pages, written_pages(sequence, count, size))
         return Plan(
             pool=pool,
             running=tuple(self.running),

@@ -19,7 +19,6 @@ from nanovllm.engine.scheduler import Plan, schedule, steady
 from nanovllm.errors import OutOfPagesError
 from nanovllm.executor.executor import Drawn, executor_of
 from nanovllm.models.model import Model
-from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState, copy_pages
 from nanovllm.state.pool import Pool, Taken
@@ -148,8 +147,8 @@ def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
 
 
 def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
-    """Append the sampled tokens, end finished requests, index filled pages, and count the tokens that ran."""
-    now, pool, page_size = time.perf_counter(), plan.pool, state.config.page_size
+    """Append the sampled tokens, end finished requests, and count the tokens that ran."""
+    now, pool = time.perf_counter(), plan.pool
     moved: dict[int, tuple[Sequence, int | None]] = {}  # by request id: the new sequence, and the token that it sampled
     prompt_run = reply_run = rerun = 0
     first_tokens = iter([] if prefilled is None else enumerate(prefilled.token_ids.tolist()))
@@ -158,7 +157,6 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
         prompt, again = counted(sequence, count)
         prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
         grown = sequence.advance(count)
-        pool = pools.insert(pool, grown.tokens.array(0, grown.num_exact), grown.pages.array(), sequence.num_exact // page_size)
         token = None
         if prefilled is not None and count == sequence.todo:
             row, token = next(first_tokens)

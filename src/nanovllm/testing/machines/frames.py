@@ -141,7 +141,7 @@ class FrameMachine(RuleBasedStateMachine):
         tokens, pages = np.array(holder.tokens, np.int32), np.array(holder.pages, np.int32)
         matched = pools.match(self.pool, tokens)
         frames = max(np.count_nonzero(self._frames.have(either)) for either in (matched, pages[: len(matched)]))
-        self._move(self.ops.insert(self.pool, tokens, pages, 0))
+        self._move(self.ops.insert(self.pool, tokens, pages))
         self.spare = [page for page in self.spare if page in self.pool.pages.refcounts]
         lost = sorted(before - self._indexed())
         expect(not lost, f"indexing {holder.tokens} removed the prefixes {lost}")
