@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
 from nanovllm.state.request import Metrics, RequestOutput, Sequence, StopScan, TokenLogprobs
@@ -68,15 +69,15 @@ def reply_text(model: Model, sequence: Sequence) -> str:
     return model.tokenizer.decode(ids)
 
 
-def result(model: Model, sequence: Sequence, reason: str, now: float) -> RequestOutput:
-    """The output of a finished request."""
+def result(sequence: Sequence, text: str, reason: str, now: float, error: NanoVLLMError | None = None) -> RequestOutput:
+    """The output of a finished request, whose reply has this text."""
     request, generated = sequence.request, sequence.num_generated
     first = sequence.first_token or now
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=sequence.tokens.array(0, request.num_prompt),
         token_ids=sequence.tokens.array(request.num_prompt).tolist(),
-        text=reply_text(model, sequence),
+        text=text,
         finish_reason=reason,
         num_cached_tokens=sequence.num_cached,
         logprobs=None if request.sampling.logprobs is None else _unroll(sequence.logprobs),
@@ -85,6 +86,7 @@ def result(model: Model, sequence: Sequence, reason: str, now: float) -> Request
             total_time=now - request.arrival,
             decode_tokens_per_second=(generated - 1) / (now - first) if generated > 1 and now > first else 0.0,
         ),
+        error=error,
     )
 
 
