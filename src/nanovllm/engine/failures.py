@@ -73,33 +73,32 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     if fatal(error) is not None:
         return None
     num_tokens = sum(count for _, count in attempt.prompts) + len(attempt.decoding)
-    budget, stats, failed = state.token_budget, state.stats, dict[int, NanoVLLMError]()
+    budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
     if short := num_tokens > 0 and out_of_memory(error):
         stats = stats.add(memory_shortages=1)
         if num_tokens > 1:
             budget = attempt.num_others + num_tokens // 2
         else:
-            (sequence,) = [*(s for s, _ in attempt.prompts), *attempt.decoding]
-            failed = {
-                _id(sequence): request_error(_id(sequence), OutOfPagesError, "the device has no memory for even one of its tokens", error)
-            }
+            failed, kind = [*(s for s, _ in attempt.prompts), *attempt.decoding], OutOfPagesError
+            message = "the device has no memory for even one of its tokens"
     elif culprit := next((note for one in chain(error) for note in getattr(one, "__notes__", ()) if isinstance(note, Culprit)), None):
         rows = [*(s for s, count in attempt.prompts if count == s.todo), *attempt.decoding]
-        mine = [s for s in rows if s.request.process_logits == culprit.processor and _id(s) in (culprit.request_ids or (_id(s),))]
-        failed = {_id(s): request_error(_id(s), RequestFailedError, f"{culprit} failed", error) for s in mine}
+        theirs = [s for s in rows if s.request.process_logits == culprit.processor]
+        failed = [s for s in theirs if not culprit.request_ids or _id(s) in culprit.request_ids]
+        message = str(culprit)
     if not (short or failed):
         return None
-    without_values(error)
+    as_value(error)
     taken, now = attempt.taken, time.perf_counter()
     lost = overwritten(state.pool, taken.pages[attempt.num_pages :], taken.frames[attempt.num_frames :])
     state, outputs = replace(forgotten(state, lost), token_budget=budget, stats=stats), []
-    for rid, reason in failed.items():
-        pool, running, waiting, kept = state.pool, state.running, state.waiting, state.kept
+    for rid in map(_id, failed):
+        waiting, running = state.waiting, tuple(state.running)
         sequence = waiting.items.get(rid) or next(s for s in running if _id(s) == rid)
-        running, waiting = tuple(s for s in running if s is not sequence), waiting.pop(rid) if rid in waiting.items else waiting
-        outputs.append(last_output(model, sequence, (), "error", now, reason))
-        pool, kept = ended(pool, kept, sequence)
-        state = replace(state, pool=pool, running=running, waiting=waiting, kept=kept)
+        waiting = waiting.pop(rid) if rid in waiting.items else waiting
+        pool, kept = ended(state.pool, state.kept, sequence)
+        state = replace(state, pool=pool, kept=kept, waiting=waiting, running=tuple(s for s in running if s is not sequence))
+        outputs.append(last_output(model, sequence, (), "error", now, request_error(rid, kind, message, error)))
     return state, outputs, not (short and failed)
 
 
@@ -109,7 +108,7 @@ def draw(sequence: Sequence, token: int, drawn: Drawn, row: int, now: float, fai
         return draw_token(sequence, token, drawn, row, now)
     except Exception as error:
         message = f"token {token} cannot be searched for stop={list(sequence.request.sampling.stop)}"
-        failed[_id(sequence)] = request_error(_id(sequence), RequestFailedError, message, without_values(error))
+        failed[_id(sequence)] = request_error(_id(sequence), RequestFailedError, message, as_value(error))
         return draw_token(replace(sequence, stops=None), token, drawn, row, now)
 
 
@@ -120,7 +119,7 @@ def last_output(
     try:
         text = reply_text(model, sequence)
     except Exception as raised:
-        text, error = "", error or request_error(_id(sequence), RequestFailedError, "its tokens cannot be decoded", without_values(raised))
+        text, error = "", error or request_error(_id(sequence), RequestFailedError, "its tokens cannot be decoded", as_value(raised))
     output = result(sequence, text, reason if error is None else "error", now, error)
     return StepOutput(output.request_id, token_ids, output.finish_reason, output, error)
 
@@ -146,11 +145,12 @@ def request_error(request_id: int, kind: type[NanoVLLMError], message: str, caus
     return error
 
 
-def without_values(error: Exception) -> Exception:
-    """An exception that was just caught, to be kept as a value: its traceback keeps its lines, but no variables, which hold tensors."""
-    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # the first frame is still running
+def as_value(error: Exception) -> Exception:
+    """An exception to be kept in a result: its traceback becomes a note, because frames hold the tensors and states of their functions."""
     for one in chain(error):
-        traceback.clear_frames(one.__traceback__)
+        if one.__traceback__ is not None:
+            one.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_tb(one.__traceback__)]))
+            one.__traceback__ = None
     return error
 
 
