@@ -81,7 +81,7 @@ def test_every_call_raises_one_error_that_names_the_first_cause(finder: str, tmp
         with pytest.raises(nv.EngineDeadError, match=FIRST):
             call()
     assert "2 requests" in repr(state)
-    other, reply = nv.generate(MODEL, engine(), [1, 2], GREEDY)  # another engine, on a device that works
+    _, reply = nv.generate(MODEL, engine(), [1, 2], GREEDY)  # another engine, on a device that works
     assert len(reply.token_ids) == 4
 
 

@@ -69,7 +69,7 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
 
     An exception that belongs to requests ends these, and the step is tried again with the others.
     """
-    outputs, again = [], True
+    outputs, again, shortages = [], True, state.stats.memory_shortages
     while again and (state.running or state.waiting):
         attempt = Attempt(taken, len(taken.pages), len(taken.frames))
         try:
@@ -78,7 +78,8 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
             if (without := recovered(model, state, error, attempt)) is None:
                 raise
         else:
-            return after, [*outputs, *more] if outputs else more
+            enough = after.token_budget is None or after.stats.memory_shortages > shortages
+            return after if enough else relaxed(after), [*outputs, *more] if outputs else more
         state, failed, again = without
         outputs += failed
     return state, outputs
@@ -108,7 +109,7 @@ def _attempted(model: Model, state: EngineState, attempt: Attempt) -> tuple[Engi
         # The device already runs the step, so this work on the host overlaps it.
         if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, limits)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
-    return _finish_step(model, relaxed(state), plan, kv, prefilled, loaded, decoded)
+    return _finish_step(model, state, plan, kv, prefilled, loaded, decoded)
 
 
 def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: Any, decoded: Drawn) -> tuple[EngineState, list[StepOutput]]:

@@ -18,6 +18,7 @@ Examples:
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
@@ -32,6 +33,7 @@ __all__ = [
     "CascadeMachine",
     "ChunkMachine",
     "EngineMachine",
+    "FailureMachine",
     "FrameMachine",
     "MixedWindowMachine",
     "ModelChunkMachine",
