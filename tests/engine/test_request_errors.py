@@ -265,6 +265,16 @@ def test_a_budget_below_the_rows_makes_the_youngest_wait():
     assert [drawn[rid] for rid in ids] == REPLIES
 
 
+def test_a_prompt_without_memory_takes_nothing_from_the_rows_that_decode():
+    state, ids = queued(engine(max_num_seqs=8))
+    state, _ = nv.step(MODEL, state)
+    state, long = nv.submit(MODEL, state, [5] * 9, greedy(1))
+    state.runtime.executor.arm(0, False, NO_MEMORY)
+    state, outs = nv.step(MODEL, state)
+    assert [out.request_id for out in outs] == ids and state.token_budget == 4 + 4
+    assert state.running[-1].request.request_id == long and state.running[-1].num_filled == 4
+
+
 def test_a_request_that_has_no_memory_even_alone_ends_and_the_next_step_serves_the_others():
     state, ids = queued(engine())
     executor = state.runtime.executor
