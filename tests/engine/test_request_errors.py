@@ -278,13 +278,15 @@ def test_a_prompt_without_memory_takes_nothing_from_the_rows_that_decode():
 def test_a_request_that_has_no_memory_even_alone_ends_and_the_next_step_serves_the_others():
     state, ids = queued(engine())
     executor = state.runtime.executor
-    executor.arm(0, False, NO_MEMORY, times=5)  # 16 tokens, 8, 4, 2, 1
+    executor.arm(0, False, NO_MEMORY, times=6)  # for 17 tokens, 8, 4, 2, 1, and for the first token of the next request
     state, (out,) = nv.step(MODEL, state)
     assert executor.num_failed == 5 and out.request_id == ids[0]
     assert isinstance(out.error, nv.OutOfPagesError) and "no memory for even one" in str(out.error)
     assert out.error.__cause__ is NO_MEMORY and state.token_budget == 1
+    state, (second,) = nv.step(MODEL, state)
+    assert second.request_id == ids[1] and second.finish_reason == "error"
     state, outputs = run(state)
-    assert [outputs[rid].token_ids for rid in ids[1:]] == REPLIES[1:]
+    assert [outputs[rid].token_ids for rid in ids[2:]] == REPLIES[2:]
 
 
 # Calls that return whole replies

@@ -71,7 +71,7 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
     Fault(name="a pass that failed is trusted", machine=EngineMachine, targets=((failures, "forgotten"),), faulty=_trusts_the_failed_pass),
     Fault(
         name="KV that a pass without memory overwrote still trusted",
-        machine=EngineMachine,
+        machine=FailureMachine,
         targets=((failures, "overwritten"),),
         faulty=_trusts_what_was_overwritten,
     ),
@@ -80,8 +80,9 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
         machine=FailureMachine,
         targets=((engine, "draw"),),
         faulty=_loses_a_token_of_another,
+        draw=2,
     ),
     Fault(name="an error given to another request", machine=FailureMachine, targets=((engine, "draw"),), faulty=_blames_another),
-    Fault(name="others dropped with the failed", machine=EngineMachine, targets=((engine, "recovered"),), faulty=_ends_all),
+    Fault(name="others dropped with the failed", machine=FailureMachine, targets=((engine, "recovered"),), faulty=_ends_all),
     Fault(name="a budget that never recovers", machine=EngineMachine, targets=((engine, "relaxed"),), faulty=_never_recovers),
 )

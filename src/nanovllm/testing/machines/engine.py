@@ -129,7 +129,7 @@ class EngineMachine(SessionDriver):
         self._step()
 
     @precondition(lambda self: self.pending)
-    @rule(count=st.integers(0, 3), late=st.booleans(), times=st.integers(1, 5))
+    @rule(count=st.integers(0, 3), late=st.booleans(), times=st.integers(1, 3))
     def step_without_memory(self, count: int, late: bool, times: int) -> None:
         """Run a step in which the device has no memory for some calls. A request may end with an error; the others go on."""
         self._executor.arm(count, late, torch.OutOfMemoryError("planted"), times)

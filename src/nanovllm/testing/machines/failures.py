@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import tokenizers
+import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 from tokenizers import decoders, models
 
 from nanovllm.errors import RequestFailedError
@@ -14,6 +15,7 @@ from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.engine_driver import Pending, ends
 from nanovllm.testing.shadows.memory import expect
 from nanovllm.testing.shadows.worlds import SymbolicWorld
+from nanovllm.testing.strategies import token_ids
 from nanovllm.tokenizer.tokenizer import make_tokenizer
 
 
@@ -41,7 +43,7 @@ class BrittleWorld(SymbolicWorld):
 
 
 class FailureMachine(EngineMachine):
-    """`EngineMachine` whose tokenizer fails now and then.
+    """`EngineMachine` whose tokenizer and whose device memory fail often.
 
     Some requests have a stop string, which no reply contains. In a step in which no token can be decoded, exactly these requests end with
     an error, and those whose reply ends in this step. The others sample what they sample alone.
@@ -63,16 +65,28 @@ class FailureMachine(EngineMachine):
         params = super()._options(data)
         return replace(params, stop=("#",)) if data.draw(st.booleans()) else params
 
-    @precondition(lambda self: self.pending)
-    @rule(steps=st.integers(0, 3))
-    def undecodable_step(self, steps: int) -> None:
-        """Run steps, then one in which no token can be decoded."""
-        self.step(steps)
+    @rule(prompts=st.lists(token_ids(max_size=4), max_size=3), steps=st.integers(0, 3), data=st.data())
+    def undecodable_step(self, prompts: list[list[int]], steps: int, data: st.DataObject) -> None:
+        """Submit requests for prompts and run steps, then one in which no token can be decoded."""
+        self._begin_some(prompts, steps, data)
         self.world.decoder.broken = True
         try:
             self._step()
         finally:
             self.world.decoder.broken = False
+
+    @rule(prompts=st.lists(token_ids(max_size=6), max_size=3), steps=st.integers(0, 3), times=st.integers(1, 6), data=st.data())
+    def starved_step(self, prompts: list[list[int]], steps: int, times: int, data: st.DataObject) -> None:
+        """Submit requests for prompts and run steps, then one in which the device has no memory after it did its work."""
+        self._begin_some(prompts, steps, data)
+        self._executor.arm(data.draw(st.integers(0, 1)), True, torch.OutOfMemoryError("planted"), times)
+        self._step()
+        self._executor.disarm()
+
+    def _begin_some(self, prompts: list[list[int]], steps: int, data: st.DataObject) -> None:
+        for ids in prompts:
+            self._submit(None, ids, self._options(data), False)
+        self.step(steps)
 
     def _see(self, out: StepOutput, pinned: int) -> None:
         mine = self.pending[out.request_id]
