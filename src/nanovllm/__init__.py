@@ -36,6 +36,7 @@ from nanovllm.errors import (
     OutOfPagesError,
     QueueFullError,
     ReleasedChunkError,
+    RequestFailedError,
     TuningFileError,
 )
 from nanovllm.executor.branches import split_rows
@@ -93,6 +94,7 @@ __all__ = [
     "PrefixIndex",
     "QueueFullError",
     "ReleasedChunkError",
+    "RequestFailedError",
     "RequestOutput",
     "RopeConfig",
     "SamplingParams",

@@ -85,6 +85,7 @@ CASCADE = ("tests/ops/attention/test_cascade.py",)
 HUB = ("tests/loading/test_hub.py",)
 LAYOUT = ("tests/chunks/test_layout.py",)
 DONATION = ("tests/engine/test_donation.py",)
+REQUEST_ERRORS = ("tests/engine/test_request_errors.py",)
 PROMPT = ("tests/engine/test_prompt.py",)
 CHECK = (
     "tests/models/check/test_check.py::test_the_logits_in_float64_are_capped_as_the_model_caps_them",
@@ -645,7 +646,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "model_key(model).fingerprint != lease.model.fingerprint:",
         ),
         ("a carry that a failed call advanced is used again", "waiting=waiting, loaded=None)", "waiting=waiting)"),
-        ("a failed call that took no pages changed nothing", "    if not lease.dirty:\n", "    if not lease.lost:\n"),
+        ("a failed call that took no pages changed nothing", "if lease.dirty else state", "if lease.lost else state"),
     ),
     *bugs(
         "state/lease.py",
@@ -661,7 +662,56 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/donation.py",
         ("tests/engine/test_threads.py",),
-        ("a call that has ended keeps the lease", "        state.runtime.lease.give_back()\n", "        pass\n"),
+        ("a call that has ended keeps the lease", "        lease.give_back()\n", "        pass\n"),
+    ),
+    *bugs(
+        "engine/failures.py",
+        REQUEST_ERRORS,
+        ("a budget that is lowered by one token only", "attempt.num_others + num_tokens // 2", "attempt.num_others + num_tokens - 1"),
+        ("the tokens of the other pass are cut too", "budget = attempt.num_others + num_tokens // 2", "budget = num_tokens // 2"),
+        (
+            "a budget that grows at once",
+            "return replace(state, token_budget=None if more",
+            "return replace(state, token_budget=None if 1 or more",
+        ),
+        ("all rows of a function end with one whose init raises", "if not culprit.request_ids or _id(s) in culprit.request_ids]", "]"),
+        (
+            "all rows end with those of a function",
+            "theirs = [s for s in rows if s.request.process_logits == culprit.processor]",
+            "theirs = rows",
+        ),
+        ("a kept error holds the state", "            one.__traceback__ = None\n", ""),
+        ("all requests end while memory is short", "not (short and failed)", "True"),
+        ("a shortage in a step is not counted", "stats = stats.add(memory_shortages=1)", "stats = stats.add(memory_shortages=0)"),
+        ("an error does not say whose it is", "error.request_id, error.__cause__ = request_id, cause", "error.__cause__ = cause"),
+    ),
+    *bugs(
+        "engine/step.py",
+        REQUEST_ERRORS,
+        ("a failed step loses its first errors", "[*outputs, *more] if outputs else more", "more"),
+        ("a prompt without pages ends by its length", "None if sequence.num_generated else out_of_pages(sequence, plan.pool)", "None"),
+    ),
+    *bugs(
+        "chunks/generate.py",
+        REQUEST_ERRORS,
+        ("a failed reply keeps its pages", "pool=give_up_pages(inner.pool, inner.kept[out.request_id])", "pool=inner.pool"),
+        ("one reply that fails is committed", "                    if alone:\n", "                    if False:\n"),
+    ),
+    *bugs(
+        "state/device_errors.py",
+        ("tests/engine/test_dead_engine.py",),
+        ("an error of a capture kills the engine", '    "unknown error",\n', '    "unknown error",\n    "operation not permitted",\n'),
+        ("only the newest error is read", "    for one in chain(error):\n        text", "    for one in [error]:\n        text"),
+    ),
+    *bugs(
+        "state/lease.py",
+        ("tests/engine/test_dead_engine.py",),
+        ("a dead engine is used again", "        self.require_alive()\n        thread", "        thread"),
+    ),
+    *bugs(
+        "executor/fresh_carry.py",
+        ("tests/engine/test_dead_engine.py",),
+        ("a session goes on with a dead engine", "        engine.require_alive()\n", "        pass\n"),
     ),
     *bugs(
         "engine/prompt.py",

@@ -11,6 +11,7 @@ from nanovllm.testing.machines.async_llm import AsyncMachine
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
@@ -93,6 +94,7 @@ class SharedFrames(CascadeMachine):
         (RealModel, 5, 40),
         (RealLlama, 3, 40),
         (AheadMachine, 5, 50),
+        (FailureMachine, 5, 50),
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),

@@ -49,7 +49,7 @@ def opened(
         InvalidRequestError: Without `to_fill`, the tokens to fill are more than a step can run.
     """
     ticket, size = state.next_id, state.config.page_size
-    lease = SessionLease(session=ticket)
+    lease = SessionLease(session=ticket, engine=state.runtime.lease)
     room = max(s.request.max_len - len(s.tokens) for s in sequences)
     state, sequences = adopt(state, sequences, logits=True)
     if not to_fill and (count := sum(max(1, s.todo) for s in sequences)) > state.config.max_num_batched_tokens:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
 from nanovllm.state.request import Metrics, RequestOutput, Scores, Sequence, StopScan, TokenLogprobs, scores_of
@@ -30,14 +31,21 @@ def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: floa
     )  # fmt: skip
 
 
-def scan_steady(running: Steady, token_ids: np.ndarray) -> tuple[Steady, dict[int, StopScan]]:
-    """Search the rows whose newest tokens, which are `token_ids`, may complete a stop string. Returns these searches by row, too."""
-    scans = dict[int, StopScan]()
+def scan_steady(running: Steady, token_ids: np.ndarray) -> tuple[Steady, dict[int, StopScan], dict[int, Exception]]:
+    """Search the rows whose newest tokens, which are `token_ids`, may complete a stop string.
+
+    Returns:
+        The rows with these searches, the searches by row, and the exceptions of those rows that cannot be searched.
+    """
+    scans, failed = dict[int, StopScan](), dict[int, Exception]()
     for row in running.suspects(token_ids):
-        stops = running.stops(row)
-        if stops.may_end_with(int(token_ids[row])):
-            scans[row] = scan(stops, running.reply(row, stops.num_read), running.base[row].request.sampling.stop)
-    return (replace(running, scans={**running.scans, **scans}) if scans else running), scans
+        try:
+            stops = running.stops(row)
+            if stops.may_end_with(int(token_ids[row])):
+                scans[row] = scan(stops, running.reply(row, stops.num_read), running.base[row].request.sampling.stop)
+        except Exception as error:
+            failed[row] = error
+    return (replace(running, scans={**running.scans, **scans}) if scans else running), scans, failed
 
 
 def finish_reason(sequence: Sequence, token: int) -> str | None:
@@ -93,15 +101,15 @@ def reply_text(model: Model, sequence: Sequence) -> str:
     return model.tokenizer.decode(ids)
 
 
-def result(model: Model, sequence: Sequence, reason: str, now: float) -> RequestOutput:
-    """The output of a finished request."""
+def result(sequence: Sequence, text: str, reason: str, now: float, error: NanoVLLMError | None = None) -> RequestOutput:
+    """The output of a finished request, whose reply has this text."""
     request, generated = sequence.request, sequence.num_generated
     first, token_ids = sequence.first_token or now, sequence.tokens.array(request.num_prompt).tolist()
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=sequence.tokens.array(0, request.num_prompt),
         token_ids=token_ids,
-        text=reply_text(model, sequence),
+        text=text,
         finish_reason=reason,
         num_cached_tokens=sequence.num_cached,
         logprobs=None if request.sampling.logprobs is None else _entries(sequence.logprobs, token_ids),
@@ -110,6 +118,7 @@ def result(model: Model, sequence: Sequence, reason: str, now: float) -> Request
             total_time=now - request.arrival,
             decode_tokens_per_second=(generated - 1) / (now - first) if generated > 1 and now > first else 0.0,
         ),
+        error=error,
     )
 
 

@@ -73,10 +73,9 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
     """Choose the tokens of one step and find pages for them. The arguments do not change."""
     draft = _Draft(pool, list(running), waiting, config)
     draft.retire()
-    decoding = [s for s in draft.running if s.todo <= 1]
+    # More than the budget can decode only after it was lowered. The youngest of them then wait, with their pages.
+    decoding = [s for s in draft.running if s.todo <= 1][: config.max_num_batched_tokens]
     budget = config.max_num_batched_tokens - len(decoding)
-    if budget < 0:  # impossible: all of them ran within the budget of an earlier step
-        raise BrokenInvariantError(f"{len(decoding)} sequences decode, but a step runs at most {config.max_num_batched_tokens} tokens")
     chosen = draft.place_decode(decoding) if decoding else set[int]()
     prefill: dict[int, int] = {}
     for sequence in [s for s in draft.running if s.todo > 1]:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from nanovllm.engine.prompt import Context, encode, parts_of
 from nanovllm.entrypoints.engine_thread import Call, EngineThread
-from nanovllm.entrypoints.llm import LLM, Piece, last_piece, with_params
+from nanovllm.entrypoints.llm import LLM, Piece, last_piece, pushed, whole, with_params
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
@@ -114,12 +114,12 @@ class AsyncLLM:
             process_logits: As in `LLM.generate`.
 
         Returns:
-            One output per prompt, in the same order.
+            One output per prompt, in the same order. A request that fails has `finish_reason` `"error"`, an `error`, and the text until
+            then. The others are whole.
 
         Raises:
             InvalidRequestError: A prompt or an option is invalid; nothing is queued.
             QueueFullError: Too many requests wait; nothing is queued.
-            OutOfPagesError: Live chunks leave a request without pages, or the device ran out of memory.
             ReleasedChunkError: A chunk in a prompt was released.
             ForeignChunkError: A chunk in a prompt belongs to another engine.
             EngineClosedError: The engine was closed, before the call or during it.
@@ -166,7 +166,8 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: The prompt or an option is invalid.
             QueueFullError: Too many requests wait.
-            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory.
+            OutOfPagesError: Live chunks leave the request without pages, or the device has no memory for it.
+            RequestFailedError: `process_logits` fails, or the reply cannot be decoded. Other requests go on.
             ReleasedChunkError: A chunk in the prompt was released.
             ForeignChunkError: A chunk in the prompt belongs to another engine.
             EngineClosedError: The engine was closed, before the call or during it.
@@ -206,7 +207,8 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: A message is invalid, the model has no usable chat template, or the prompt is too long.
             QueueFullError: Too many requests wait.
-            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory.
+            OutOfPagesError: Live chunks leave the request without pages, or the device has no memory for it.
+            RequestFailedError: `process_logits` fails, or the reply cannot be decoded.
             EngineClosedError: The engine was closed, before the call or during it.
             EngineDeadError: The engine has failed.
 
@@ -220,7 +222,8 @@ class AsyncLLM:
             'Hello! How can I help you?'
         """
         tokens = await self.chat_tokens(messages, enable_thinking=enable_thinking)
-        return (await self.generate([tokens], sampling_params, process_logits=process_logits))[0]
+        (output,) = await self.generate([tokens], sampling_params, process_logits=process_logits)
+        return whole(output)
 
     @explain_unknown_keywords
     async def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:
@@ -336,11 +339,11 @@ class AsyncLLM:
                     params = from_generation_config(self.model.generation_config) if sampling_params is None else sampling_params
                     text = TextStream.of(self.tokenizer, params.stop)
                 for output in call.results.values():
-                    yield last_piece(text, seen, output)
+                    yield last_piece(text, seen, whole(output))
                     return
                 token_ids, call.token_ids = call.token_ids, []
                 seen += len(token_ids)
-                text, piece = text.push(token_ids)
+                text, piece = pushed(text, token_ids, call.ids[0])
                 yield Piece(text=piece, token_ids=token_ids)
         finally:
             self._engine.cancel(call)

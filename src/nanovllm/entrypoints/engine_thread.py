@@ -25,7 +25,7 @@ from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.llm import sequence_of
-from nanovllm.errors import EngineClosedError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError, QueueFullError
+from nanovllm.errors import EngineClosedError, EngineDeadError, InvalidRequestError, NanoVLLMError, QueueFullError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
@@ -215,6 +215,8 @@ class EngineThread:
                 for request_id in calls:
                     self.state = cancel(self.state, request_id)
             refusal = self.refusal
+        except EngineDeadError as error:
+            refusal = error
         except BaseException as error:
             refusal = EngineDeadError(f"the engine has failed, make a new one: {type(error).__name__}: {error}")
             refusal.__cause__ = error
@@ -237,16 +239,7 @@ class EngineThread:
         return not self.state.running and not self.state.waiting
 
     def _step(self) -> None:
-        try:
-            self.state, outputs = step(self.model, self.state)
-        except Exception as error:
-            if not (blamed := self._blamed(error)):
-                raise
-            for request_id in blamed:
-                self.state = cancel(self.state, request_id)
-                if (call := self._forget(request_id)) is not None:
-                    self._tell(call.loop, call.fail, error)
-            return
+        self.state, outputs = step(self.model, self.state)
         ended = [out for out in outputs if out.output is not None]
         for loop, calls in [*self._calls.items()]:
             news = outputs if self._num_streams[loop] else ended
@@ -266,15 +259,6 @@ class EngineThread:
                     del self._calls[loop], self._num_streams[loop]
                 return call
         return None
-
-    def _blamed(self, error: Exception) -> list[int]:
-        """The requests that end with an exception of `step`; the others go on. None: the engine has failed."""
-        state = self.state
-        if isinstance(error, OutOfPagesError):  # the oldest has all pages that there are
-            return [min([*(s.request.request_id for s in state.running), *state.waiting.items])]
-        if isinstance(error, NanoVLLMError):
-            return []
-        return [s.request.request_id for s in (*state.running, *state.waiting) if s.request.process_logits is not None]
 
     def _tell(self, loop: AbstractEventLoop, function: Callable[..., None], *args: Any) -> bool:
         """Call a function in the thread of an event loop. Returns False if the loop is closed, so that nobody waits there."""

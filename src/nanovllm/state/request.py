@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from immutables import Map
 
+from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
@@ -325,10 +326,12 @@ class RequestOutput:
         prompt_token_ids: The prompt, int32 `[n]`.
         token_ids: All sampled tokens of the reply, also those of a stop string.
         text: The text of the reply. It ends before a stop string and leaves special tokens out.
-        finish_reason: `"stop"` for an end token or a stop string, `"length"` if the reply reached its limit.
+        finish_reason: `"stop"` for an end token or a stop string, `"length"` if the reply reached its limit, `"error"` if the request
+            failed. The tokens and the text are then what it had until then.
         num_cached_tokens: Prompt tokens that were reused and not run.
         logprobs: One entry per token of `token_ids`, or None if they were not asked for.
         metrics: The times of the request.
+        error: Why the request failed, or None.
 
     Examples:
         >>> (output,) = nv.LLM(model, num_pages=64).generate("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=3))
@@ -344,6 +347,7 @@ class RequestOutput:
     num_cached_tokens: int
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
+    error: NanoVLLMError | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -355,8 +359,9 @@ class StepOutput(NamedTuple):
     Attributes:
         request_id: The number that `submit` returned.
         token_ids: The tokens sampled in this step.
-        finish_reason: `"stop"` or `"length"` if the request ended, else None.
+        finish_reason: `"stop"`, `"length"` or `"error"` if the request ended, else None.
         output: The whole result if the request ended, else None.
+        error: Why the request failed, or None. The other requests go on.
 
     Examples:
         >>> state, request_id = nv.submit(model, state, "Once upon a time", nv.SamplingParams(temperature=0, max_tokens=1))
@@ -369,6 +374,7 @@ class StepOutput(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    error: NanoVLLMError | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)

@@ -20,6 +20,7 @@ from nanovllm.testing.machines.async_llm import AsyncMachine
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
@@ -36,6 +37,7 @@ __all__ = [
     "ChunkMachine",
     "Draws",
     "EngineMachine",
+    "FailureMachine",
     "FrameMachine",
     "MixedWindowMachine",
     "ModelChunkMachine",

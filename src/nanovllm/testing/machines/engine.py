@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, invariant, multiple, precondition, rule
 
@@ -29,7 +30,8 @@ class EngineMachine(SessionDriver):
 
     Pools have up to 18 tokens in pages of 1 to 3, and token ids are 0 and 1. So sharing, eviction and preemption are common. Now and then
     a device call fails, before or after it did its work. Donated states, released chunks, chunks of another engine and impossible requests
-    must be refused without changing the pool.
+    must be refused without changing the pool. A step in which the device has too little memory, or live chunks leave too few pages, may end
+    a request with an error. No other request may lose a token by it.
 
     After each rule the machine compares all values of the engine, and the KV that they refer to, with its shadow. It checks invariants 1
     to 7, 9 and 10. Replies must equal those of the request alone in a fresh engine (invariant 8).
@@ -125,6 +127,14 @@ class EngineMachine(SessionDriver):
         self.values_agree()
         self.memory_agrees()
         self._step()
+
+    @precondition(lambda self: self.pending)
+    @rule(count=st.integers(0, 3), late=st.booleans(), times=st.integers(1, 3))
+    def step_without_memory(self, count: int, late: bool, times: int) -> None:
+        """Run a step in which the device has no memory for some calls. A request may end with an error; the others go on."""
+        self._executor.arm(count, late, torch.OutOfMemoryError("planted"), times)
+        self._step()
+        self._executor.disarm()
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
