@@ -667,8 +667,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/failures.py",
         REQUEST_ERRORS,
-        ("a budget that is lowered by one token only", "attempt.num_others + num_tokens // 2", "attempt.num_others + num_tokens - 1"),
-        ("the tokens of the other pass are cut too", "budget = attempt.num_others + num_tokens // 2", "budget = num_tokens // 2"),
+        ("a budget that is lowered by one token only", "budget = others + num_tokens // 2", "budget = others + num_tokens - 1"),
+        ("the tokens of the other pass are cut too", "budget = others + num_tokens // 2", "budget = num_tokens // 2"),
         (
             "a budget that grows at once",
             "return replace(state, token_budget=None if more",
@@ -706,7 +706,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/lease.py",
         ("tests/engine/test_dead_engine.py",),
-        ("a dead engine is used again", "        self.require_alive()\n        thread", "        thread"),
+        (
+            "a dead engine is used again",
+            "        if self.dead is not None:\n            raise self.kill(self.dead)\n        thread",
+            "        thread",
+        ),
     ),
     *bugs(
         "executor/fresh_carry.py",

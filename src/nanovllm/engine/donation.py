@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from nanovllm.errors import ForeignChunkError, InvalidRequestError, NanoVLLMErro
 from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
-from nanovllm.state.device_errors import out_of_memory, watched
+from nanovllm.state.device_errors import fatal, out_of_memory
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.lease import ModelKey
 from nanovllm.state.pool import Pool, Taken
@@ -107,9 +108,9 @@ def commit_state(state: EngineState, **changes) -> EngineState:
     return replace(state, **changes, epoch=state.runtime.lease.advance(state.epoch))
 
 
-def overwritten(pool: Pool, pages: list[int], frames: list[int]) -> frozenset[int]:
+def overwritten(pool: Pool, pages: Seq[int], frames: Seq[int]) -> frozenset[int]:
     """The pages of this pool whose KV is lost if these pages and frames are written."""
-    by_frame = [] if pool.frames is None else pages_with(pool.frames, frames)
+    by_frame = [] if pool.frames is None else pages_with(pool.frames, list(frames))
     return frozenset([*(page for page in pages if pool.pages.refcount(page)), *by_frame])
 
 
@@ -129,10 +130,11 @@ def guarded(state: EngineState) -> Iterator[Taken]:
     taken, lease = Taken(), state.runtime.lease
     lease.take(state.epoch)
     try:
-        with watched(lease):
-            yield taken
+        yield taken
     except BaseException as error:
         lease.lose(overwritten(state.pool, taken.pages, taken.frames))
+        if (cause := fatal(error)) is not None:
+            raise lease.kill(cause) from error
         if not isinstance(error, NanoVLLMError) and out_of_memory(error):
             raise OutOfPagesError("the device ran out of memory during the call; the state is as it was before") from error
         raise

@@ -8,21 +8,24 @@ import time
 import traceback
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from immutables import Map
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.donation import forgotten, overwritten
 from nanovllm.engine.output import draw_token, reply_text, result
+from nanovllm.engine.scheduler import Plan
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, RequestFailedError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import Culprit
 from nanovllm.state.device_errors import chain, fatal, out_of_memory
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.pool import Pool, Taken
+from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.sequence_pages import give_up_pages
+from nanovllm.state.steady import Steady
 
 GROWTH = 64  # a lowered budget grows by a 64th of itself in each step that has enough memory
 
@@ -32,20 +35,12 @@ class Attempt:
     """How far one attempt at a step has come. Mutable, so that it is known after an exception.
 
     Attributes:
-        taken: The pages that the call has taken. Those of this attempt come after the first `num_pages` and `num_frames`.
-        num_pages: Pages that earlier attempts took.
-        num_frames: Frames that earlier attempts took.
-        prompts: The sequences whose prompts are run, with the number of tokens.
-        decoding: The sequences that decode in the same pass.
-        num_others: The tokens of the step that another pass runs.
+        plan: What it runs; None for a decode step that needs no schedule.
+        stage: What it does now: it copies pages, or runs one of its two passes.
     """
 
-    taken: Taken
-    num_pages: int
-    num_frames: int
-    prompts: Seq[tuple[Sequence, int]] = ()
-    decoding: Seq[Sequence] = ()
-    num_others: int = 0
+    plan: Plan | None = None
+    stage: Literal["copy", "prefill", "decode"] = "copy"
 
 
 def step_limits(state: EngineState) -> EngineConfig:
@@ -70,25 +65,28 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     """
     if fatal(error) is not None:
         return None
-    num_tokens = sum(count for _, count in attempt.prompts) + len(attempt.decoding)
+    plan, steady = attempt.plan, state.running if isinstance(state.running, Steady) else ()
+    prompts = () if plan is None or attempt.stage == "decode" else plan.prefill
+    decoding = steady if plan is None else () if attempt.stage == "prefill" else plan.decode
+    num_tokens = _num_tokens(prompts, decoding)
     budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
     if short := num_tokens > 0 and out_of_memory(error):
         stats = stats.add(memory_shortages=1)
         if num_tokens > 1:
-            budget = attempt.num_others + num_tokens // 2
+            others = 0 if plan is None else _num_tokens(plan.prefill, plan.decode) - num_tokens
+            budget = others + num_tokens // 2
         else:
-            failed, kind = [*(s for s, _ in attempt.prompts), *attempt.decoding], OutOfPagesError
+            failed, kind = [*(s for s, _ in prompts), *decoding], OutOfPagesError
             message = "the device has no memory for even one of its tokens"
     elif culprit := next((note for one in chain(error) for note in getattr(one, "__notes__", ()) if isinstance(note, Culprit)), None):
-        rows = [*(s for s, count in attempt.prompts if count == s.todo), *attempt.decoding]
+        rows = [*(s for s, count in prompts if count == s.todo), *decoding]
         theirs = [s for s in rows if s.request.process_logits == culprit.processor]
         failed = [s for s in theirs if not culprit.request_ids or _id(s) in culprit.request_ids]
         message = str(culprit)
     if not (short or failed):
         return None
     as_value(error)
-    taken, now = attempt.taken, time.perf_counter()
-    lost = overwritten(state.pool, taken.pages[attempt.num_pages :], taken.frames[attempt.num_frames :])
+    now, lost = time.perf_counter(), frozenset() if plan is None else overwritten(state.pool, plan.allocated, plan.frames)
     state, outputs = replace(forgotten(state, lost), token_budget=budget, stats=stats), []
     for rid in map(_id, failed):
         waiting, running = state.waiting, tuple(state.running)
@@ -155,6 +153,10 @@ def as_value(error: Exception) -> Exception:
             one.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_tb(one.__traceback__)]))
             one.__traceback__ = None
     return error
+
+
+def _num_tokens(prompts: Seq[tuple[Sequence, int]], decoding: Seq[Sequence]) -> int:
+    return sum(count for _, count in prompts) + len(decoding)
 
 
 def _id(sequence: Sequence) -> int:

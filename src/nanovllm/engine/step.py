@@ -68,41 +68,43 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
 
     An exception that belongs to requests ends these, and the step is tried again with the others.
     """
-    outputs, again, shortages = [], True, state.stats.memory_shortages
-    while again and (state.running or state.waiting):
-        attempt = Attempt(taken, len(taken.pages), len(taken.frames))
+    outputs, shortages = [], state.stats.memory_shortages
+    while state.running or state.waiting:
+        attempt = Attempt()
         try:
-            after, more = _attempted(model, state, attempt)
+            after, more = _attempted(model, state, taken, attempt)
         except Exception as error:
             if (without := recovered(model, state, error, attempt)) is None:
                 raise
         else:
-            enough = after.token_budget is None or after.stats.memory_shortages > shortages
-            return after if enough else relaxed(after), [*outputs, *more] if outputs else more
+            if after.token_budget is not None and after.stats.memory_shortages == shortages:
+                after = relaxed(after)
+            return after, [*outputs, *more] if outputs else more
         state, failed, again = without
         outputs += failed
+        if not again:
+            break
     return state, outputs
 
 
-def _attempted(model: Model, state: EngineState, attempt: Attempt) -> tuple[EngineState, list[StepOutput]]:
+def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt) -> tuple[EngineState, list[StepOutput]]:
     """A step that raises whatever a pass over the device raises. Sampled tokens that cannot be post-processed end their requests."""
     if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
-        attempt.decoding = running
         loaded, decoded = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded)
     limits = step_limits(state)
     plan = schedule(state.pool, tuple(state.running), state.waiting, limits)
-    attempt.prompts, attempt.decoding = plan.prefill, plan.decode
-    attempt.taken.pages.extend(plan.allocated)
-    attempt.taken.frames.extend(plan.frames)
+    attempt.plan = plan
+    taken.pages.extend(plan.allocated)
+    taken.frames.extend(plan.frames)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded = None, None, None
     if plan.prefill:
-        attempt.decoding, attempt.num_others = (), len(plan.decode)
+        attempt.stage = "prefill"
         prefilled, kv = executor_of(state).prefill(model, kv, plan.prefill, frames=plan.pool.frames)
     if plan.decode:
-        attempt.prompts, attempt.decoding, attempt.num_others = (), plan.decode, sum(count for _, count in plan.prefill)
+        attempt.stage = "decode"
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
         # The device already runs the step, so this work on the host overlaps it.

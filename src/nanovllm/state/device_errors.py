@@ -42,6 +42,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def fatal(error: BaseException) -> str | None:
     """The first line of the CUDA error after which the process cannot use its device any more; None for any other exception."""
+    if isinstance(error, EngineDeadError):
+        return None
     for one in chain(error):
         text = str(one)
         if isinstance(one, RuntimeError) and "cuda" in text.lower() and any(words in text.lower() for words in STICKY):
@@ -58,8 +60,6 @@ def watched(lease: Lease | None) -> Iterator[None]:
     """
     try:
         yield
-    except EngineDeadError:
-        raise
     except Exception as error:
         if lease is None or (cause := fatal(error)) is None:
             raise

@@ -1,7 +1,6 @@
 """`EngineState`: everything in one engine that changes from call to call."""
 
 from dataclasses import dataclass, field
-from dataclasses import replace as _replace
 from typing import Any, Protocol, runtime_checkable
 
 from immutables import Map
@@ -64,7 +63,10 @@ class Stats:
             >>> nv.Stats().add(prefill_tokens=4).prefill_tokens
             4
         """
-        return _replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
+        counts = {name: getattr(self, name) for name in self.__slots__}
+        for name, count in more.items():
+            counts[name] += count
+        return Stats(**counts)
 
 
 @runtime_checkable

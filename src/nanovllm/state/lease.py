@@ -94,7 +94,8 @@ class Lease:
             raise self.kill(self.dead)
 
     def _require(self, epoch: int) -> None:
-        self.require_alive()
+        if self.dead is not None:
+            raise self.kill(self.dead)
         thread = threading.get_ident()
         if self._holder is not None and self._holder != thread:
             raise DonatedStateError("a call of another thread works with this state: wait for it, and use the state that it returns")
