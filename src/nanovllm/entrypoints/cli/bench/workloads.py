@@ -155,20 +155,27 @@ def measure(
         work = prompts_and_decode([SHARED + 32] * 32, [256] * 32, SHARED)
         yield _measured("prefix", "32 x (16k shared + 32 in, 256 out)", "shared16k_x32_tok_s", work, many)
     if "fewshot" in which:
-        for _ in range(2):
+
+        def fewshot() -> tuple[list[list[int]], Timing]:
             heads = [prompt(SHOTS) for _ in range(EXAMPLES)]
             prompts = [head + prompt(random.randint(30, 60)) for head in heads for _ in range(QUESTIONS)]
-            counts = [100] * len(prompts)
-            whole = timed(prompts, counts, 0.7)
+            return prompts, timed(prompts, [100] * len(prompts), 0.7)
+
+        fewshot()
+        prompts, whole = fewshot()
         asked = [[len(text) for text in prompts[at : at + QUESTIONS]] for at in range(0, len(prompts), QUESTIONS)]
         work = together([prompts_and_decode(lengths, [100] * QUESTIONS, SHOTS, fill=True) for lengths in asked])
         what = f"{EXAMPLES} x {QUESTIONS} x ({SHOTS:,} shared + 30-60 in, 100 out)"
         yield _measured("fewshot", what, f"fewshot_{EXAMPLES}x{QUESTIONS}_tok_s", work, [whole])
     if "burst" in which:
-        for _ in range(2):
+
+        def burst() -> tuple[list[list[int]], list[int], Timing]:
             prompts = [prompt(random.randint(20, 300)) for _ in range(300)]
             counts = [random.randint(10, 500) for _ in prompts]
-            whole = timed(prompts, counts, 1.0)
+            return prompts, counts, timed(prompts, counts, 1.0)
+
+        burst()
+        prompts, counts, whole = burst()
         work = prompts_and_decode([len(text) for text in prompts], counts)
         yield _measured("burst", "300 x (20-300 in, 10-500 out)", "burst_300_tok_s", work, [whole])
     for length in LENGTHS if "ttft" in which else ():
