@@ -481,8 +481,12 @@ def test_a_failed_function_between_logits_and_samples_ends_its_own_requests():
     async def main():
         async with make() as llm:
             other = asyncio.create_task(llm.generate("ab", GREEDY))
-            with pytest.raises(ZeroDivisionError, match="the caller's"):
-                await llm.generate(["ab", "cd"], GREEDY, process_logits=broken)
+            outputs = await llm.generate(["ab", "cd"], GREEDY, process_logits=broken)
+            assert [out.finish_reason for out in outputs] == ["error", "error"]
+            assert all(isinstance(out.error, nv.RequestFailedError) and "the caller's" in str(out.error) for out in outputs)
+            with pytest.raises(nv.RequestFailedError, match="the caller's"):
+                async for _ in llm.stream("ab", GREEDY, process_logits=broken):
+                    pass
             assert len((await other)[0].token_ids) == 12
             await idle(llm)
 
@@ -496,8 +500,8 @@ def test_a_prompt_without_pages_ends_alone():
             chunk = await llm.apply(lambda model, state: nv.prefill(model, state, [1] * 24))
             short, stuck, later = ([2] * 4, [3] * 20, [4] * 4)
             five = nv.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-            results = await asyncio.gather(*(llm.generate(p, five) for p in (short, stuck, later)), return_exceptions=True)
-            assert isinstance(results[1], nv.OutOfPagesError)
+            results = await asyncio.gather(*(llm.generate(p, five) for p in (short, stuck, later)))
+            assert isinstance(results[1][0].error, nv.OutOfPagesError)
             assert [results[i][0].token_ids for i in (0, 2)] == [counted_reply([i], 4, 50) for i in (2, 4)]
             await llm.apply(lambda model, state: nv.release(state, chunk))
             assert len((await llm.generate(stuck, five))[0].token_ids) == 4
@@ -505,19 +509,20 @@ def test_a_prompt_without_pages_ends_alone():
     run(main())
 
 
-def test_a_call_of_which_one_prompt_fails_ends_all_of_them():
+def test_a_prompt_that_fails_leaves_the_others_of_its_call():
     async def main():
-        llm = SteppedAsyncLLM(MUTE, num_pages=16)
-        call = asyncio.create_task(llm.generate([[1], [2]], LONG))
+        llm = SteppedAsyncLLM(MUTE, num_pages=16, max_num_batched_tokens=1)
+        call = asyncio.create_task(llm.generate([[1], [2]], nv.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
         await asyncio.sleep(0)
         llm.executor.before = fails(torch.OutOfMemoryError)
         llm.turn()
         llm.executor.before = lambda: None
-        with pytest.raises(nv.OutOfPagesError):
-            await call
-        assert len(llm.state.waiting) == 1
-        llm.turn()
-        assert not llm.state.running and not llm.state.waiting and not llm._engine._calls
+        while llm.state.running or llm.state.waiting:
+            llm.turn()
+        failed, other = await call
+        assert isinstance(failed.error, nv.OutOfPagesError) and other.error is None
+        assert other.token_ids == counted_reply([2], 12, MUTE.config.vocab_size)
+        assert not llm._engine._calls
 
     run(main())
 

@@ -58,8 +58,15 @@ def takes_any_number(require_room):
     return faulty
 
 
-def blames_nobody(blamed):
-    return lambda self, error: []
+def raises_errors_of_requests(step):
+    def faulty(model, state):
+        state, outputs = step(model, state)
+        for out in outputs:
+            if out.error is not None:
+                raise out.error
+        return state, outputs
+
+    return faulty
 
 
 def submits_in_reverse(submit):
@@ -79,7 +86,7 @@ ASYNC_FAULTS = [
         ("an error wakes nobody", ((Call, "fail"),), fails_silently, 0),
         ("the end of a slow call wakes nobody", ((Call, "add"),), wakes_only_readers_of_nothing, 0),
         ("the queue has no bound", ((EngineThread, "require_room"),), takes_any_number, 0),
-        ("a shortage ends the engine", ((EngineThread, "_blamed"),), blames_nobody, 1),
+        ("a shortage ends the engine", ((engine_thread, "step"),), raises_errors_of_requests, 1),
         ("outputs in reverse", ((engine_thread, "submit_many"),), submits_in_reverse, 0),
     )
 ]
