@@ -41,7 +41,7 @@ class Watch:
     """
 
     until: float = float("inf")
-    most: float = float("inf")
+    most: int | float = float("inf")
     tell: Callable[["Watch"], None] = field(default=lambda watch: None)
     examples: int = 0
     calls: int = 0
@@ -98,7 +98,7 @@ def shrunk(machine: Machine, failure: Failure, tell: Callable[[Watch], None]) ->
     return failure if error is None else replace(failure, error=error, shrunk=True)
 
 
-def chosen_settings(steps: int, *phases: Phase) -> settings:
+def chosen_settings(steps: int, *phases: Phase) -> Any:  # beartype cannot read the name of `settings`
     """The settings of a run; they and the seed decide which examples run. Without `phases`, it ends with the first failure."""
     return settings(
         max_examples=ROUND,
