@@ -286,6 +286,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/scheduler.py",
         SCHEDULER,
         ("a request that fits exactly waits", "return missing <= free - idle", "return missing < free - idle"),
+        ("a request is admitted that cannot grow", "(self.fits(first) and self.can_grow(first))", "self.fits(first)"),
+        ("shared pages count as growth", "num_busy(self.pool, self.reusable(first)[0])", "0"),
         ("idle pages of a prompt count twice", "return missing <= free - idle", "return missing <= free"),
     ),
     *bugs(

@@ -1,12 +1,14 @@
 """The machines of `nanovllm.testing` over our own engine."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from nanovllm.engine import scheduler
 from nanovllm.testing.machines.async_llm import AsyncMachine
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
@@ -25,6 +27,15 @@ pytestmark = pytest.mark.unhooked  # the import hook's checks would double the m
 
 # How many examples of how many rules. The `nightly` profile runs fifty times as many, drawn anew each time.
 MORE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
+
+
+class GrowingMachine(ScheduleMachine):
+    """Requests are admitted only if those that run can grow, as in a large pool."""
+
+    @staticmethod
+    def scheduler(*args):
+        with patch.object(scheduler, "SHARE", 2):
+            return scheduler.schedule(*args)
 
 
 class WideVocabulary(EngineMachine):
@@ -87,6 +98,7 @@ class SharedFrames(CascadeMachine):
         (PageMachine, 60, 40),
         (PrefixMachine, 60, 40),
         (ScheduleMachine, 60, 50),
+        (GrowingMachine, 20, 50),
         (ChunkMachine, 60, 30),
         (ModelChunkMachine, 20, 30),
         (EngineMachine, 25, 50),

@@ -2,7 +2,8 @@
 
 Requests are served in order of arrival. Each step first runs one token of every decoding sequence, then fills the rest of its token budget
 with prompts, in pieces. If the pool is full, the youngest running sequence gives up its pages and returns to the front of the queue. So
-the oldest sequence always advances, and every workload ends whose requests fit one at a time.
+the oldest sequence always advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so
+a request is admitted only if those that run can grow beside it for a while (`can_grow`).
 
 Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
 does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
@@ -23,10 +24,13 @@ from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.pool_sizes import LOOKAHEAD
 from nanovllm.state.request import Queue, Sequence
-from nanovllm.state.sequence_pages import frames_of_copies, give_up_pages, reserve, shares_tail, worth_taking, written_pages
+from nanovllm.state.sequence_pages import frames_of_copies, give_up_pages, num_busy, reserve, shares_tail, worth_taking, written_pages
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
+
+HORIZON = 128  # tokens for which a request and those that run must be able to grow before it is admitted
+SHARE = 64  # in a small pool fewer: its tokens, divided by this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -286,8 +290,10 @@ class _Draft:
         first = self.waiting.first()
         if first is None or len(self.running) >= self.config.max_num_seqs or self.num_preempted or self.stuck:
             return False
-        if not self.running:
-            return True
+        return not self.running or (self.fits(first) and self.can_grow(first))
+
+    def fits(self, first: Sequence) -> bool:
+        """Whether there are pages for all tokens of a waiting request and the next one."""
         # This first estimate counts reusable pages of the index as missing. The lookup below is more expensive.
         wanted = pages_for(first.tokens.length + 1, self.config.page_size)
         if wanted - len(first.pages) <= self.pool.num_available:
@@ -299,6 +305,26 @@ class _Draft:
         missing = wanted - max(len(matched), len(first.pages))
         idle = int(np.count_nonzero(self.pool.pages.owners(matched) == 1))
         return missing <= free - idle
+
+    def can_grow(self, first: Sequence) -> bool:
+        """Whether the running sequences and this request can all grow for `HORIZON` tokens without preemption.
+
+        The most pages are held right before a sequence reaches its limit. Then it gives back those that it did not get from others.
+        """
+        size, num_pages = self.config.page_size, self.config.num_pages
+        horizon, rows = min(HORIZON, num_pages * size // SHARE), [*self.running, first]
+        spare = (
+            self.pool.pages.num_free + self.pool.prefix.num_idle
+        )  # a sequence needs frames for its windows only, so it seldom needs more
+        if not horizon or len(rows) * (horizon // size + 1) + pages_for(first.tokens.length, size) <= spare:
+            return True
+        facts = np.array([(s.request.max_len - s.tokens.length, s.tokens.length, s.pages.length, s.num_cached) for s in rows])
+        facts[-1, 2] = max(first.pages.length, num_busy(self.pool, self.reusable(first)[0]))
+        left, length, held, cached = facts[facts[:, 0].argsort()].T
+        given_back, count = np.cumsum(held - cached // size), np.arange(len(rows), 0, -1)
+        grown = (length[::-1].cumsum()[::-1] + np.minimum(left, horizon) * count) / size + count / 2  # half of a last page is empty
+        more = grown - held[::-1].cumsum()[::-1]  # pages that each sequence and those that stay longer than it take
+        return bool((more[1:] - given_back[:-1]).max(initial=more[0]) <= spare)
 
     def reusable(self, sequence: Sequence) -> tuple[np.ndarray, int]:
         """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
