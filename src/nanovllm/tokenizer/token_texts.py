@@ -49,7 +49,7 @@ class TokenTexts:
     @staticmethod
     def of(backend: tokenizers.Tokenizer, max_token_id: int) -> "tuple[TokenTexts, TokenTexts]":
         """The texts of a tokenizer's tokens with special tokens, and the same without them."""
-        parts = _parts(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
+        parts = _parts(_decoder(backend))
         kinds, replaced, spelling = [part["type"] for part in parts], (), "other"
         end = parts[-1] if kinds and kinds[-1] == "Strip" else None
         if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
@@ -98,6 +98,18 @@ def byte_set(values: bytes) -> np.ndarray:
     flags = np.zeros(256, bool)
     flags[list(values)] = True
     return np.packbits(flags).view(np.uint64)
+
+
+def _decoder(backend: tokenizers.Tokenizer) -> Mapping[str, Any] | None:
+    """The decoder of a tokenizer as in its `tokenizer.json`. One that was written in Python has no form there, and may join bytes."""
+    if backend.decoder is None:
+        return None
+    try:
+        return json.loads(backend.decoder.__getstate__())
+    except Exception as error:  # the library raises this very class
+        if "cannot be serialized" not in str(error):
+            raise
+        return {"type": "PythonBytes"}
 
 
 def _parts(decoder: Mapping[str, Any] | None) -> list[Any]:
