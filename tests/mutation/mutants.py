@@ -1128,7 +1128,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an engine goes on without its object", "weakref.finalize(self, self._engine.close).atexit = False", "pass"),
         ("long texts are encoded in the loop", "<= SHORT", "<= SHORT * 99"),
         ("texts are encoded in the engine", "if texts:", "if False:"),
-        ("a reader gets tokens twice", "token_ids, call.token_ids = call.token_ids, []", "token_ids = [*call.token_ids]"),
+        (
+            "a reader gets tokens twice",
+            "token_ids, call.token_ids = call.token_ids, []",
+            "token_ids, call.token_ids = call.token_ids * 2, []",
+        ),
         (
             "a stream that is left runs on",
             "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            self._engine.cancel(call)",

@@ -81,12 +81,12 @@ ASYNC_FAULTS = [
     Fault(name=name, machine=AsyncMachine, targets=targets, faulty=faulty, draw=draw)
     for name, targets, faulty, draw in (
         ("a cancelled request runs on", ((EngineThread, "_cancel"),), cancels_nothing, 2),
-        ("an output reaches the next call", ((engine_thread, "deliver"),), reaches_the_next_call, 0),
-        ("a slow reader misses tokens", ((Call, "add"),), keeps_the_newest_token, 0),
+        ("an output reaches the next call", ((engine_thread, "deliver"),), reaches_the_next_call, 1),
+        ("a slow reader misses tokens", ((Call, "add"),), keeps_the_newest_token, 5),
         ("an error wakes nobody", ((Call, "fail"),), fails_silently, 0),
-        ("the end of a slow call wakes nobody", ((Call, "add"),), wakes_only_readers_of_nothing, 0),
+        ("the end of a slow call wakes nobody", ((Call, "add"),), wakes_only_readers_of_nothing, 2),
         ("the queue has no bound", ((EngineThread, "require_room"),), takes_any_number, 0),
         ("a shortage ends the engine", ((engine_thread, "step"),), raises_errors_of_requests, 1),
-        ("outputs in reverse", ((engine_thread, "submit_many"),), submits_in_reverse, 0),
+        ("outputs in reverse", ((engine_thread, "submit_many"),), submits_in_reverse, 4),
     )
 ]
