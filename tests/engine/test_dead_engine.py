@@ -112,7 +112,7 @@ def test_the_llm_raises_it_too():
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False, True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), False, True),
         (torch.OutOfMemoryError("no memory"), False, True),
-        (MemoryError(), False, True),
+        (MemoryError(), False, False),
         (ValueError(FIRST), False, False),
         (RuntimeError("device-side assert"), False, False),
     ],

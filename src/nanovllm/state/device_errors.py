@@ -32,10 +32,9 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out."""
+    """Whether an exception says that memory of the device ran out. A `MemoryError` is about objects of Python."""
     return any(
-        isinstance(one, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(one, RuntimeError) and any(words in str(one).lower() for words in FULL))
+        isinstance(one, torch.OutOfMemoryError) or (isinstance(one, RuntimeError) and any(words in str(one).lower() for words in FULL))
         for one in chain(error)
     )
 
