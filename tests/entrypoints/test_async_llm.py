@@ -1,6 +1,6 @@
 """The shell for event loops: the replies of `LLM`, and what ends a request, an iterator, a loop, the engine or the program.
 
-`nanovllm.testing.AsyncMachine` draws the order in which engine and tasks take turns. Here threads run freely, or turn by turn where the
+`AsyncMachine` draws the order in which engine and tasks take turns. Here threads run freely, or turn by turn where the
 order matters. A test in which somebody waits for ever fails after a minute and says so.
 """
 
@@ -22,9 +22,9 @@ import torch
 import nanovllm as nv
 from nanovllm.entrypoints import async_llm
 from nanovllm.entrypoints.engine_thread import Call, EngineThread, deliver
-from nanovllm.testing.machines.async_llm import SteppedAsyncLLM
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.testing.shadows.counting_executor import CountingExecutor, counted_reply
+from tests.entrypoints.async_machine import SteppedAsyncLLM
+from tests.entrypoints.counting_executor import CountingExecutor, counted_reply
 
 MODEL = random_model(tiny_config())
 MUTE = random_model(tiny_config(vocab_size=50))  # no tokenizer

@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from nanovllm.engine import scheduler
-from nanovllm.testing.machines.async_llm import AsyncMachine
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
@@ -22,6 +21,7 @@ from nanovllm.testing.machines.scheduler import ScheduleMachine
 from nanovllm.testing.machines.windows import MixedWindowMachine, WindowChunkMachine, WindowMachine
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.worlds import ModelWorld, SymbolicWorld
+from tests.entrypoints.async_machine import AsyncMachine
 
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
 

@@ -16,7 +16,6 @@ Examples:
 """
 
 from nanovllm.testing.draws import Draws
-from nanovllm.testing.machines.async_llm import AsyncMachine
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
@@ -31,7 +30,6 @@ from nanovllm.testing.shadows.worlds import ModelWorld, SymbolicWorld, World
 
 __all__ = [
     "AheadMachine",
-    "AsyncMachine",
     "CascadeChunkMachine",
     "CascadeMachine",
     "ChunkMachine",

@@ -3,7 +3,7 @@
 from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints import engine_thread
 from nanovllm.entrypoints.engine_thread import Call, EngineThread
-from nanovllm.testing.machines.async_llm import AsyncMachine
+from tests.entrypoints.async_machine import AsyncMachine
 from tests.property.faults.engine import Fault
 
 

@@ -20,8 +20,8 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.invariants import check
 from nanovllm.state.request import RequestOutput
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.testing.shadows.counting_executor import CountingExecutor, counted_reply
 from nanovllm.testing.shadows.memory import expect
+from tests.entrypoints.counting_executor import CountingExecutor, counted_reply
 
 VOCABULARY = 64
 ROUNDS = 400  # of the engine and the loop, after which nobody may wait any more
