@@ -165,8 +165,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "approximate KV enters the index on preemption",
-            "tokens = sequence.tokens.array(0, sequence.num_exact)",
-            "tokens = sequence.tokens.array(0, sequence.num_filled)",
+            "tokens, held = sequence.tokens.array(0, sequence.num_exact)",
+            "tokens, held = sequence.tokens.array(0, sequence.num_filled)",
         ),
     ),
     *bugs(
@@ -449,7 +449,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "chunks/session.py",
         SESSION,
         ("a session's last room is refused", "if len(sequence.tokens) + room > limit:", "if len(sequence.tokens) + room >= limit:"),
-        ("the carries of an abandoned session go on", "    ended.lease.committed = True\n    if carry", "    if carry"),
+        ("the carries of an abandoned session go on", "        ended.lease.committed = True\n        if carry", "        if carry"),
         (
             "an abandoned session of another engine is taken",
             "if ticket not in state.sessions or not same_memory(carry.kv, state.kv):",
@@ -966,8 +966,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "the alternatives of a token are those of another row",
-            "top[: len(token_ids), row, :num_top]",
-            "top[: len(token_ids), 0, :num_top]",
+            "[each[: len(token_ids), row] for each in tops]",
+            "[each[: len(token_ids), 0] for each in tops]",
         ),
         ("carried tensors are those of init", "mapped(torch.clone, first_carried(processor, tokens))", "first_carried(processor, tokens)"),
         ("a failed beginning leaves a plan", "        executor_of(state).end(ticket)\n        raise\n", "        raise\n"),

@@ -231,7 +231,7 @@ def test_a_character_that_the_output_lacks_is_replaced(monkeypatch):
         (["generate", "--prompts", "/no/such/file"], "No such file"),
         (["chat", "--max-model-len", "9999"], "max_model_len=9999 exceeds"),
         (["bench", "--which", "", "--device", "cpu"], "unknown workload ''; choose from b1"),
-        (["bench", "--which", "b1,foo", "--device", "cpu"], "unknown workload 'foo'; choose from b1, b8, b64, offline, prefix, host"),
+        (["bench", "--which", "b1,foo", "--device", "cpu"], "unknown workload 'foo'; choose from b1, b8, b64, offline, prefix, fewshot"),
         (["bench", "--dtype", "int7", "--device", "cpu"], "dtype 'int7' is not a floating-point torch dtype"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
