@@ -210,6 +210,75 @@ def test_an_error_holds_no_tensors():
     assert seen[0]() is None and old() is None
 
 
+def from_itself(logits):
+    error = ValueError("planted")
+    raise error from error
+
+
+def without_text(logits):
+    class Silent(Exception):
+        def __str__(self):
+            raise TypeError("no text")
+
+    raise Silent
+
+
+def hiding(logits):
+    local = logits * 2
+    try:
+        raise KeyError(local.shape)
+    except KeyError:
+        try:
+            raise ExceptionGroup("several", [ValueError("one")])
+        except ExceptionGroup:
+            raise ValueError("planted") from None
+
+
+@pytest.mark.parametrize("fails", [from_itself, without_text, hiding])
+def test_odd_exceptions_end_their_request_and_hold_no_memory(fails):
+    state, (good,) = queued(engine(), PROMPTS[:1])
+    state, bad = nv.submit(MODEL, state, [1, 2], greedy(6), process_logits=fails)
+    old = weakref.ref(state.kv.pools[0])
+    state, outputs = run(state, failing=[bad])
+    assert isinstance(outputs[bad].error, nv.RequestFailedError) and outputs[good].token_ids == REPLIES[0]
+    del state
+    gc.collect()
+    assert old() is None
+
+
+def test_one_exception_of_several_functions_ends_the_request_of_each():
+    error = ValueError("planted")
+
+    def one(logits):
+        raise error
+
+    def other(logits):
+        raise error
+
+    state, ids = queued(engine(max_num_seqs=8))
+    failing = []
+    for _ in range(3):
+        for function in (one, other):
+            state, rid = nv.submit(MODEL, state, [1, 2], greedy(6), process_logits=function)
+            failing.append(rid)
+    state, outputs = run(state, failing=failing)
+    assert [outputs[rid].token_ids for rid in ids] == REPLIES
+    assert all(" one " in str(outputs[rid].error) for rid in failing[::2])
+    assert all(" other " in str(outputs[rid].error) for rid in failing[1::2])
+    assert len(error.__notes__) == 1
+
+
+def test_memory_that_a_function_lacks_is_the_error_of_its_request():
+    def greedy_for_memory(logits):
+        raise NO_MEMORY
+
+    state, ids = queued(engine(max_num_seqs=8))
+    state, bad = nv.submit(MODEL, state, [1, 2], greedy(6), process_logits=greedy_for_memory)
+    state, outputs = run(state, failing=[bad])
+    assert [outputs[rid].token_ids for rid in ids] == REPLIES
+    assert state.stats.memory_shortages == 0 and outputs[bad].token_ids == []
+
+
 def test_an_error_of_nobody_is_raised_and_nothing_is_lost():
     state, ids = queued(engine())
     for countdown in range(3):
@@ -263,6 +332,35 @@ def test_a_budget_below_the_rows_makes_the_youngest_wait():
         for out in outs:
             drawn[out.request_id] += out.token_ids
     assert [drawn[rid] for rid in ids] == REPLIES
+
+
+class Crowded(FlakyExecutor):
+    """Has no memory for rows that decode after a prompt."""
+
+    beside = num_prompts = 0
+
+    def prefill(self, model, kv, rows, **options):
+        self.beside, self.num_prompts = len(rows), self.num_prompts + 1
+        return super().prefill(model, kv, rows, **options)
+
+    def decode(self, model, carry):
+        beside, self.beside = self.beside, 0
+        if beside:
+            raise NO_MEMORY
+        return super().decode(model, carry)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_without_memory_beside_a_prompt_decode_before_it(rows: int):
+    state, ids = queued(engine(max_num_seqs=8, num_pages=60), PROMPTS[:rows])
+    state, _ = nv.step(MODEL, state)
+    state, long = nv.submit(MODEL, state, [5] * 90, greedy(1))
+    state = replace(state, runtime=Runtime(state.runtime.lease, executor := Crowded(executor_of(state).inner)), loaded=None)
+    state, outs = nv.step(MODEL, state)
+    assert executor.num_prompts == 1 and [out.request_id for out in outs] == ids[:1] and outs[0].error is None
+    state, outputs = drain(MODEL, state)
+    assert [outputs[rid].token_ids for rid in (*ids, long)][:rows] == REPLIES[:rows] and outputs[long].error is None
+    assert executor.num_prompts < 100
 
 
 def test_a_prompt_without_memory_takes_nothing_from_the_rows_that_decode():

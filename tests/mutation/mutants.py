@@ -669,8 +669,14 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/failures.py",
         REQUEST_ERRORS,
-        ("a budget that is lowered by one token only", "budget = others + num_tokens // 2", "budget = others + num_tokens - 1"),
-        ("the tokens of the other pass are cut too", "budget = others + num_tokens // 2", "budget = num_tokens // 2"),
+        ("a budget that is lowered by one token only", "budget = max(1, num_tokens // 2 + (", "budget = max(1, num_tokens - 1 + ("),
+        (
+            "the tokens of the other pass are cut too",
+            'num_tokens // 2 + (others if attempt.stage == "prefill" else 0)',
+            "num_tokens // 2 + 0",
+        ),
+        ("rows that decode wait for a prompt's tokens", 'others if attempt.stage == "prefill" else 0', "others"),
+        ("memory that a function lacks is the engine's", " and not culprit:", ":"),
         (
             "a budget that grows at once",
             "return replace(state, token_budget=None if more",

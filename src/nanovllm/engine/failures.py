@@ -1,7 +1,7 @@
 """Errors that belong to a request: whose they are, how the request ends, and the state in which the others go on.
 
-A step that runs out of device memory is repeated with half of the tokens, down to one. Later steps may run a little more each, so the
-budget doubles in about 45 steps until it is `max_num_batched_tokens` again.
+A step that runs out of device memory is repeated with half of the tokens of the pass that failed, down to one. Later steps may run a little
+more each, so the budget doubles in about 45 steps until it is `max_num_batched_tokens` again.
 """
 
 import time
@@ -20,13 +20,14 @@ from nanovllm.errors import NanoVLLMError, OutOfPagesError, RequestFailedError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import Culprit
-from nanovllm.state.device_errors import chain, fatal, out_of_memory
+from nanovllm.state.device_errors import chain, fatal, message_of, out_of_memory
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.steady import Steady
 
+TRACE = "Traceback (most recent call last):\n"
 GROWTH = 64  # a lowered budget grows by a 64th of itself in each step that has enough memory
 
 
@@ -59,6 +60,8 @@ def relaxed(state: EngineState) -> EngineState:
 def recovered(model: Model, state: EngineState, error: Exception, attempt: Attempt) -> tuple[EngineState, list[StepOutput], bool] | None:
     """The state in which a step can be tried again after an exception, without the requests whose exception it was.
 
+    Memory that a request's own function lacks is the error of this request.
+
     Returns:
         The state, the outputs of the requests that ended, and whether to try again in the same call; or None if the exception belongs to no
         request. If memory is too short for a single token, the other requests wait for the next call, because the shortage may pass.
@@ -69,16 +72,17 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     prompts = () if plan is None or attempt.stage == "decode" else plan.prefill
     decoding = steady if plan is None else () if attempt.stage == "prefill" else plan.decode
     num_tokens = _num_tokens(prompts, decoding)
+    others = 0 if plan is None else _num_tokens(plan.prefill, plan.decode) - num_tokens
+    culprit = next((note for one in chain(error) for note in reversed(getattr(one, "__notes__", ())) if isinstance(note, Culprit)), None)
     budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
-    if short := num_tokens > 0 and out_of_memory(error):
+    if short := num_tokens > 0 and out_of_memory(error) and not culprit:
         stats = stats.add(memory_shortages=1)
-        if num_tokens > 1:
-            others = 0 if plan is None else _num_tokens(plan.prefill, plan.decode) - num_tokens
-            budget = others + num_tokens // 2
+        if num_tokens + others > 1:  # rows that decode come first in a budget, so a step that fails in them runs no prompt next
+            budget = max(1, num_tokens // 2 + (others if attempt.stage == "prefill" else 0))
         else:
             failed, kind = [*(s for s, _ in prompts), *decoding], OutOfPagesError
             message = "the device has no memory for even one of its tokens"
-    elif culprit := next((note for one in chain(error) for note in getattr(one, "__notes__", ()) if isinstance(note, Culprit)), None):
+    elif culprit:
         rows = [*(s for s, count in prompts if count == s.todo), *decoding]
         theirs = [s for s in rows if s.request.process_logits == culprit.processor]
         failed = [s for s in theirs if not culprit.request_ids or _id(s) in culprit.request_ids]
@@ -140,17 +144,31 @@ def out_of_pages(sequence: Sequence, pool: Pool) -> NanoVLLMError:
 
 def request_error(request_id: int, kind: type[NanoVLLMError], message: str, cause: Exception | None = None) -> NanoVLLMError:
     """An error that belongs to a request."""
-    told = "" if cause is None else f": {type(cause).__name__}: {cause}"
+    told = "" if cause is None else f": {type(cause).__name__}: {message_of(cause)}"
     error = kind(f"request {request_id} failed: {message}{told}")
     error.request_id, error.__cause__ = request_id, cause
     return error
 
 
 def as_value(error: Exception) -> Exception:
-    """An exception to be kept in a result: its traceback becomes a note, because frames hold the tensors and states of their functions."""
-    for one in chain(error):
-        if one.__traceback__ is not None:
-            one.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_tb(one.__traceback__)]))
+    """An exception to be kept in a result: its traceback becomes a note, because frames hold the tensors and states of their functions.
+
+    So do those of all exceptions that it refers to. A `Culprit` is no note any more, and of several tracebacks of one object the newest is.
+    """
+    left, seen = list[BaseException]([error]), set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        parts = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        left += [other for other in (one.__cause__, one.__context__, *parts) if other is not None]
+        notes, trace = getattr(one, "__notes__", []), one.__traceback__
+        kept = [note for note in notes if not isinstance(note, Culprit) and not (trace and str(note).startswith(TRACE))]
+        if len(kept) < len(notes):
+            one.__notes__ = kept
+        if trace is not None:
+            one.add_note("".join([TRACE, *traceback.format_tb(trace)]))
             one.__traceback__ = None
     return error
 

@@ -313,9 +313,7 @@ class _Draft:
         """
         size, num_pages = self.config.page_size, self.config.num_pages
         horizon, rows = min(HORIZON, num_pages * size // SHARE), [*self.running, first]
-        spare = (
-            self.pool.pages.num_free + self.pool.prefix.num_idle
-        )  # a sequence needs frames for its windows only, so it seldom needs more
+        spare = self.pool.pages.num_free + self.pool.prefix.num_idle  # of frames a sequence seldom needs more: only for its windows
         if not horizon or len(rows) * (horizon // size + 1) + pages_for(first.tokens.length, size) <= spare:
             return True
         facts = np.array([(s.request.max_len - s.tokens.length, s.tokens.length, s.pages.length, s.num_cached) for s in rows])

@@ -25,16 +25,27 @@ FULL = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that led to it, newest first."""
-    while error is not None:
+    """An exception and those that led to it, newest first. Each comes once, also if one of them is its own cause."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def message_of(error: BaseException) -> str:
+    """The text of an exception, or a substitute if it cannot be made."""
+    try:
+        return str(error)
+    except Exception:
+        return "(it has no text)"
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory of the device ran out. A `MemoryError` is about objects of Python."""
     return any(
-        isinstance(one, torch.OutOfMemoryError) or (isinstance(one, RuntimeError) and any(words in str(one).lower() for words in FULL))
+        isinstance(one, torch.OutOfMemoryError)
+        or (isinstance(one, RuntimeError) and any(words in message_of(one).lower() for words in FULL))
         for one in chain(error)
     )
 
@@ -44,8 +55,8 @@ def fatal(error: BaseException) -> str | None:
     if isinstance(error, EngineDeadError):
         return None
     for one in chain(error):
-        text = str(one)
-        if isinstance(one, RuntimeError) and "cuda" in text.lower() and any(words in text.lower() for words in STICKY):
+        text = message_of(one) if isinstance(one, RuntimeError) else ""
+        if "cuda" in text.lower() and any(words in text.lower() for words in STICKY):
             return text.splitlines()[0]
     return None
 
