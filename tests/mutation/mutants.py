@@ -337,11 +337,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a space that bytes begin with stays", "        if strip and self.text is None:\n", "        if False:\n"),
         ("the bytes of a character are forgotten", "unfinished=given[used:]), piece", 'unfinished=b""), piece'),
         ("special tokens are kept in the window", "(i for i in ids if self.texts[i])", "ids"),
+        ("a token without text begins the reply", "begun or bool(text or run.num_bytes), _Run()", "True, _Run()"),
     ),
     *bugs(
         "tokenizer/token_texts.py",
         DETOKENIZER,
         ("a special token has text", "if token is None or token in self.special:", "if token is None:"),
+        ("a token that is left out ends a run", '"" if self.spelling == "other" else b""', 'b"" if self.spelling == "bytes" else ""'),
         ("two letters stand for one byte", "chr(256 + n): byte", "chr(257 + n): byte"),
         ("a token has the bytes that it lacks", "= ~byte_set(", "= byte_set("),
     ),
@@ -540,6 +542,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "tokenizer/tokenizer.py",
         TOKENIZER + TOKENIZER_FILES,
+        ("a panic is no error", '!= ("pyo3_runtime", "PanicException")', '!= ("pyo3_runtime", "Panic")'),
         (
             "special tokens win over the caller's variables",
             '{"tools": None, "documents": None, **self.special_tokens, **variables}',

@@ -41,7 +41,7 @@ def spelled(text: bytes) -> str:
 
 PARTS = [b"ab", b" a", "é🙂".encode(), "é".encode() + b"\xf0", b"\x9f\x99\x82x", b"\xe4\xb8", b"\xad ", "\ufffd".encode(), b"\n\n"]
 LEVEL_PIECES = [*map(spelled, PARTS), *(LETTER_OF[byte] for byte in range(256))]
-WORDS = ["▁", "▁a", "▁▁b", "a", "é", "中", REPLACEMENT, "▁" + REPLACEMENT, "ab ", "<0x+5>", "<0xZZ>"]
+WORDS = ["▁", "▁a", "▁▁b", "a", "é", "中", REPLACEMENT, "▁" + REPLACEMENT, "ab ", "", "<0x+5>", "<0xZZ>"]
 
 
 def wordpiece() -> Tokenizer:
@@ -115,6 +115,26 @@ def test_one_space_is_dropped_at_the_beginning_whatever_spells_it(kind: str) -> 
             stream, piece = stream.push([token])
             shown += piece
         assert shown + stream.rest() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_token_without_text_ends_a_run_and_one_that_is_left_out_does_not(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    empty, special, word = 256 + WORDS.index(""), tokenizer.max_token_id - 2, 256 + WORDS.index("▁a")
+    assert (tokenizer.texts[1][empty], tokenizer.texts[1][special]) == ("", b"")
+    some = [0x20, 0xC3, 0xA9, empty, special, word]
+    for ids in (list(ids) for count in (2, 3, 4) for ids in product(some, repeat=count)):
+        stream, shown = Detokenizer.of(tokenizer), ""
+        for token in ids:
+            stream, piece = stream.push([token])
+            shown += piece
+        assert shown + stream.rest() == tokenizer.decode(ids)
+
+
+def test_bytes_that_are_joined_before_they_are_read_are_another_spelling() -> None:
+    level, fuse = decoders.ByteLevel(), decoders.Fuse()
+    for chain, spelling in {(level,): "bytes", (level, fuse): "bytes", (fuse, level): "other", (level, fuse, fuse): "other"}.items():
+        assert bpe(LEVEL_PIECES, decoders.Sequence([*chain])).texts[0].spelling == spelling
 
 
 WRITTEN = {

@@ -1,6 +1,7 @@
 """Text in and out: streams that add up, text that is refused, templates that stay in their sandbox."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,28 @@ def metaspace_tokenizer() -> Tokenizer:
 
 
 METASPACE = metaspace_tokenizer()
+
+
+class Failing:
+    """A tokenizer of the library that raises an error, whatever it is asked."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def encode(self, *_: object, **__: object) -> None:
+        raise self.error
+
+    decode = encode
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_panic_of_the_library_is_an_ordinary_error() -> None:
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})("index out of bounds")
+    for error, told in [(panic, RuntimeError), (KeyboardInterrupt(), KeyboardInterrupt), (ValueError("no"), ValueError)]:
+        tokenizer = replace(BYTES, backend=Failing(error))  # pyright: ignore[reportArgumentType]
+        for call in (lambda tokenizer=tokenizer: tokenizer.encode("a"), lambda tokenizer=tokenizer: tokenizer.decode([1])):
+            with pytest.raises(told, match="panicked: index out of bounds" if error is panic else None):
+                call()
 
 
 @given(st.text())

@@ -1,4 +1,11 @@
-"""Detokenizers: the text of a reply, token by token, in amortised constant time per token, whatever the tokens are."""
+"""Detokenizers: the text of a reply, token by token.
+
+If the decoder spells `"bytes"` or `"runs"` (`TokenTexts.spelling`), a token takes amortised constant time, whatever the tokens are. With
+other decoders each token decodes all tokens again that have given no piece yet: a row of n tokens without a piece takes time in n². Such a
+row has byte tokens, text that ends with U+FFFD where tokens may be bytes, or tokens that the decoder gives no text. Their pieces need not
+add up to the text of all tokens if new tokens change the text of old ones, as with `Fuse` before `ByteLevel`, or if the decoder changes more
+than the first token of a text, as a `Strip` of two spaces may.
+"""
 
 from abc import ABC, abstractmethod
 from codecs import utf_8_decode
@@ -18,7 +25,8 @@ Rope = tuple[Any, str] | None  # parts of a text as a linked list, newest first:
 class Detokenizer(ABC):
     """Turns a stream of token ids into pieces of text. No piece ends inside a character, so that text with a U+FFFD at its end waits.
 
-    The pieces and `rest()` together equal `decode` of all ids. A value never changes: `push` returns the next one.
+    The pieces and `rest()` together equal `decode` of all ids, but for the decoders named above. A value never changes: `push` returns the
+    next one.
     """
 
     __slots__ = ()
@@ -107,7 +115,7 @@ class _RunDetokenizer(Detokenizer):
     """For `"runs"`. One bad byte changes the text of its whole run, which is therefore held until another token ends it.
 
     Attributes:
-        texts: The tokens' text; bytes for a byte token.
+        texts: The tokens' text; bytes for a byte token, none of them for a token that is left out.
         begun: Whether there is text before the run, or no space is dropped anyway.
         held: Text before the run that no piece has shown.
         run: The byte tokens since the last other token.
@@ -120,13 +128,13 @@ class _RunDetokenizer(Detokenizer):
 
     def push(self, ids: Iterable[int]) -> "tuple[Detokenizer, str]":
         parts, begun, run = list[str](), self.begun, self.run
-        for kind, group in groupby(filter(None, map(self.texts.__getitem__, ids)), type):
+        for kind, group in groupby(map(self.texts.__getitem__, ids), type):
             if kind is bytes:
                 run = run.longer(b"".join(group), strip=not begun)
                 continue
             text = "".join(group)
             parts += [run.ended(), text if begun or run.num_bytes else text.removeprefix(" ")]
-            begun, run = True, _Run()
+            begun, run = begun or bool(text or run.num_bytes), _Run()
         held, piece = _settled(self.held, "".join(parts), certain=not run.num_bytes)
         return _RunDetokenizer(texts=self.texts, begun=begun, held=held, run=run), piece
 

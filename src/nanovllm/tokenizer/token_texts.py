@@ -52,12 +52,15 @@ class TokenTexts:
         parts = _parts(_decoder(backend))
         kinds, replaced, spelling = [part["type"] for part in parts], (), "other"
         end = parts[-1] if kinds and kinds[-1] == "Strip" else None
-        if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+        before = parts[: len(parts) - 2 - (end is not None)]
+        if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):  # after `Fuse`, a letter that is no byte changes the whole text
             spelling = "bytes"
-        elif kinds[: len(kinds) - (end is not None)][-2:] == ["ByteFallback", "Fuse"] and _drops_one_space(end):
-            before = parts[: kinds.index("ByteFallback")]
-            if all(part["type"] == "Replace" and "String" in part["pattern"] for part in before):
-                spelling, replaced = "runs", tuple((part["pattern"]["String"], part["content"]) for part in before)
+        elif (
+            kinds[len(before) :][:2] == ["ByteFallback", "Fuse"]
+            and all(part["type"] == "Replace" and part["pattern"].get("String") for part in before)
+            and _drops_one_space(end)
+        ):
+            spelling, replaced = "runs", tuple((part["pattern"]["String"], part["content"]) for part in before)
         special = frozenset(token.content for token in backend.get_added_tokens_decoder().values() if token.special)
         made = [
             TokenTexts(
@@ -69,14 +72,17 @@ class TokenTexts:
         return made[0], made[1]
 
     def __getitem__(self, token_id: int) -> Any:
-        """What a token stands for: bytes or text by the spelling, empty for a special token that is left out and for an unknown id."""
+        """What a token stands for: bytes or text by the spelling. For a special token that is left out and for an unknown id, nothing.
+
+        With `"runs"`, nothing is `b""`, which leaves a run of byte tokens as it is. A token with the text `""` ends the run.
+        """
         found = self.known.get(token_id)
         return self._look_up(token_id) if found is None else found
 
     def _look_up(self, token_id: int) -> bytes | str:
         token = self.backend.id_to_token(token_id)
         if token is None or token in self.special:
-            found = b"" if self.spelling == "bytes" else ""
+            found = "" if self.spelling == "other" else b""
         elif self.spelling == "bytes":
             letters = [BYTE_OF.get(letter) for letter in token]
             found = token.encode() if None in letters else bytes(letter for letter in letters if letter is not None)

@@ -1,6 +1,7 @@
 """Text and token ids: a tokenizer over the `tokenizers` library."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -56,17 +57,23 @@ class Tokenizer:
         Raises:
             TooManyTokensError: The text has more than `most` tokens. A text with only a few more may be encoded.
             InvalidRequestError: The text has a lone surrogate, or a byte that is not UTF-8. The message names the position.
+            RuntimeError: The library has panicked.
         """
-        if most is not None and isinstance(text, str) and self.limit.exceeded(text, most):
-            raise TooManyTokensError(f"the text has more than {most} tokens")
-        return self.backend.encode(check_text(text), add_special_tokens=add_special_tokens).ids
+        with _panics_as_errors():
+            if most is not None and isinstance(text, str) and self.limit.exceeded(text, most):
+                raise TooManyTokensError(f"the text has more than {most} tokens")
+            return self.backend.encode(check_text(text), add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids.
 
         An id that the tokenizer does not know gives no text, such as an id that only pads a model's vocabulary.
+
+        Raises:
+            RuntimeError: The library has panicked.
         """
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _panics_as_errors():
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, enable_thinking: bool = True, **variables: Any
@@ -89,6 +96,17 @@ class Tokenizer:
         return self.render(
             {**given, "messages": messages, "add_generation_prompt": add_generation_prompt, "enable_thinking": enable_thinking}
         )
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Raise a panic of Rust code, which is no `Exception`, as one: it is an error of this text, and no reason to end the engine."""
+    try:
+        yield
+    except BaseException as error:
+        if (type(error).__module__, type(error).__name__) != ("pyo3_runtime", "PanicException"):
+            raise
+        raise RuntimeError(f"the tokenizers library panicked: {error}") from error
 
 
 def check_text(text: str | bytes) -> str:

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis.stateful import RuleBasedStateMachine
 
+from nanovllm import testing
 from nanovllm.entrypoints.cli.fuzz import command, progress, run
 from nanovllm.entrypoints.cli.main import main
 
@@ -66,7 +68,7 @@ def test_a_failure_becomes_a_test_for_plain_pytest(mine: Path, capsys: pytest.Ca
         "     Put a number.",
         "  After call 2, the check `is_small` (Compare with the limit) failed:",
         "     AssertionError: 20 is too large",
-        f"  Run it again: pytest found/{written.name}",
+        f"  Run it again: python -m pytest found/{written.name}",
         "",
     ]
     assert [line.split() for line in (head, first, second)] == [
@@ -74,8 +76,8 @@ def test_a_failure_becomes_a_test_for_plain_pytest(mine: Path, capsys: pytest.Ca
         ["pages", "20", first.split()[2], "no", "failure"],
         ["counting:Counter", many, calls, "a", "failure:", written.name],
     ]
-    own = {"PYTHONPATH": f"{mine}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
-    pytest_alone = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(written)]
+    own = {"PYTEST_ADDOPTS": "-q -p no:cacheprovider", "PYTEST_PLUGINS": ""}
+    pytest_alone = [sys.executable, *story[-2].split()[4:]]
     done = subprocess.run(pytest_alone, cwd=mine, env=os.environ | own, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "20 is too large" in done.stdout, done.stdout + done.stderr
     (mine / "counting.py").write_text(COUNTER.replace("LIMIT = 20", "LIMIT = 21"))
@@ -88,6 +90,50 @@ def test_every_machine_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(run.MACHINES)
     assert lines[1].startswith("pages  ") and "  Test a page allocator: " in lines[1]
+    public = {value for value in vars(testing).values() if isinstance(value, type) and issubclass(value, RuleBasedStateMachine)}
+    assert public == set(run.MACHINES.values())
+
+
+BROKEN = """
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+
+class Broken(RuleBasedStateMachine):
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        IN_INIT
+
+    @rule()
+    def go(self):
+        Broken.calls += 1
+        IN_RULE
+"""
+
+
+@pytest.mark.parametrize(
+    ("in_init", "in_rule", "told"),
+    [
+        ("raise ValueError('in init')", "", ["ValueError: in init"]),
+        ("", "raise SystemExit(5)", ["SystemExit: 5"]),
+        ("", "raise type('Panic', (BaseException,), {})('of Rust')", ["Panic: of Rust"]),
+        ("", "raise ValueError('a lone \\udc80, \\x00 and \\x1b')", [r"ValueError: a lone \udc80, \x00 and \x1b"]),
+        ("", "assert Broken.calls != 7, 'once'", ["FlakyFailure: Inconsistent results", "  AssertionError: once"]),
+    ],
+    ids=["init", "exit", "panic", "letters", "flaky"],
+)
+def test_whatever_a_machine_raises_is_told(
+    in_init: str, in_rule: str, told: list[str], mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mine / "broken.py").write_text(BROKEN.replace("IN_INIT", in_init).replace("IN_RULE", in_rule))
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    assert main(["fuzz", "--machines", "broken:Broken", "--examples", "9"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.endswith(" failed:"))
+    assert all(line.startswith(f"     {start}") for line, start in zip(lines[at + 1 :], told, strict=False)), lines
+    (written,) = mine.glob("test_fuzz_broken_*.py")
+    compile(written.read_text(encoding="utf-8"), str(written), "exec")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +217,6 @@ def test_a_model_is_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert main(["fuzz", *arguments]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["machine", "engine", "pages"]
     options = run.argparse.Namespace(machines="all", model="random:GemmaForCausalLM")
-    left = {"chunks", "model-chunks", "cascade-chunks", "windows", "mixed-windows", "window-chunks"}
+    left = {"failures", "chunks", "model-chunks", "cascade-chunks", "windows", "mixed-windows", "window-chunks"}
     assert {subject.name for subject in run.subjects_of(options)} == set(run.MACHINES) - left
     assert len(capsys.readouterr().err.splitlines()) == len(left)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.core import failure_exceptions_to_catch
 from hypothesis.errors import InvalidArgument, InvalidDefinition, UnsatisfiedAssumption
 from hypothesis.internal.conjecture import engine
 from hypothesis.reporting import with_reporter
@@ -117,7 +118,7 @@ def chosen_settings(steps: int, *phases: Phase) -> Any:  # beartype cannot read 
     )
 
 
-def _run(machine: Machine, watch: Watch, drawn: int, steps: int, *phases: Phase) -> Exception | None:
+def _run(machine: Machine, watch: Watch, drawn: int, steps: int, *phases: Phase) -> BaseException | None:
     watch.failing = False
     try:
         with with_reporter(lambda line: None):  # the error's notes have the lines that matter
@@ -126,7 +127,9 @@ def _run(machine: Machine, watch: Watch, drawn: int, steps: int, *phases: Phase)
         return None
     except (InvalidArgument, InvalidDefinition) as error:
         raise InvalidRequestError(f"{machine.__name__} cannot be run: {error}") from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also `SystemExit`, and what Rust raises
         return error
     return None
 
@@ -138,10 +141,10 @@ def _watched(machine: Machine, watch: Watch) -> Machine:
     def teardown(self: Any) -> None:
         watch.examples += 1
         now = sys.exception()  # of the rule, while Hypothesis passes it on
-        watch.failing |= isinstance(now, Exception) and not isinstance(now, UnsatisfiedAssumption)
+        watch.failing |= isinstance(now, failure_exceptions_to_catch()) and not isinstance(now, UnsatisfiedAssumption)
         try:
             machine.teardown(self)
-        except Exception:
+        except failure_exceptions_to_catch():
             watch.failing = True
             raise
         watch.tell(watch)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hypothesis.core import failure_exceptions_to_catch
 from hypothesis.stateful import INVARIANT_MARKER, RULE_MARKER
 
 from nanovllm.testing.draws import Draws
@@ -36,7 +37,7 @@ class Ran:
     """A run that failed: the index of the call that raised, the error, and from which strategies each call drew."""
 
     at: int
-    error: Exception
+    error: BaseException
     drew: Sequence[Sequence[str]]
 
 
@@ -48,7 +49,7 @@ class Program:
     imports: frozenset[Import]
 
     def run(self, machine: Machine) -> Ran | None:
-        """Run the calls on a fresh machine. Returns None if none raised, or if a rule could not be called where it is."""
+        """Run the calls on a fresh machine. Returns None if none raised, if a rule cannot be called where it is, or without a machine."""
         drew = list[list[str]]()
 
         class Noted(Draws):
@@ -56,9 +57,12 @@ class Program:
                 drew[-1].append(repr(strategy))
                 return super().draw(strategy, label)
 
-        names: dict[str, Any] = {}
+        names, failures = dict[str, Any](), failure_exceptions_to_catch()
         exec("\n".join(import_lines(self.imports)), names)
-        state = machine()
+        try:
+            state = machine()
+        except failures:
+            return None
         names |= {"state": state, "Draws": Noted}
         for at, call in enumerate(self.calls):
             rule = getattr(getattr(machine, call.name), RULE_MARKER, None)
@@ -67,8 +71,8 @@ class Program:
             drew.append([])
             try:
                 exec(call.code, names)
-            except Exception as error:
-                with suppress(Exception):
+            except failures as error:
+                with suppress(*failures):
                     state.teardown()
                 return Ran(at=at, error=error, drew=drew)
         return None

@@ -68,9 +68,9 @@ class Finding:
             if i == self.at:
                 failed = f"Call {number}" if ruled else f"After call {number}, the check `{call.name}` ({about.rstrip('.')})"
                 break
-        raised = f"{type(self.error).__name__}: {self.error}".splitlines()
+        raised = _told(self.error)
         error = [*raised[:LINES], *["..."] * (len(raised) > LINES)]
-        return [*lines, f"{failed} failed:", *(f"   {line}" for line in error)]
+        return [_shown(line) for line in (*lines, f"{failed} failed:", *(f"   {line}" for line in error))]
 
     @cached_property
     def test(self) -> str:
@@ -87,6 +87,18 @@ class Finding:
             again = f"seed({self.failure.seed})(type({self.subject.machine.__name__!r}, ({self.subject.code},), {{}}))"
             return f"    run_state_machine_as_test({again}, settings=chosen_settings({self.failure.steps}))"
         return "\n".join([f"    state = {self.subject.code}()", *(f"    {call.code}" for call in self.program.calls)])
+
+
+def _told(error: BaseException) -> list[str]:
+    """The lines of an error's message, and of the errors in it: Hypothesis puts one that does not occur again into a group."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [*lines, *(f"  {line}" for each in inner for line in _told(each))]
+
+
+def _shown(line: str) -> str:
+    """A line for terminals and for files: what is no printable character, such as a lone surrogate, is written as its escape."""
+    return "".join([letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line])
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -18,6 +18,7 @@ from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachin
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.engine_holder import EngineHolder
+from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
@@ -35,6 +36,7 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "scheduler": ScheduleMachine,
         "engine": EngineMachine,
         "ahead": AheadMachine,
+        "failures": FailureMachine,
         "chunks": ChunkMachine,
         "model-chunks": ModelChunkMachine,
         "cascade": CascadeMachine,
@@ -87,6 +89,8 @@ class Subject:
         """
         if not issubclass(self.machine, EngineHolder):
             return self
+        if issubclass(self.machine, FailureMachine):
+            raise InvalidRequestError(f"{self.name} needs a tokenizer that it can break, and runs no other model: leave {self.name} out")
         if getattr(self.machine, "num_frames", None) is not None and not any(model.config.windows):
             raise InvalidRequestError(f"{self.name} needs a model with sliding windows, and {model.name} has none: leave {self.name} out")
         world = ModelWorld(model)

@@ -1,6 +1,7 @@
 """Runs the machines one after another, and reports."""
 
 import argparse
+import shlex
 from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
@@ -94,7 +95,7 @@ def _run_one(subject: Subject, seconds: float, options: argparse.Namespace, prog
         many = f"{watch.examples:,} examples and {watch.calls:,} calls"
         size = "made small" if found.failure.shrunk else "not made small"
         lines = [f"{subject.name}: a failure after {many} with --seed {options.seed}, {size}:", *(f"  {line}" for line in found.story)]
-        progress.write("\n".join([*lines, f"  Run it again: pytest {path}", ""]))
+        progress.write("\n".join([*lines, f"  Run it again: python -m pytest {shlex.quote(str(path))}", ""]))
     return report
 
 
