@@ -627,6 +627,40 @@ def test_a_loop_that_is_gone_takes_its_requests_along(recwarn):
     recwarn.clear()
 
 
+def left_loop(task, turns):
+    """An event loop that was closed with a task in it, after so many turns."""
+    loop = asyncio.new_event_loop()
+    left = loop.create_task(task)
+    for _ in range(turns):
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    left._log_destroy_pending = False
+
+
+def test_a_closed_loop_whose_request_ends_touches_nobody_else():
+    """Its request ends in the very step that finds the loop closed, or runs on and is cancelled."""
+    llm = SteppedAsyncLLM(MUTE, num_pages=16)
+
+    async def main():
+        other = asyncio.create_task(llm.generate([5], GREEDY))
+        for max_tokens in (1, 400):
+            for call in (llm.generate([[1], [2]], (one := nv.SamplingParams(max_tokens=max_tokens))), anext(llm.stream([3], one))):
+                thread = threading.Thread(target=left_loop, args=(call, 1))
+                thread.start()
+                thread.join(LIMIT)
+        await asyncio.sleep(0)
+        llm.turn()
+        assert len(llm.state.running) == 1
+        assert len(llm._engine._calls) == 1
+        while not other.done():
+            llm.turn()
+            await asyncio.sleep(0)
+        assert (await other)[0].token_ids == counted_reply([5], 12, 50)
+        assert llm.refusal is None
+
+    run(main())
+
+
 def test_two_engines_in_one_loop():
     async def main():
         async with make() as first, make(seed=1) as second:

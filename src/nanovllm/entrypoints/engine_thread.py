@@ -13,6 +13,7 @@ import atexit
 from asyncio import AbstractEventLoop
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -243,11 +244,13 @@ class EngineThread:
         ended = [out for out in outputs if out.output is not None]
         for loop, calls in [*self._calls.items()]:
             news = outputs if self._num_streams[loop] else ended
-            if news and not self._tell(loop, deliver, calls, news):
-                for call in {*calls.values()}:
-                    self._cancel(call)
+            if news:
+                self._tell(loop, deliver, calls, news)
         for out in ended:
             self._forget(out.request_id)
+        for loop in [loop for loop in self._calls if loop.is_closed()]:  # nobody waits there
+            for call in {*self._calls[loop].values()}:
+                self._cancel(call)
 
     def _forget(self, request_id: int) -> Call | None:
         """Remove a request that has ended. Returns its call, or None if no call waits for it."""
@@ -260,13 +263,10 @@ class EngineThread:
                 return call
         return None
 
-    def _tell(self, loop: AbstractEventLoop, function: Callable[..., None], *args: Any) -> bool:
-        """Call a function in the thread of an event loop. Returns False if the loop is closed, so that nobody waits there."""
-        try:
+    def _tell(self, loop: AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in the thread of an event loop, unless the loop is closed."""
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            return False
-        return True
 
     # What event loops ask for.
 
