@@ -5,6 +5,7 @@ order matters. A test in which somebody waits for ever fails after a minute and 
 """
 
 import asyncio
+import dataclasses
 import gc
 import inspect
 import signal
@@ -183,6 +184,8 @@ def test_wrong_options_are_named(untyped):
             with pytest.raises(nv.InvalidRequestError, match="must be SamplingParams or None, not dict"):
                 [piece async for piece in llm.stream("a", {"max_tokens": 3})]
             assert await llm.generate([]) == []
+            await llm.apply(lambda model, state: state)  # the engine has taken it in
+            assert not llm._engine._calls
 
     run(main())
 
@@ -228,6 +231,56 @@ def test_functional_calls_run_between_steps(untyped):
                 await llm.apply(lambda model, state: 3)
             assert len((await reply)[0].token_ids) == 50
             await idle(llm)
+
+    run(main())
+
+
+def broken_device(model, state):
+    raise state.runtime.lease.kill("planted")
+
+
+def outside(llm):
+    nv.prefill(llm.model, llm.state, [1])
+    return llm.generate([2], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "blame"),
+    [
+        (lambda model, state: (state, nv.prefill(model, state, [1])), nv.InvalidRequestError, "apply has lost its state.*not the newest"),
+        (lambda model, state: (*nv.prefill(model, state, [1]), 3), nv.InvalidRequestError, "apply has lost its state.*a tuple of 3"),
+        (lambda model, state: [nv.prefill(model, state, [1]), 1 // 0], ZeroDivisionError, "apply has lost its state.*ZeroDivisionError"),
+        (broken_device, nv.EngineDeadError, "device is broken.*planted"),
+        (outside, nv.DonatedStateError, "a call outside of it has taken its state"),
+    ],
+    ids=["stale", "three", "raises", "device", "outside"],
+)
+def test_a_lost_state_ends_the_engine_at_once(call, error, blame, untyped):
+    async def main():
+        llm, _ = counting()
+        with pytest.raises(error):
+            await (call(llm) if call is outside else llm.apply(call))
+        assert isinstance(llm.refusal, nv.EngineDeadError)
+        for later in (llm.generate([1], GREEDY), llm.apply(lambda model, state: state)):
+            with pytest.raises(nv.EngineDeadError, match=blame):
+                await later
+        await llm.close()
+
+    run(main())
+
+
+def test_a_wrong_result_that_loses_nothing_is_only_refused(untyped):
+    async def main():
+        async with counting()[0] as llm:
+            await llm.apply(lambda model, state: nv.prefill(model, state, [1]))
+            for wrong, why in (
+                (lambda model, state: nv.init_state(model, num_pages=8), "a state of another engine"),
+                (lambda model, state: (state, 1, 2), "not a tuple of 3"),
+                (lambda model, state: dataclasses.replace(state, epoch=0), "not the newest"),
+            ):
+                with pytest.raises(nv.InvalidRequestError, match=why):
+                    await llm.apply(wrong)
+            assert (await llm.generate([2], GREEDY))[0].token_ids == counted_reply([2], 12, 50)
 
     run(main())
 

@@ -219,8 +219,7 @@ class EngineThread:
         except EngineDeadError as error:
             refusal = error
         except BaseException as error:
-            refusal = EngineDeadError(f"the engine has failed, make a new one: {type(error).__name__}: {error}")
-            refusal.__cause__ = error
+            refusal = _dead(error)
         self._end(refusal)
         return False
 
@@ -275,10 +274,11 @@ class EngineThread:
             self.require_room(call.count)
             self.state, call.ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
         except BaseException as error:
-            self._tell(call.loop, call.fail, error)
+            self._fail(call, error, "a call outside of it has taken its state: such calls belong into apply")
             return
-        self._calls[call.loop] = self._calls.get(call.loop, Map()).update(dict.fromkeys(call.ids, call))
-        self._num_streams[call.loop] += call.streamed
+        if call.ids:
+            self._calls[call.loop] = self._calls.get(call.loop, Map()).update(dict.fromkeys(call.ids, call))
+            self._num_streams[call.loop] += call.streamed
 
     def _apply(self, call: Call, function: Callable[[Model, EngineState], Any]) -> None:
         if call.given_up:
@@ -287,19 +287,37 @@ class EngineThread:
             if self.refusal is not None:
                 raise self._refused()
             result = function(self.model, self.state)
-            state, value = result if isinstance(result, tuple) else (result, None)
+            state, value = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
             if not isinstance(state, EngineState):
-                raise InvalidRequestError(
-                    f"the function must return the next state, or a pair of it and a result, not {type(state).__name__}"
-                )
+                kind = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+                raise InvalidRequestError(f"the function must return the next state, or a pair of it and a result, not {kind}")
+            lease = self.state.runtime.lease
+            lease.require_alive()
+            if state.runtime.lease is not lease:
+                raise InvalidRequestError("the function returned a state of another engine")
+            if state.epoch != lease.epoch:
+                raise InvalidRequestError("the function returned a state that is not the newest: return the state of its last call")
             self.state = state
         except BaseException as error:
-            self._tell(call.loop, call.fail, error)
+            self._fail(call, error, "a function given to apply has lost its state")
             return
         self._tell(call.loop, call.end, value)
         for request_id in [i for calls in self._calls.values() for i in calls if sequence_of(state, i) is None]:
             if (lost := self._forget(request_id)) is not None:
                 self._tell(lost.loop, lost.fail, InvalidRequestError(f"a function given to apply cancelled or ended request {request_id}"))
+
+    def _fail(self, call: Call, error: BaseException, blame: str) -> None:
+        """End a call with an error.
+
+        Raises:
+            EngineDeadError: The newest state is lost, or the device is broken, so that no later call can succeed.
+        """
+        lease, refusal = self.state.runtime.lease, None
+        if self.refusal is None and (lease.dead is not None or self.state.epoch != lease.epoch):
+            refusal = self.refusal = _dead(error, blame if lease.dead is None else "its device is broken")
+        self._tell(call.loop, call.fail, error)
+        if refusal is not None:
+            raise refusal
 
     def _cancel(self, call: Call) -> None:
         for request_id in call.ids:
@@ -315,3 +333,10 @@ class EngineThread:
     def _exit(self) -> None:
         self.close()
         self._thread.join(EXIT_SECONDS)
+
+
+def _dead(error: BaseException, blame: str = "") -> EngineDeadError:
+    """The error of an engine that has failed."""
+    refusal = EngineDeadError(f"the engine has failed, make a new one: {blame and f'{blame}: '}{type(error).__name__}: {error}")
+    refusal.__cause__ = error
+    return refusal
