@@ -23,6 +23,7 @@ import torch
 import nanovllm as nv
 from nanovllm.entrypoints import async_llm
 from nanovllm.entrypoints.engine_thread import Call, EngineThread, deliver
+from nanovllm.state.device_errors import chain
 from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.async_machine import SteppedAsyncLLM
 from tests.entrypoints.counting_executor import CountingExecutor, counted_reply
@@ -245,20 +246,20 @@ def outside(llm):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "blame"),
+    ("call", "blame"),
     [
-        (lambda model, state: (state, nv.prefill(model, state, [1])), nv.InvalidRequestError, "apply has lost its state.*not the newest"),
-        (lambda model, state: (*nv.prefill(model, state, [1]), 3), nv.InvalidRequestError, "apply has lost its state.*a tuple of 3"),
-        (lambda model, state: [nv.prefill(model, state, [1]), 1 // 0], ZeroDivisionError, "apply has lost its state.*ZeroDivisionError"),
-        (broken_device, nv.EngineDeadError, "device is broken.*planted"),
-        (outside, nv.DonatedStateError, "a call outside of it has taken its state"),
+        (lambda model, state: (state, nv.prefill(model, state, [1])), "apply has lost its state.*not the newest"),
+        (lambda model, state: (*nv.prefill(model, state, [1]), 3), "apply has lost its state.*a tuple of 3"),
+        (lambda model, state: [nv.prefill(model, state, [1]), 1 // 0], "apply has lost its state.*ZeroDivisionError"),
+        (broken_device, "the engine is dead: planted"),
+        (outside, "a call outside of it has taken its state"),
     ],
     ids=["stale", "three", "raises", "device", "outside"],
 )
-def test_a_lost_state_ends_the_engine_at_once(call, error, blame, untyped):
+def test_a_lost_state_ends_the_engine_at_once(call, blame, untyped):
     async def main():
         llm, _ = counting()
-        with pytest.raises(error):
+        with pytest.raises(nv.EngineDeadError, match=blame):
             await (call(llm) if call is outside else llm.apply(call))
         assert isinstance(llm.refusal, nv.EngineDeadError)
         for later in (llm.generate([1], GREEDY), llm.apply(lambda model, state: state)):
@@ -807,3 +808,36 @@ def test_a_refusal_is_a_new_exception_each_time():
             engine.require_room(1)
         errors.append(error.value)
     assert errors[0] is not errors[1]
+
+
+@pytest.mark.parametrize("way", ["step", "submit", "apply", "lost"])
+def test_an_error_keeps_no_engine(way):
+    """Neither its own, after its traceback is dropped, nor its causes."""
+
+    def broken(model, state):
+        raise ZeroDivisionError
+
+    async def main():
+        llm, executor = counting()
+        engine = weakref.ref(llm._engine)
+        executor.before = fails() if way == "step" else executor.before
+        call = {
+            "step": lambda: llm.generate([1], GREEDY),
+            "submit": lambda: llm.generate([99], GREEDY),
+            "apply": lambda: llm.apply(broken),
+            "lost": lambda: llm.apply(lambda model, state: [nv.prefill(model, state, [1]), 1 // 0]),
+        }[way]
+        with pytest.raises(Exception) as info:
+            await call()
+        error, thread = info.value.with_traceback(None), llm._engine._thread
+        await llm.close()
+        del info, llm, executor, call
+        await until(lambda: not thread.is_alive(), "the end of the thread")
+        del thread
+        gc.collect()
+        return engine, error
+
+    engine, error = run(main())
+    assert engine() is None
+    assert all(one.__traceback__ is None for one in chain(error))
+    assert any("Traceback" in note for one in chain(error) for note in getattr(one, "__notes__", ()))

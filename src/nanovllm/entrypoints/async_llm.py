@@ -251,7 +251,10 @@ class AsyncLLM:
         """Call a function of the model and the state between two steps, in the engine's thread: for the functional interface.
 
         All requests wait meanwhile. The function must pass the state on, as every functional call does, and must not call `step`. If it
-        makes several calls and a later one raises, the state of the earlier ones is lost, and with it the engine.
+        makes several calls and a later one raises, the state of the earlier ones is lost, and the engine ends.
+
+        A task that is cancelled while its function runs loses the result. To release such a result, for example a chunk, make a task of
+        the call, wait with `asyncio.shield`, and release what the task returns.
 
         Args:
             function: Takes the model and the newest state. It returns the next state, or a pair of it and a result.
@@ -260,9 +263,9 @@ class AsyncLLM:
             The result, or None.
 
         Raises:
-            InvalidRequestError: The function did not return a state.
+            InvalidRequestError: The function did not return the newest state.
             EngineClosedError: The engine was closed.
-            EngineDeadError: The engine has failed.
+            EngineDeadError: The engine has failed, or the newest state was lost in the function.
 
         Examples:
             >>> async def main():
@@ -282,7 +285,7 @@ class AsyncLLM:
             await call.news()
             return call.results[0]
         finally:
-            call.given_up = True
+            self._engine.cancel(call)
 
     async def close(self, *, drain: bool = False) -> None:
         """Take no more requests, and end the engine's thread. Further calls of `close` do nothing, but they may end a drain.

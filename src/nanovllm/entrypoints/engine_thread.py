@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from immutables import Map
 
+from nanovllm.engine.failures import as_value
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
@@ -149,7 +150,7 @@ class EngineThread:
 
     def cancel(self, call: Call) -> None:
         """Cancel the requests of a call that have not ended, before the next step."""
-        call.given_up = True
+        call.given_up, call.error = True, None  # frames of the error's traceback hold the call
         if len(call.results) < call.count:  # also after an error of one of them
             self._inbox.put(partial(self._cancel, call))
 
@@ -217,7 +218,7 @@ class EngineThread:
                     self.state = cancel(self.state, request_id)
             refusal = self.refusal
         except EngineDeadError as error:
-            refusal = error
+            refusal = as_value(error)
         except BaseException as error:
             refusal = _dead(error)
         self._end(refusal)
@@ -312,12 +313,13 @@ class EngineThread:
         Raises:
             EngineDeadError: The newest state is lost, or the device is broken, so that no later call can succeed.
         """
-        lease, refusal = self.state.runtime.lease, None
-        if self.refusal is None and (lease.dead is not None or self.state.epoch != lease.epoch):
-            refusal = self.refusal = _dead(error, blame if lease.dead is None else "its device is broken")
-        self._tell(call.loop, call.fail, error)
-        if refusal is not None:
-            raise refusal
+        lease = self.state.runtime.lease
+        if self.refusal is not None or (lease.dead is None and self.state.epoch == lease.epoch):
+            self._tell(call.loop, call.fail, as_value(error))
+            return
+        self.refusal = refusal = _dead(error, blame) if lease.dead is None else lease.kill(lease.dead)
+        self._tell(call.loop, call.fail, self._refused())
+        raise refusal
 
     def _cancel(self, call: Call) -> None:
         for request_id in call.ids:
@@ -338,5 +340,5 @@ class EngineThread:
 def _dead(error: BaseException, blame: str = "") -> EngineDeadError:
     """The error of an engine that has failed."""
     refusal = EngineDeadError(f"the engine has failed, make a new one: {blame and f'{blame}: '}{type(error).__name__}: {error}")
-    refusal.__cause__ = error
+    refusal.__cause__ = as_value(error)
     return refusal
