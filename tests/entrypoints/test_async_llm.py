@@ -147,6 +147,8 @@ def test_methods_take_what_those_of_llm_take():
     assert make(max_num_seqs=3, seed=9, max_model_len=40).state.config.max_model_len == 40
     with pytest.raises(nv.InvalidRequestError, match="did you mean 'num_pages'"):
         make(num_page=3)
+    with pytest.raises(nv.InvalidRequestError, match=r"did you mean 'max_num_waiting'.*model, max_num_waiting, .*num_pages"):
+        make(max_num_wating=3)
 
 
 @pytest.mark.parametrize("wrong", [-1, True, 1.5, "4"])
@@ -457,7 +459,7 @@ def test_the_queue_is_bounded():
     async def main():
         llm = SteppedAsyncLLM(MUTE, num_pages=64, max_num_seqs=2, max_num_waiting=3)
         calls = [asyncio.create_task(llm.generate([[i], [i]], GREEDY)) for i in range(3)]
-        await asyncio.sleep(0)  # all of them see an empty queue
+        await asyncio.sleep(0)  # the third finds places for four taken
         llm.turn()
         await asyncio.sleep(0)
         assert (len(llm.state.running), len(llm.state.waiting)) == (2, 2)
@@ -472,6 +474,65 @@ def test_the_queue_is_bounded():
             await asyncio.sleep(0)
             llm.turn()
         assert [len(await call) for call in calls] == [2, 2, 1]
+
+    run(main())
+
+
+def test_a_call_without_a_place_encodes_nothing(monkeypatch):
+    """Texts on their way through the encoder have a place already, until their task is cancelled."""
+    model, going, texts = nv.load_model("tiny", device="cpu"), threading.Event(), []
+
+    def encode(model, contexts):
+        texts.extend(contexts)
+        assert going.wait(LIMIT)
+        return [[1]] * len(contexts)
+
+    def render(*args, **options):
+        texts.append("chat")
+        assert going.wait(LIMIT)
+        return [1]
+
+    async def main():
+        llm = SteppedAsyncLLM(model, num_pages=64, max_num_seqs=1, max_num_waiting=2)
+        long = "x" * (async_llm.SHORT + 1)
+        calls = [asyncio.create_task(call) for call in (llm.generate(long, GREEDY), llm.chat(MESSAGES, GREEDY), llm.generate([5], GREEDY))]
+        await asyncio.sleep(0)
+        for call in (lambda: llm.generate(long), lambda: llm.chat(MESSAGES), lambda: llm.generate("ab"), lambda: anext(llm.stream("ab"))):
+            with pytest.raises(nv.QueueFullError, match="no room for 1 more besides the 3"):
+                await call()
+        await until(lambda: len(texts) == 2, "the work of the loop's pool")
+        calls[0].cancel()
+        await asyncio.sleep(0)
+        calls[0] = asyncio.create_task(llm.generate([6], GREEDY))
+        going.set()
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0)
+            llm.turn()
+        await asyncio.gather(*calls)
+        await llm.generate([], GREEDY)
+        llm._engine.close()
+        llm.turn()
+        with pytest.raises(nv.EngineClosedError):
+            await llm.chat(MESSAGES)
+        assert sorted(texts) == ["chat", long]
+
+    monkeypatch.setattr(async_llm, "_encoded", encode)
+    monkeypatch.setattr(async_llm, "render", render)
+    run(main())
+
+
+def test_calls_that_come_from_two_threads_at_once_are_bounded():
+    """Both may have found room before the other took its place."""
+
+    async def main():
+        llm = SteppedAsyncLLM(MUTE, num_pages=64, max_num_seqs=1, max_num_waiting=0)
+        calls = [Call(1), Call(1)]
+        for call in calls:
+            llm._engine.submit(call, [[1]], [GREEDY], None)
+        llm.turn()
+        with pytest.raises(nv.QueueFullError):
+            await calls[1].news()
+        assert len(llm.state.running) == 1
 
     run(main())
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from nanovllm.engine.prompt import Context, encode, parts_of
@@ -45,6 +46,7 @@ class AsyncLLM:
 
     __slots__ = ("__weakref__", "_engine")
 
+    @partial(explain_unknown_keywords, passed_to=LLM.__init__)
     def __init__(self, model: str | os.PathLike[str] | Model, *, max_num_waiting: int | None = None, **options: Any) -> None:
         """Load a model, create its engine and start the engine's thread. This blocks; no event loop is needed.
 
@@ -221,7 +223,8 @@ class AsyncLLM:
             >>> asyncio.run(main()).text
             'Hello! How can I help you?'
         """
-        tokens = await self.chat_tokens(messages, enable_thinking=enable_thinking)
+        with self._engine.place_for(Call(1)):
+            tokens = await self.chat_tokens(messages, enable_thinking=enable_thinking)
         (output,) = await self.generate([tokens], sampling_params, process_logits=process_logits)
         return whole(output)
 
@@ -320,16 +323,16 @@ class AsyncLLM:
         self, contexts: list[Context], params: list[SamplingParams | None], processor: Any, *, streamed: bool = False
     ) -> Call:
         """Queue requests. Their texts are encoded here or, if they are long, in a thread of the loop's pool: not in the engine's thread."""
-        self._engine.require_room(len(contexts))
-        processor = as_processor(processor)
-        texts = [part for context in contexts for part in parts_of(context) if isinstance(part, str)]
-        if texts:
-            if sum(map(len, texts)) <= SHORT:
-                contexts = _encoded(self.model, contexts)
-            else:
-                contexts = await asyncio.to_thread(_encoded, self.model, contexts)
         call = Call(len(contexts), streamed=streamed)
-        self._engine.submit(call, contexts, params, processor)
+        with self._engine.place_for(call):
+            processor = as_processor(processor)
+            texts = [part for context in contexts for part in parts_of(context) if isinstance(part, str)]
+            if texts:
+                if sum(map(len, texts)) <= SHORT:
+                    contexts = _encoded(self.model, contexts)
+                else:
+                    contexts = await asyncio.to_thread(_encoded, self.model, contexts)
+            self._engine.submit(call, contexts, params, processor)
         return call
 
     async def _pieces(self, prompt: Context, sampling_params: SamplingParams | None, processor: Any) -> AsyncGenerator[Piece, None]:

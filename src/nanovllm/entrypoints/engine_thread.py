@@ -12,8 +12,8 @@ import asyncio
 import atexit
 from asyncio import AbstractEventLoop
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -125,6 +125,8 @@ class EngineThread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: dict[AbstractEventLoop, Map[int, Call]] = {}  # by request id: those that have not ended
         self._num_streams = Counter[AbstractEventLoop]()
+        self._encoding: set[Call] = set()  # calls that have a place, and are not in the inbox yet
+        self._queued: set[Call] = set()  # calls in the inbox. Any thread changes these two sets, because their operations are atomic
         self._watchers: list[Call] = []  # they wait for the end of the thread
         self._draining = True  # whether an end waits for the requests that were taken
         self._thread = Thread(target=self._run, name="nanovllm engine", daemon=True)
@@ -138,8 +140,23 @@ class EngineThread:
         atexit.register(self._exit)
         self._thread.start()
 
+    @contextmanager
+    def place_for(self, call: Call) -> Iterator[None]:
+        """Keep places for the requests of a call, whose texts the block encodes.
+
+        Raises:
+            NanoVLLMError: As `require_room`.
+        """
+        self.require_room(call.count, sum(other.count for other in self._encoding | self._queued))
+        self._encoding.add(call)
+        try:
+            yield
+        finally:
+            self._encoding.discard(call)
+
     def submit(self, call: Call, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> None:
         """Queue the requests of a call before the next step. An error reaches the call."""
+        self._queued.add(call)
         self._inbox.put(partial(self._submit, call, contexts, params, processor))
         self.require_running()
 
@@ -170,8 +187,8 @@ class EngineThread:
         if self.ended:
             raise self._refused()
 
-    def require_room(self, count: int) -> None:
-        """Require that `count` more requests may come in.
+    def require_room(self, count: int, coming: int = 0) -> None:
+        """Require that `count` more requests may come in, besides those that are `coming`.
 
         Raises:
             QueueFullError: Too many requests wait.
@@ -184,7 +201,7 @@ class EngineThread:
         if self.max_num_waiting is None:
             return
         state, seqs = self.state, self.state.config.max_num_seqs
-        most, there = seqs + self.max_num_waiting, len(state.running) + len(state.waiting)
+        most, there = seqs + self.max_num_waiting, coming + len(state.running) + len(state.waiting)
         if there + count > most:
             limit = f"this engine takes at most {most} requests at a time (max_num_seqs={seqs}, max_num_waiting={self.max_num_waiting})"
             if count > most:
@@ -271,6 +288,7 @@ class EngineThread:
     # What event loops ask for.
 
     def _submit(self, call: Call, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> None:
+        self._queued.discard(call)
         try:
             self.require_room(call.count)
             self.state, call.ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
