@@ -5,6 +5,7 @@ order matters. A test in which somebody waits for ever fails after a minute and 
 """
 
 import asyncio
+import dataclasses
 import gc
 import inspect
 import signal
@@ -22,6 +23,7 @@ import torch
 import nanovllm as nv
 from nanovllm.entrypoints import async_llm
 from nanovllm.entrypoints.engine_thread import Call, EngineThread, deliver
+from nanovllm.state.device_errors import chain
 from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.async_machine import SteppedAsyncLLM
 from tests.entrypoints.counting_executor import CountingExecutor, counted_reply
@@ -145,6 +147,8 @@ def test_methods_take_what_those_of_llm_take():
     assert make(max_num_seqs=3, seed=9, max_model_len=40).state.config.max_model_len == 40
     with pytest.raises(nv.InvalidRequestError, match="did you mean 'num_pages'"):
         make(num_page=3)
+    with pytest.raises(nv.InvalidRequestError, match=r"did you mean 'max_num_waiting'.*model, max_num_waiting, .*num_pages"):
+        make(max_num_wating=3)
 
 
 @pytest.mark.parametrize("wrong", [-1, True, 1.5, "4"])
@@ -183,6 +187,8 @@ def test_wrong_options_are_named(untyped):
             with pytest.raises(nv.InvalidRequestError, match="must be SamplingParams or None, not dict"):
                 [piece async for piece in llm.stream("a", {"max_tokens": 3})]
             assert await llm.generate([]) == []
+            await llm.apply(lambda model, state: state)  # the engine has taken it in
+            assert not llm._engine._calls
 
     run(main())
 
@@ -228,6 +234,56 @@ def test_functional_calls_run_between_steps(untyped):
                 await llm.apply(lambda model, state: 3)
             assert len((await reply)[0].token_ids) == 50
             await idle(llm)
+
+    run(main())
+
+
+def broken_device(model, state):
+    raise state.runtime.lease.kill("planted")
+
+
+def outside(llm):
+    nv.prefill(llm.model, llm.state, [1])
+    return llm.generate([2], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("call", "blame"),
+    [
+        (lambda model, state: (state, nv.prefill(model, state, [1])), "apply has lost its state.*not the newest"),
+        (lambda model, state: (*nv.prefill(model, state, [1]), 3), "apply has lost its state.*a tuple of 3"),
+        (lambda model, state: [nv.prefill(model, state, [1]), 1 // 0], "apply has lost its state.*ZeroDivisionError"),
+        (broken_device, "the engine is dead: planted"),
+        (outside, "a call outside of it has taken its state"),
+    ],
+    ids=["stale", "three", "raises", "device", "outside"],
+)
+def test_a_lost_state_ends_the_engine_at_once(call, blame, untyped):
+    async def main():
+        llm, _ = counting()
+        with pytest.raises(nv.EngineDeadError, match=blame):
+            await (call(llm) if call is outside else llm.apply(call))
+        assert isinstance(llm.refusal, nv.EngineDeadError)
+        for later in (llm.generate([1], GREEDY), llm.apply(lambda model, state: state)):
+            with pytest.raises(nv.EngineDeadError, match=blame):
+                await later
+        await llm.close()
+
+    run(main())
+
+
+def test_a_wrong_result_that_loses_nothing_is_only_refused(untyped):
+    async def main():
+        async with counting()[0] as llm:
+            await llm.apply(lambda model, state: nv.prefill(model, state, [1]))
+            for wrong, why in (
+                (lambda model, state: nv.init_state(model, num_pages=8), "a state of another engine"),
+                (lambda model, state: (state, 1, 2), "not a tuple of 3"),
+                (lambda model, state: dataclasses.replace(state, epoch=0), "not the newest"),
+            ):
+                with pytest.raises(nv.InvalidRequestError, match=why):
+                    await llm.apply(wrong)
+            assert (await llm.generate([2], GREEDY))[0].token_ids == counted_reply([2], 12, 50)
 
     run(main())
 
@@ -403,7 +459,7 @@ def test_the_queue_is_bounded():
     async def main():
         llm = SteppedAsyncLLM(MUTE, num_pages=64, max_num_seqs=2, max_num_waiting=3)
         calls = [asyncio.create_task(llm.generate([[i], [i]], GREEDY)) for i in range(3)]
-        await asyncio.sleep(0)  # all of them see an empty queue
+        await asyncio.sleep(0)  # the third finds places for four taken
         llm.turn()
         await asyncio.sleep(0)
         assert (len(llm.state.running), len(llm.state.waiting)) == (2, 2)
@@ -418,6 +474,65 @@ def test_the_queue_is_bounded():
             await asyncio.sleep(0)
             llm.turn()
         assert [len(await call) for call in calls] == [2, 2, 1]
+
+    run(main())
+
+
+def test_a_call_without_a_place_encodes_nothing(monkeypatch):
+    """Texts on their way through the encoder have a place already, until their task is cancelled."""
+    model, going, texts = nv.load_model("tiny", device="cpu"), threading.Event(), []
+
+    def encode(model, contexts):
+        texts.extend(contexts)
+        assert going.wait(LIMIT)
+        return [[1]] * len(contexts)
+
+    def render(*args, **options):
+        texts.append("chat")
+        assert going.wait(LIMIT)
+        return [1]
+
+    async def main():
+        llm = SteppedAsyncLLM(model, num_pages=64, max_num_seqs=1, max_num_waiting=2)
+        long = "x" * (async_llm.SHORT + 1)
+        calls = [asyncio.create_task(call) for call in (llm.generate(long, GREEDY), llm.chat(MESSAGES, GREEDY), llm.generate([5], GREEDY))]
+        await asyncio.sleep(0)
+        for call in (lambda: llm.generate(long), lambda: llm.chat(MESSAGES), lambda: llm.generate("ab"), lambda: anext(llm.stream("ab"))):
+            with pytest.raises(nv.QueueFullError, match="no room for 1 more besides the 3"):
+                await call()
+        await until(lambda: len(texts) == 2, "the work of the loop's pool")
+        calls[0].cancel()
+        await asyncio.sleep(0)
+        calls[0] = asyncio.create_task(llm.generate([6], GREEDY))
+        going.set()
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0)
+            llm.turn()
+        await asyncio.gather(*calls)
+        await llm.generate([], GREEDY)
+        llm._engine.close()
+        llm.turn()
+        with pytest.raises(nv.EngineClosedError):
+            await llm.chat(MESSAGES)
+        assert sorted(texts) == ["chat", long]
+
+    monkeypatch.setattr(async_llm, "_encoded", encode)
+    monkeypatch.setattr(async_llm, "render", render)
+    run(main())
+
+
+def test_calls_that_come_from_two_threads_at_once_are_bounded():
+    """Both may have found room before the other took its place."""
+
+    async def main():
+        llm = SteppedAsyncLLM(MUTE, num_pages=64, max_num_seqs=1, max_num_waiting=0)
+        calls = [Call(1), Call(1)]
+        for call in calls:
+            llm._engine.submit(call, [[1]], [GREEDY], None)
+        llm.turn()
+        with pytest.raises(nv.QueueFullError):
+            await calls[1].news()
+        assert len(llm.state.running) == 1
 
     run(main())
 
@@ -627,6 +742,40 @@ def test_a_loop_that_is_gone_takes_its_requests_along(recwarn):
     recwarn.clear()
 
 
+def left_loop(task, turns):
+    """An event loop that was closed with a task in it, after so many turns."""
+    loop = asyncio.new_event_loop()
+    left = loop.create_task(task)
+    for _ in range(turns):
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    left._log_destroy_pending = False
+
+
+def test_a_closed_loop_whose_request_ends_touches_nobody_else():
+    """Its request ends in the very step that finds the loop closed, or runs on and is cancelled."""
+    llm = SteppedAsyncLLM(MUTE, num_pages=16)
+
+    async def main():
+        other = asyncio.create_task(llm.generate([5], GREEDY))
+        for max_tokens in (1, 400):
+            for call in (llm.generate([[1], [2]], (one := nv.SamplingParams(max_tokens=max_tokens))), anext(llm.stream([3], one))):
+                thread = threading.Thread(target=left_loop, args=(call, 1))
+                thread.start()
+                thread.join(LIMIT)
+        await asyncio.sleep(0)
+        llm.turn()
+        assert len(llm.state.running) == 1
+        assert len(llm._engine._calls) == 1
+        while not other.done():
+            llm.turn()
+            await asyncio.sleep(0)
+        assert (await other)[0].token_ids == counted_reply([5], 12, 50)
+        assert llm.refusal is None
+
+    run(main())
+
+
 def test_two_engines_in_one_loop():
     async def main():
         async with make() as first, make(seed=1) as second:
@@ -720,3 +869,36 @@ def test_a_refusal_is_a_new_exception_each_time():
             engine.require_room(1)
         errors.append(error.value)
     assert errors[0] is not errors[1]
+
+
+@pytest.mark.parametrize("way", ["step", "submit", "apply", "lost"])
+def test_an_error_keeps_no_engine(way):
+    """Neither its own, after its traceback is dropped, nor its causes."""
+
+    def broken(model, state):
+        raise ZeroDivisionError
+
+    async def main():
+        llm, executor = counting()
+        engine = weakref.ref(llm._engine)
+        executor.before = fails() if way == "step" else executor.before
+        call = {
+            "step": lambda: llm.generate([1], GREEDY),
+            "submit": lambda: llm.generate([99], GREEDY),
+            "apply": lambda: llm.apply(broken),
+            "lost": lambda: llm.apply(lambda model, state: [nv.prefill(model, state, [1]), 1 // 0]),
+        }[way]
+        with pytest.raises(Exception) as info:
+            await call()
+        error, thread = info.value.with_traceback(None), llm._engine._thread
+        await llm.close()
+        del info, llm, executor, call
+        await until(lambda: not thread.is_alive(), "the end of the thread")
+        del thread
+        gc.collect()
+        return engine, error
+
+    engine, error = run(main())
+    assert engine() is None
+    assert all(one.__traceback__ is None for one in chain(error))
+    assert any("Traceback" in note for one in chain(error) for note in getattr(one, "__notes__", ()))

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from immutables import Map
 
@@ -27,6 +27,7 @@ from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.steady import Steady
 
+E = TypeVar("E", bound=BaseException)
 TRACE = "Traceback (most recent call last):\n"
 GROWTH = 64  # a lowered budget grows by a 64th of itself in each step that has enough memory
 
@@ -150,7 +151,7 @@ def request_error(request_id: int, kind: type[NanoVLLMError], message: str, caus
     return error
 
 
-def as_value(error: Exception) -> Exception:
+def as_value(error: E) -> E:
     """An exception to be kept in a result: its traceback becomes a note, because frames hold the tensors and states of their functions.
 
     So do those of all exceptions that it refers to. A `Culprit` is no note any more, and of several tracebacks of one object the newest is.

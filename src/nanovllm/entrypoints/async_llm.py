@@ -4,6 +4,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from nanovllm.engine.prompt import Context, encode, parts_of
@@ -45,6 +46,7 @@ class AsyncLLM:
 
     __slots__ = ("__weakref__", "_engine")
 
+    @partial(explain_unknown_keywords, passed_to=LLM.__init__)
     def __init__(self, model: str | os.PathLike[str] | Model, *, max_num_waiting: int | None = None, **options: Any) -> None:
         """Load a model, create its engine and start the engine's thread. This blocks; no event loop is needed.
 
@@ -221,7 +223,8 @@ class AsyncLLM:
             >>> asyncio.run(main()).text
             'Hello! How can I help you?'
         """
-        tokens = await self.chat_tokens(messages, enable_thinking=enable_thinking)
+        with self._engine.place_for(Call(1)):
+            tokens = await self.chat_tokens(messages, enable_thinking=enable_thinking)
         (output,) = await self.generate([tokens], sampling_params, process_logits=process_logits)
         return whole(output)
 
@@ -251,7 +254,10 @@ class AsyncLLM:
         """Call a function of the model and the state between two steps, in the engine's thread: for the functional interface.
 
         All requests wait meanwhile. The function must pass the state on, as every functional call does, and must not call `step`. If it
-        makes several calls and a later one raises, the state of the earlier ones is lost, and with it the engine.
+        makes several calls and a later one raises, the state of the earlier ones is lost, and the engine ends.
+
+        A task that is cancelled while its function runs loses the result. To release such a result, for example a chunk, make a task of
+        the call, wait with `asyncio.shield`, and release what the task returns.
 
         Args:
             function: Takes the model and the newest state. It returns the next state, or a pair of it and a result.
@@ -260,9 +266,9 @@ class AsyncLLM:
             The result, or None.
 
         Raises:
-            InvalidRequestError: The function did not return a state.
+            InvalidRequestError: The function did not return the newest state.
             EngineClosedError: The engine was closed.
-            EngineDeadError: The engine has failed.
+            EngineDeadError: The engine has failed, or the newest state was lost in the function.
 
         Examples:
             >>> async def main():
@@ -282,7 +288,7 @@ class AsyncLLM:
             await call.news()
             return call.results[0]
         finally:
-            call.given_up = True
+            self._engine.cancel(call)
 
     async def close(self, *, drain: bool = False) -> None:
         """Take no more requests, and end the engine's thread. Further calls of `close` do nothing, but they may end a drain.
@@ -317,16 +323,16 @@ class AsyncLLM:
         self, contexts: list[Context], params: list[SamplingParams | None], processor: Any, *, streamed: bool = False
     ) -> Call:
         """Queue requests. Their texts are encoded here or, if they are long, in a thread of the loop's pool: not in the engine's thread."""
-        self._engine.require_room(len(contexts))
-        processor = as_processor(processor)
-        texts = [part for context in contexts for part in parts_of(context) if isinstance(part, str)]
-        if texts:
-            if sum(map(len, texts)) <= SHORT:
-                contexts = _encoded(self.model, contexts)
-            else:
-                contexts = await asyncio.to_thread(_encoded, self.model, contexts)
         call = Call(len(contexts), streamed=streamed)
-        self._engine.submit(call, contexts, params, processor)
+        with self._engine.place_for(call):
+            processor = as_processor(processor)
+            texts = [part for context in contexts for part in parts_of(context) if isinstance(part, str)]
+            if texts:
+                if sum(map(len, texts)) <= SHORT:
+                    contexts = _encoded(self.model, contexts)
+                else:
+                    contexts = await asyncio.to_thread(_encoded, self.model, contexts)
+            self._engine.submit(call, contexts, params, processor)
         return call
 
     async def _pieces(self, prompt: Context, sampling_params: SamplingParams | None, processor: Any) -> AsyncGenerator[Piece, None]:

@@ -12,7 +12,8 @@ import asyncio
 import atexit
 from asyncio import AbstractEventLoop
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from immutables import Map
 
+from nanovllm.engine.failures import as_value
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
@@ -123,6 +125,8 @@ class EngineThread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: dict[AbstractEventLoop, Map[int, Call]] = {}  # by request id: those that have not ended
         self._num_streams = Counter[AbstractEventLoop]()
+        self._encoding: set[Call] = set()  # calls that have a place, and are not in the inbox yet
+        self._queued: set[Call] = set()  # calls in the inbox. Any thread changes these two sets, because their operations are atomic
         self._watchers: list[Call] = []  # they wait for the end of the thread
         self._draining = True  # whether an end waits for the requests that were taken
         self._thread = Thread(target=self._run, name="nanovllm engine", daemon=True)
@@ -136,8 +140,23 @@ class EngineThread:
         atexit.register(self._exit)
         self._thread.start()
 
+    @contextmanager
+    def place_for(self, call: Call) -> Iterator[None]:
+        """Keep places for the requests of a call, whose texts the block encodes.
+
+        Raises:
+            NanoVLLMError: As `require_room`.
+        """
+        self.require_room(call.count, sum(other.count for other in self._encoding | self._queued))
+        self._encoding.add(call)
+        try:
+            yield
+        finally:
+            self._encoding.discard(call)
+
     def submit(self, call: Call, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> None:
         """Queue the requests of a call before the next step. An error reaches the call."""
+        self._queued.add(call)
         self._inbox.put(partial(self._submit, call, contexts, params, processor))
         self.require_running()
 
@@ -148,7 +167,7 @@ class EngineThread:
 
     def cancel(self, call: Call) -> None:
         """Cancel the requests of a call that have not ended, before the next step."""
-        call.given_up = True
+        call.given_up, call.error = True, None  # frames of the error's traceback hold the call
         if len(call.results) < call.count:  # also after an error of one of them
             self._inbox.put(partial(self._cancel, call))
 
@@ -168,8 +187,8 @@ class EngineThread:
         if self.ended:
             raise self._refused()
 
-    def require_room(self, count: int) -> None:
-        """Require that `count` more requests may come in.
+    def require_room(self, count: int, coming: int = 0) -> None:
+        """Require that `count` more requests may come in, besides those that are `coming`.
 
         Raises:
             QueueFullError: Too many requests wait.
@@ -182,7 +201,7 @@ class EngineThread:
         if self.max_num_waiting is None:
             return
         state, seqs = self.state, self.state.config.max_num_seqs
-        most, there = seqs + self.max_num_waiting, len(state.running) + len(state.waiting)
+        most, there = seqs + self.max_num_waiting, coming + len(state.running) + len(state.waiting)
         if there + count > most:
             limit = f"this engine takes at most {most} requests at a time (max_num_seqs={seqs}, max_num_waiting={self.max_num_waiting})"
             if count > most:
@@ -216,10 +235,9 @@ class EngineThread:
                     self.state = cancel(self.state, request_id)
             refusal = self.refusal
         except EngineDeadError as error:
-            refusal = error
+            refusal = as_value(error)
         except BaseException as error:
-            refusal = EngineDeadError(f"the engine has failed, make a new one: {type(error).__name__}: {error}")
-            refusal.__cause__ = error
+            refusal = _dead(error)
         self._end(refusal)
         return False
 
@@ -243,11 +261,13 @@ class EngineThread:
         ended = [out for out in outputs if out.output is not None]
         for loop, calls in [*self._calls.items()]:
             news = outputs if self._num_streams[loop] else ended
-            if news and not self._tell(loop, deliver, calls, news):
-                for call in {*calls.values()}:
-                    self._cancel(call)
+            if news:
+                self._tell(loop, deliver, calls, news)
         for out in ended:
             self._forget(out.request_id)
+        for loop in [loop for loop in self._calls if loop.is_closed()]:  # nobody waits there
+            for call in {*self._calls[loop].values()}:
+                self._cancel(call)
 
     def _forget(self, request_id: int) -> Call | None:
         """Remove a request that has ended. Returns its call, or None if no call waits for it."""
@@ -260,25 +280,24 @@ class EngineThread:
                 return call
         return None
 
-    def _tell(self, loop: AbstractEventLoop, function: Callable[..., None], *args: Any) -> bool:
-        """Call a function in the thread of an event loop. Returns False if the loop is closed, so that nobody waits there."""
-        try:
+    def _tell(self, loop: AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in the thread of an event loop, unless the loop is closed."""
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            return False
-        return True
 
     # What event loops ask for.
 
     def _submit(self, call: Call, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> None:
+        self._queued.discard(call)
         try:
             self.require_room(call.count)
             self.state, call.ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
         except BaseException as error:
-            self._tell(call.loop, call.fail, error)
+            self._fail(call, error, "a call outside of it has taken its state: such calls belong into apply")
             return
-        self._calls[call.loop] = self._calls.get(call.loop, Map()).update(dict.fromkeys(call.ids, call))
-        self._num_streams[call.loop] += call.streamed
+        if call.ids:
+            self._calls[call.loop] = self._calls.get(call.loop, Map()).update(dict.fromkeys(call.ids, call))
+            self._num_streams[call.loop] += call.streamed
 
     def _apply(self, call: Call, function: Callable[[Model, EngineState], Any]) -> None:
         if call.given_up:
@@ -287,19 +306,38 @@ class EngineThread:
             if self.refusal is not None:
                 raise self._refused()
             result = function(self.model, self.state)
-            state, value = result if isinstance(result, tuple) else (result, None)
+            state, value = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
             if not isinstance(state, EngineState):
-                raise InvalidRequestError(
-                    f"the function must return the next state, or a pair of it and a result, not {type(state).__name__}"
-                )
+                kind = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+                raise InvalidRequestError(f"the function must return the next state, or a pair of it and a result, not {kind}")
+            lease = self.state.runtime.lease
+            lease.require_alive()
+            if state.runtime.lease is not lease:
+                raise InvalidRequestError("the function returned a state of another engine")
+            if state.epoch != lease.epoch:
+                raise InvalidRequestError("the function returned a state that is not the newest: return the state of its last call")
             self.state = state
         except BaseException as error:
-            self._tell(call.loop, call.fail, error)
+            self._fail(call, error, "a function given to apply has lost its state")
             return
         self._tell(call.loop, call.end, value)
         for request_id in [i for calls in self._calls.values() for i in calls if sequence_of(state, i) is None]:
             if (lost := self._forget(request_id)) is not None:
                 self._tell(lost.loop, lost.fail, InvalidRequestError(f"a function given to apply cancelled or ended request {request_id}"))
+
+    def _fail(self, call: Call, error: BaseException, blame: str) -> None:
+        """End a call with an error.
+
+        Raises:
+            EngineDeadError: The newest state is lost, or the device is broken, so that no later call can succeed.
+        """
+        lease = self.state.runtime.lease
+        if self.refusal is not None or (lease.dead is None and self.state.epoch == lease.epoch):
+            self._tell(call.loop, call.fail, as_value(error))
+            return
+        self.refusal = refusal = _dead(error, blame) if lease.dead is None else lease.kill(lease.dead)
+        self._tell(call.loop, call.fail, self._refused())
+        raise refusal
 
     def _cancel(self, call: Call) -> None:
         for request_id in call.ids:
@@ -315,3 +353,10 @@ class EngineThread:
     def _exit(self) -> None:
         self.close()
         self._thread.join(EXIT_SECONDS)
+
+
+def _dead(error: BaseException, blame: str = "") -> EngineDeadError:
+    """The error of an engine that has failed."""
+    refusal = EngineDeadError(f"the engine has failed, make a new one: {blame and f'{blame}: '}{type(error).__name__}: {error}")
+    refusal.__cause__ = as_value(error)
+    return refusal

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import SamplingParams, closest, show
@@ -12,9 +12,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def explain_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn an unknown keyword into an `InvalidRequestError` that names it, the closest valid keyword, and all valid ones."""
-    names = tuple(name for name in inspect.signature(function).parameters if name != "self")
+def explain_unknown_keywords(function: Callable[P, R], passed_to: Callable[..., Any] | None = None) -> Callable[P, R]:
+    """Turn an unknown keyword into an `InvalidRequestError` that names it, the closest valid keyword, and all valid ones.
+
+    Args:
+        function: The function.
+        passed_to: The function to which it passes its other keywords.
+    """
+    known = [p for each in (function, passed_to) if each is not None for p in inspect.signature(each).parameters.values()]
+    names = tuple(dict.fromkeys(p.name for p in known if p.name != "self" and p.kind is not p.VAR_KEYWORD))
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> R:

@@ -48,10 +48,10 @@ def wakes_only_readers_of_nothing(add):
 
 
 def takes_any_number(require_room):
-    def faulty(self, count):
+    def faulty(self, count, coming=0):
         limit, self.max_num_waiting = self.max_num_waiting, None
         try:
-            require_room(self, count)
+            require_room(self, count, coming)
         finally:
             self.max_num_waiting = limit
 

@@ -402,7 +402,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="page copies left out", machine=EngineMachine, targets=((engine, "copy_pages"), (fill, "copy_pages")), faulty=_copies_nothing
     ),
-    Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated),
+    Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated, draw=1),
     Fault(
         name="randomness that depends on the batch", machine=EngineMachine, targets=((carry, "sampling_of"),), faulty=_draws_by_row, draw=2
     ),

@@ -68,7 +68,13 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
         targets=((failures, "give_up_pages"),),
         faulty=_loses_pages_of_the_failed,
     ),
-    Fault(name="a pass that failed is trusted", machine=EngineMachine, targets=((failures, "forgotten"),), faulty=_trusts_the_failed_pass),
+    Fault(
+        name="a pass that failed is trusted",
+        machine=EngineMachine,
+        targets=((failures, "forgotten"),),
+        faulty=_trusts_the_failed_pass,
+        draw=2,
+    ),
     Fault(
         name="KV that a pass without memory overwrote still trusted",
         machine=FailureMachine,
