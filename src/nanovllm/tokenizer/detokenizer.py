@@ -3,8 +3,8 @@
 If the decoder spells `"bytes"` or `"runs"` (`TokenTexts.spelling`), a token takes amortised constant time, whatever the tokens are. With
 other decoders each token decodes all tokens again that have given no piece yet: a row of n tokens without a piece takes time in n². Such a
 row has byte tokens, text that ends with U+FFFD where tokens may be bytes, or tokens that the decoder gives no text. Their pieces need not
-add up to the text of all tokens if new tokens change the text of old ones, as with `Fuse` before `ByteLevel`, or if the decoder changes more
-than the first token of a text, as a `Strip` of two spaces may.
+add up to the text of all tokens if new tokens change the text of old ones, as with `Fuse` before `ByteLevel`, or if the decoder changes
+more than the first token of a text, as a `Strip` of two spaces may.
 """
 
 from abc import ABC, abstractmethod
