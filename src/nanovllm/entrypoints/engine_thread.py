@@ -31,6 +31,7 @@ from nanovllm.errors import EngineClosedError, EngineDeadError, InvalidRequestEr
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
+from nanovllm.state.device_errors import message_of
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import StepOutput
 
@@ -357,6 +358,6 @@ class EngineThread:
 
 def _dead(error: BaseException, blame: str = "") -> EngineDeadError:
     """The error of an engine that has failed."""
-    refusal = EngineDeadError(f"the engine has failed, make a new one: {blame and f'{blame}: '}{type(error).__name__}: {error}")
+    refusal = EngineDeadError(f"the engine has failed, make a new one: {blame and f'{blame}: '}{type(error).__name__}: {message_of(error)}")
     refusal.__cause__ = as_value(error)
     return refusal
