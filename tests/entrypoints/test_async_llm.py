@@ -301,6 +301,23 @@ def test_a_function_that_cancels_a_request_ends_its_call():
     run(main())
 
 
+def test_a_call_that_lost_one_request_drops_its_others():
+    async def main():
+        llm = SteppedAsyncLLM(MUTE, num_pages=16)
+        reply = asyncio.create_task(llm.generate([[1], [2]], LONG))
+        await asyncio.sleep(0)
+        llm.turn()
+        call = Call(1)
+        llm._engine.apply(call, lambda model, state: nv.cancel(state, 0))
+        llm.turn()
+        with pytest.raises(nv.InvalidRequestError, match="ended request 0"):
+            await reply
+        llm.turn()
+        assert not llm.state.running and not llm._engine._calls
+
+    run(main())
+
+
 # Cancellation
 
 

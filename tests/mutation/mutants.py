@@ -1131,8 +1131,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a state of another engine is taken", "if state.runtime.lease is not lease:", "if False:"),
         ("an error of the engine keeps its frames", "refusal.__cause__ = as_value(error)", "refusal.__cause__ = error"),
-        ("texts that are encoded have no place", "self._encoding | self._queued", "self._queued"),
-        ("calls in the inbox have no place", "self._encoding | self._queued", "self._encoding"),
         ("a call that was taken in keeps its place", "self._queued.discard(call)", "pass"),
         ("a call that was cancelled keeps its place", "self._encoding.discard(call)", "pass"),
         ("a call of nothing keeps its loop", "        if call.ids:\n", "        if True:\n"),

@@ -168,9 +168,10 @@ class EngineThread:
 
     def cancel(self, call: Call) -> None:
         """Cancel the requests of a call that have not ended, before the next step."""
-        call.given_up, call.error = True, None  # frames of the error's traceback hold the call
+        call.given_up = True
         if len(call.results) < call.count:  # also after an error of one of them
             self._inbox.put(partial(self._cancel, call))
+        call.error = None  # frames of its traceback hold the call
 
     def close(self, call: Call | None = None, *, drain: bool = False) -> None:
         """Take no more requests, and end the thread: now, or (`drain`) after the last request. `call` then gets a result."""
