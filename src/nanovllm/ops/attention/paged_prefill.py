@@ -6,6 +6,7 @@ from nanovllm.ops.attention.cascade import PromptCascade
 from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
 from nanovllm.ops.attention.flashinfer_plans import PrefillPlan
 from nanovllm.ops.attention.plan_table import lookup
+from nanovllm.ops.attention.prompt_tiles import TilePlan
 from nanovllm.ops.attention.reference import prefill_rows
 from nanovllm.types import Float, Int32, Tensor
 
@@ -98,6 +99,10 @@ def _cuda(
     if plan == 0:
         return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale, window, softcap)
     known = lookup(plan)
+    if isinstance(known, TilePlan):
+        from nanovllm.ops.attention.triton_prompts import attend_tiles
+
+        return attend_tiles(q, pages[layer], page_tables, scale, known, window, softcap)
     if isinstance(known, PromptCascade):
         return known.run(q, pages, layer, page_tables, scale, window, softcap)
     if isinstance(known, FlashInferCascade):
