@@ -13,6 +13,7 @@ from nanovllm.ops.attention import reference
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
 from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.ops.attention.plan_table import PlanMismatchError, UnknownPlanError
+from nanovllm.ops.attention.prompt_tiles import TilePlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # FlashInfer and its needs may warn
 CUDA = torch.device("cuda")
@@ -362,6 +363,36 @@ def prefill_case(shape, rows):
     q = pool.queries(int(cu[-1]))
     wants = [torch.cat([pool.dense(q[cu[b] : cu[b + 1]], b, y, length) for b, (length, _) in enumerate(rows)]) for y in range(2)]
     return pool, cu, seq_lens, q, wants
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (torch.bfloat16, 256, 16, 2, 4), (torch.float32, 64, 16, 2, 2)], ids=str)
+@pytest.mark.parametrize("rows", [ROWS, [(2000, 900)], [(33, 32)] * 40], ids=["mixed", "long", "many"])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (130, 5.0)], ids=["plain", "limited"])
+def test_prompts_by_tiles_as_graphs(shape, rows, window, softcap):
+    pool, cu, seq_lens, q, wants = prefill_case(shape, rows)
+    extra, heads = 40, pool.group * pool.kv_heads
+    plan = TilePlan(len(rows) + 3, len(q) + extra, heads, pool.kv_heads, torch.device(CUDA))
+    wide = torch.cat((q, torch.full_like(q[:1], float("nan")).expand(extra, -1, -1)))
+    tables, nothing = (
+        torch.full((len(rows) + 3, pool.tables.shape[1]), pool.dummy, dtype=torch.int32, device=CUDA),
+        torch.zeros(0, device=CUDA),
+    )
+    tables[: len(rows)] = pool.device_tables
+
+    def run():
+        return paged_prefill(
+            wide, pool.pages, 1, tables, nothing.int(), nothing.int(), pool.scale, plan.handle, None, None, window, softcap
+        )
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    plan.update(cu, seq_lens)
+    graph.replay()
+    given = pool.pages, 1, pool.device_tables, int32(seq_lens), int32(cu), pool.scale, 0
+    pool.close(out[: len(q)], paged_prefill(q, *given, None, None, window, softcap) if window else wants[1])
+    assert not out[len(q) :].any()
 
 
 def prefill(pool, plan, q, cu, seq_lens, layer):

@@ -49,7 +49,7 @@ def paged_prefill(
         seq_lens: Tokens of each row, new ones included, int32 `[B]`.
         cu_seqlens: First query of each row, then the number of queries, int32 `[B + 1]`.
         scale: Factor of the scores, usually `D ** -0.5`.
-        plan: 0 for the reference, or the handle of a `PrefillPlan` or a cascade plan that was updated for this step.
+        plan: 0 for the reference, or the handle of a `PrefillPlan`, a `TilePlan` or a cascade plan that was updated for this step.
         k: Keys of the new tokens, `[T, K, D]`, if they are also contiguous outside the pages. A plan may read them here if the rows have
             no older tokens.
         v: Values of the new tokens, like `k`.
@@ -88,6 +88,8 @@ def _reference(
     k: Tensor | None = None, v: Tensor | None = None, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     if plan:
+        if isinstance(tiled := lookup(plan), TilePlan):
+            return tiled.follow(q, pages[layer], page_tables, scale, window, softcap)
         return lookup(plan, PromptCascade).run(q, pages, layer, page_tables, scale, window, softcap)
     return prefill_rows(q, pages[layer], page_tables, seq_lens, cu_seqlens, scale, window, softcap)
 

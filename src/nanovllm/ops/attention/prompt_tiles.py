@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from nanovllm.ops.attention.plan_table import PlanMismatchError, register
-from nanovllm.types import Int32, Tensor
+from nanovllm.ops.attention.reference import attend, row_kv
+from nanovllm.types import Float, Int32, Tensor
 
 FIELDS = 4  # of a tile: row of the page tables, first query, number of queries, how many tokens of the row are before the first query
 QUERIES = 128  # queries of one key/value head in a tile: tokens times query heads per key/value head
@@ -42,7 +43,7 @@ class TilePlan:
 
     The device buffer never moves and every launch has `max_tiles` programs a key/value head, so launches can be captured, and one captured
     launch serves all batches of up to `max_tokens` queries in up to `max_rows` rows. Pass `handle` to `paged_prefill`; it is valid as long
-    as this object lives. The results of queries after the last one of the batch are not written.
+    as this object lives. The results of queries that are in no tile are 0. On a CPU plain torch follows the plan.
     """
 
     def __init__(self, max_rows: int, max_tokens: int, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
@@ -66,3 +67,20 @@ class TilePlan:
         fresh = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=self.table.device.type == "cuda")
         fresh.numpy()[: len(tiles)] = tiles
         self.table.copy_(fresh, non_blocking=True)
+
+    def follow(
+        self,
+        q: Float[Tensor, "T H D"],
+        pages: Float[Tensor, "N 2 K S D"],
+        page_tables: Int32[Tensor, "B P"],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Float[Tensor, "T H D"]:
+        """Compute what the kernel computes, tile by tile in plain torch, over one layer's pages."""
+        out = torch.zeros_like(q)
+        for row, first, count, before in self.table.tolist():
+            if count:
+                queries = slice(first, first + count)
+                out[queries] = attend(q[queries], row_kv(pages, page_tables[row], before + count), scale, window, softcap)
+        return out

@@ -103,7 +103,7 @@ def attend_tiles(
 ) -> Float[Tensor, "T H D"]:
     """Launch one layer's attention of prompts by a plan. Rows of `q` may be strided; `kv` is one layer of a contiguous pool.
 
-    Queries that the plan leaves out get zeros: padding must not put NaN into the dummy page.
+    Queries in no tile get zeros: padding must not put NaN into the dummy page.
     """
     (num_heads, head_dim), (_, _, num_kv_heads, page_size, _) = q.shape[1:], kv.shape
     if q.stride()[1:] != (head_dim, 1):
