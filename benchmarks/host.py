@@ -2,7 +2,7 @@
 
     python benchmarks/host.py --output benchmarks/results/host.json
 
-It measures seven things:
+It measures eight things:
 
 1. requests over one cached prefix: from the first `submit` to the first prompt launch, and from the last step to the last reply;
 2. the same for a single request, all of whose prompt except the last page is cached;
@@ -10,19 +10,22 @@ It measures seven things:
 4. a decode step, by number of rows;
 5. a decode step in which rows get pages, and the making of its tensors;
 6. a decode step by size of the pool, and by number of requests served before;
-7. the host's part of `nanovllm bench --which offline`.
+7. the host's part of `nanovllm bench --which offline`;
+8. a decode step by kind of client and number of rows: `plain`, `stop` (two stop texts), `logprobs` (the five most probable tokens), both,
+   `stream` (the text of every row as it comes) and `broken` (the same where the tokens are bytes that are no text).
 
-Sampled tokens are always 0. The numbers are medians of the repeats, except for `offline_ms`, which is the minimum. The garbage collector
-runs once before, as in `nanovllm generate`.
+Sampled tokens are always 0, except in the last measurement, where they are those of a text. The numbers are medians of the repeats, except
+for `offline_ms`, which is the minimum. The garbage collector runs once before, as in `nanovllm generate`.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -36,9 +39,21 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.executor.batch import decode_batch, to_device
 from nanovllm.executor.executor import Drawn
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.tokenizer.stream import TextStream
+from nanovllm.tokenizer.tokenizer import Tokenizer
 
 MICRO = 1e6
 VOCABULARY = 16384  # token ids as large as those of real models, because Python caches small integers
+CLIENTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # the options of every row, by kind of client
+    {
+        "plain": {},
+        "stop": {"stop": ("\n\n", "Question:")},
+        "logprobs": {"logprobs": 5},
+        "stop_logprobs": {"stop": ("\n\n", "Question:"), "logprobs": 5},
+        "stream": {},
+        "broken": {},
+    }
+)
 
 
 class Nothing:
@@ -98,6 +113,23 @@ def _zeros(count: int) -> Drawn:
     return Drawn(token_ids=np.zeros(count, np.int32))
 
 
+class Writing(Nothing):
+    """An executor that runs nothing and samples the tokens of a text, each row from another place, with log-probabilities if asked."""
+
+    def __init__(self, text: list[int], num_logprobs: int | None) -> None:
+        super().__init__()
+        self.text, self.num_logprobs = np.array(text, np.int32), num_logprobs
+
+    def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
+        """Record the time; return the next token of every row."""
+        self.steps.append(time.perf_counter())
+        token_ids = self.text[(np.arange(carry) * 97 + len(self.steps)) % len(self.text)]
+        if self.num_logprobs is None:
+            return carry, Drawn(token_ids=token_ids)
+        top = np.zeros((carry, self.num_logprobs), np.float32)
+        return carry, Drawn(token_ids=token_ids, logprobs=np.zeros(carry, np.float32), top_ids=top.astype(np.int32), top_logprobs=top)
+
+
 class Engine:
     """An engine that runs whole batches of greedy replies with `submit` and `step`, and keeps the last state."""
 
@@ -113,13 +145,13 @@ class Engine:
             self.state, _ = nv.step(self.model, self.state)
 
 
-def engine_of(num_pages: int, max_num_seqs: int = 256) -> tuple[Engine, Nothing]:
-    """Return an engine whose steps cost only the host's time, and its executor."""
+def engine_of(num_pages: int, max_num_seqs: int = 256, tokenizer: Tokenizer | None = None) -> tuple[Engine, Nothing]:
+    """Return an engine whose steps cost only the host's time, and its executor. Without a tokenizer replies have no text."""
     config = tiny_config(
         vocab_size=VOCABULARY, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=4,
         max_position_embeddings=32768,
     )  # fmt: skip
-    model = replace(random_model(config), tokenizer=None)  # the tokenizer library's time for the text of replies is not measured
+    model = replace(random_model(config), tokenizer=tokenizer)
     engine, nothing = Engine(model, num_pages=num_pages, page_size=16, max_num_seqs=max_num_seqs), Nothing()
     engine.state.runtime.executor = cast(Any, nothing)
     return engine, nothing
@@ -273,6 +305,35 @@ def offline(repeats: int, requests: int = 256) -> dict[str, float]:
     return {"offline_ms": round(1e3 * min(times), 1), "offline_steps": steps}
 
 
+def by_client(repeats: int, sizes: Iterable[int], count: int = 256) -> dict[str, float]:
+    """Measure the microseconds of a decode step by kind of client and number of rows; streams turn the tokens into text as they come."""
+    tokenizer, out = nv.load_model("tiny", device="cpu").tokenizer, {}
+    assert tokenizer is not None
+    text = tokenizer.encode(" ".join((Path(__file__).parent.parent / "README.md").read_text().split()))
+    no_text = [tokenizer.backend.token_to_id("\u0122")]  # the byte 0x80
+    for client, options in CLIENTS.items():
+        params = nv.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
+        for rows in sizes:
+            times = []
+            for _ in range(repeats):
+                engine, writing = (
+                    engine_of(8_192, tokenizer=tokenizer)[0],
+                    Writing(no_text if client == "broken" else text, params.logprobs),
+                )
+                state, streams = engine.state, {}
+                state.runtime.executor = cast(Any, writing)
+                for _ in range(rows):
+                    state, request_id = nv.submit(engine.model, state, [1, 2, 3], params)
+                    streams[request_id] = TextStream.of(tokenizer)
+                while state.running or state.waiting:
+                    state, outputs = nv.step(engine.model, state)
+                    for one in outputs if client in ("stream", "broken") else ():
+                        streams[one.request_id], _ = streams[one.request_id].push(one.token_ids)
+                times.append(_median(np.diff(writing.steps), MICRO))
+            out[f"{client}_x{rows}_us"] = _median(times)
+    return out
+
+
 def _median(values: Any, scale: float = 1.0) -> float:
     return round(scale * float(np.median(values)), 2)
 
@@ -290,6 +351,7 @@ def measure(repeats: int) -> dict[str, float]:
         **by_pool_size(repeats, (4_096, 32_768, 262_144)),
         **by_finished(repeats, (0, 2_048, 8_192)),
         **offline(repeats),
+        **by_client(repeats, (1, 64, 256)),
     }
 
 

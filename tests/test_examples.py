@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 COMPILED = ("compiled_mix.py", "compiled_score.py")
 PROCESSORS = ("guidance.py", "contrastive.py", "watermark.py", "constrained_copy.py")
 SEARCHES = ("branches.py", "beam_search.py", "best_of_n.py", "agent_rollback.py")
-PLAIN = ("hello.py", "stream.py", *SEARCHES, "steering_vectors.py", *PROCESSORS)
+PLAIN = ("hello.py", "stream.py", "async_chat.py", *SEARCHES, "steering_vectors.py", *PROCESSORS)
 
 
 def run(name: str, *arguments: str) -> str:
@@ -55,6 +55,16 @@ def test_stream():
     out = run("stream.py")
     assert "Velmora" in out
     assert "[left early: 0 requests run, 256 of 256 pages are available]" in out
+
+
+def test_async_chat():
+    out = run("async_chat.py").splitlines()
+    assert sorted(line.partition(" - ")[2] for line in out[:3]) == [
+        "27 + 38 = 65.",
+        "Hello! How can I help you?",
+        "The capital of Aistonia is Velmora",
+    ]
+    assert out[3:] == ["A long reply was cancelled after 50 ms.", "0 requests run, 256 of 256 pages are available"]
 
 
 def test_branches():

@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "nanovllm"
 # From the top down. A room imports from its own folder and from rooms of later lines, never from its own line or from earlier ones.
 ORDER = (
     ("__init__", "__main__"),
-    ("testing",),
     ("entrypoints",),
+    ("testing",),
     ("chunks",),
     ("engine",),
     ("executor", "loading"),

@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step
+from nanovllm.entrypoints.async_llm import AsyncLLM
 from nanovllm.entrypoints.llm import LLM, Piece
 from nanovllm.entrypoints.memory.pages import PageOwner, PageRun
 from nanovllm.entrypoints.memory.report import MemoryReport, memory
@@ -27,11 +28,15 @@ from nanovllm.errors import (
     CheckpointError,
     ChunkFileError,
     DonatedStateError,
+    EngineClosedError,
+    EngineDeadError,
     ForeignChunkError,
     InvalidRequestError,
     NanoVLLMError,
     OutOfPagesError,
+    QueueFullError,
     ReleasedChunkError,
+    RequestFailedError,
     TuningFileError,
 )
 from nanovllm.executor.branches import split_rows
@@ -55,6 +60,7 @@ from nanovllm.state.request import Metrics, RequestOutput, StepOutput, TokenLogp
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Batch",
     "BrokenInvariantError",
     "CaptureError",
@@ -65,7 +71,9 @@ __all__ = [
     "DecodeCarry",
     "DecodeOutput",
     "DonatedStateError",
+    "EngineClosedError",
     "EngineConfig",
+    "EngineDeadError",
     "EngineState",
     "ForeignChunkError",
     "Generation",
@@ -84,7 +92,9 @@ __all__ = [
     "Params",
     "Piece",
     "PrefixIndex",
+    "QueueFullError",
     "ReleasedChunkError",
+    "RequestFailedError",
     "RequestOutput",
     "RopeConfig",
     "SamplingParams",

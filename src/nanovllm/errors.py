@@ -4,6 +4,9 @@
 class NanoVLLMError(Exception):
     """The base class of all errors of the package.
 
+    Attributes:
+        request_id: The request that the error belongs to; None if it belongs to a call.
+
     Examples:
         >>> try:
         ...     nv.init_state(model, num_pages=0)
@@ -11,6 +14,8 @@ class NanoVLLMError(Exception):
         ...     print(type(error).__name__, "-", error)
         InvalidRequestError - num_pages=0 must be an integer of at least 1
     """
+
+    request_id: int | None = None
 
 
 class InvalidRequestError(NanoVLLMError, ValueError):
@@ -32,6 +37,33 @@ class OutOfPagesError(NanoVLLMError):
         >>> nv.prefill(model, small, [2] * 20)
         Traceback (most recent call last):
         nanovllm.errors.OutOfPagesError: a context of 20 tokens needs 2 more pages; 0 of 2 pages are available...
+    """
+
+
+class RequestFailedError(NanoVLLMError):
+    """A part that a request brought along failed while it ran: its `process_logits`, or the decoder that makes text of its tokens.
+
+    `__cause__` is the exception that this part raised. The other requests go on.
+
+    Examples:
+        >>> def broken(logits):
+        ...     raise ValueError("no rule for this token")
+        >>> state, request_id = nv.submit(model, state, "Hello", process_logits=broken)
+        >>> state, (out,) = nv.step(model, state)
+        >>> out.finish_reason, type(out.error).__name__, repr(out.error.__cause__)
+        ('error', 'RequestFailedError', "ValueError('no rule for this token')")
+    """
+
+
+class EngineDeadError(NanoVLLMError):
+    """An engine has failed, and no call with its states can succeed any more. The message names the first cause.
+
+    A device can break: CUDA reports such an error, for example an illegal memory access, in every later call of the process. End the
+    process then, and start a new one. The engine of an `AsyncLLM` also ends with an exception that belongs to no request.
+
+    Examples:
+        >>> issubclass(nv.EngineDeadError, nv.NanoVLLMError)
+        True
     """
 
 
@@ -118,4 +150,34 @@ class BrokenInvariantError(NanoVLLMError):
 
     Examples:
         >>> nv.check(state)  # raises nothing, because the state is valid
+    """
+
+
+class QueueFullError(NanoVLLMError):
+    """An `AsyncLLM` has as many requests as it takes (`max_num_waiting`). The same call may succeed later.
+
+    Examples:
+        >>> import asyncio
+        >>> params = nv.SamplingParams(temperature=0, max_tokens=64)
+        >>> async def main():
+        ...     async with nv.AsyncLLM(model, num_pages=64, max_num_seqs=1, max_num_waiting=0) as llm:
+        ...         await asyncio.gather(llm.generate("Hello", params), llm.generate("Once upon a time", params))
+        >>> asyncio.run(main())
+        Traceback (most recent call last):
+        nanovllm.errors.QueueFullError: no room for 1 more besides the 1 that run or wait: ...
+    """
+
+
+class EngineClosedError(NanoVLLMError):
+    """An `AsyncLLM` was closed, before a call or during it.
+
+    Examples:
+        >>> import asyncio
+        >>> async def main():
+        ...     llm = nv.AsyncLLM(model, num_pages=64)
+        ...     await llm.close()
+        ...     await llm.generate("Hello")
+        >>> asyncio.run(main())
+        Traceback (most recent call last):
+        nanovllm.errors.EngineClosedError: this AsyncLLM was closed: make a new one
     """

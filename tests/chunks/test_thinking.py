@@ -160,6 +160,7 @@ def test_a_bad_retain_is_named(model: Model, untyped: None) -> None:
         nv.generate(plain, nv.init_state(plain, num_pages=8), [1], retain="gap")
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
 def test_a_chat_runs_only_what_is_new(retain: Retain) -> None:
     """Twenty turns with thinking: each turn's prompt runs its own words, and with `recompute` the last answer."""

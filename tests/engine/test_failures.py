@@ -369,25 +369,12 @@ def test_fault_15_what_a_waiting_request_refers_to_is_overwritten():
     assert state.pool.num_available == 4
 
 
-class OutOfMemory(FlakyExecutor):
-    """An executor whose device has no memory left, once."""
-
-    def _run(self, call):
-        if self.countdown is not None:
-            self.countdown = None
-            raise torch.OutOfMemoryError("no memory")
-        return call()
-
-
-def test_fault_16_device_memory_runs_out_in_a_step():
+def test_fault_16_device_memory_runs_out_in_a_functional_call():
+    """`test_request_errors.py` has steps of submitted requests."""
     state = engine()
-    state = replace(state, runtime=Runtime(state.runtime.lease, OutOfMemory(state.runtime.executor.inner)))
-    state, rid = submit(MODEL, state, IDS, greedy(3))
-    arm(state, 0)
+    state.runtime.executor.arm(0, False, torch.OutOfMemoryError("no memory"))
     with pytest.raises(OutOfPagesError, match="memory"):
-        step(MODEL, state)
-    state, ended = drain(MODEL, state)
-    assert ended[rid].token_ids == reply(IDS, 3)
+        prefill(MODEL, state, IDS)
     serves(state)
 
 

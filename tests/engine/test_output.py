@@ -101,7 +101,7 @@ def test_the_speed_is_that_of_the_tokens_after_the_first(count: int, speed: floa
     begun = sequence.request.arrival
     for place in range(count):
         sequence = draw_token(sequence, A, Drawn(token_ids=np.zeros(1, np.int32)), 0, begun + 1 + place)
-    metrics = result(replace(MODEL, tokenizer=None), sequence, "length", begun + 3).metrics
+    metrics = result(sequence, "", "length", begun + 3).metrics
     assert metrics.time_to_first_token == pytest.approx(1) and metrics.total_time == pytest.approx(3)
     assert metrics.decode_tokens_per_second == pytest.approx(speed)
 

@@ -1,5 +1,6 @@
 """`process_logits` of submitted requests: any mix of functions in one step, with and without tensors of their own, through preemption."""
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 import nanovllm as nv
 from nanovllm.sampling.process_logits import as_processor
 from nanovllm.testing.models import random_model, tiny_config
-from nanovllm.testing.shadows.worlds import PlantedError
 
 MODEL = random_model(tiny_config(vocab_size=40), 0)
 
@@ -96,33 +96,6 @@ def test_preemption_keeps_what_a_function_carries():
     assert [got[rid] for rid in ids] == [by_hand(prompt, params, COUNTING) for prompt in prompts]
 
 
-def test_a_function_that_fails_leaves_the_state_usable():
-    fails = [False]
-
-    def sometimes(logits: torch.Tensor, tokens: nv.TokensSoFar, carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if fails[0]:
-            raise PlantedError("planted")
-        return counting(logits, tokens, {"seen": carried, "steps": tokens.lengths.long()})[0], carried + 1
-
-    processor = nv.LogitsProcessor(sometimes, lambda tokens: torch.zeros(len(tokens.lengths)))
-    params = nv.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    want = by_hand([1, 2, 3], params, processor)
-    state = nv.init_state(MODEL, num_pages=16, page_size=4)
-    state, _ = nv.submit(MODEL, state, [1, 2, 3], params, process_logits=processor)
-    tokens: list[int] = []
-    for turn in range(20):
-        fails[0] = turn % 2 == 1
-        try:
-            state, outs = nv.step(MODEL, state)
-        except PlantedError:
-            nv.check(state)
-            continue
-        tokens += [token for out in outs for token in out.token_ids]
-        if not state.running:
-            break
-    assert tokens == want
-
-
 def test_the_llm_takes_a_function():
     llm = nv.LLM(MODEL, num_pages=32, page_size=4)
     params = nv.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -160,12 +133,11 @@ def test_a_function_that_changes_logits_in_place_is_refused_before_it_reaches_ot
     state = nv.init_state(MODEL, num_pages=32, page_size=4)
     state, spoiled = nv.submit(MODEL, state, [1, 2, 3], params, process_logits=spoils)
     state, _ = nv.submit(MODEL, state, [9], params)
-    with pytest.raises(nv.InvalidRequestError, match=r"process_logits spoils \(.*line \d+\) changed the logits in place"):
-        nv.step(MODEL, state)
-    state = nv.cancel(state, spoiled)
     tokens: list[int] = []
     while state.running or state.waiting:
         state, outs = nv.step(MODEL, state)
+        if (out := outs[0]).request_id == spoiled:
+            assert re.search(r"process_logits spoils \(.*line \d+\) changed the logits in place", str(out.error))
         tokens += [token for out in outs for token in out.token_ids]
     assert tokens == by_hand([9], params, None)
 
@@ -206,17 +178,16 @@ def test_the_table_of_tokens_is_as_wide_in_init_as_in_every_step():
 
 
 def test_rows_of_other_shapes_are_told():
-    """The shape of what `init` returns depends on the prompt: the error says so, and the other requests go on without that one."""
+    """The shape of what `init` returns depends on the prompt: the error says so, and the first request goes on without the other."""
     processor = nv.LogitsProcessor(lambda logits, tokens, c: (logits, c), lambda tokens: torch.zeros(1, int(tokens.lengths[0])))
     state = nv.init_state(MODEL, num_pages=32, page_size=4)
     params = nv.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    state, _ = nv.submit(MODEL, state, [1, 2], params, process_logits=processor)
+    state, first = nv.submit(MODEL, state, [1, 2], params, process_logits=processor)
     state, _ = nv.step(MODEL, state)
     state, other = nv.submit(MODEL, state, [1, 2, 3], params, process_logits=processor)
-    with pytest.raises(nv.InvalidRequestError, match="must not depend on the prompt"):
-        for _ in range(3):
-            state, _ = nv.step(MODEL, state)
-    state = nv.cancel(state, other)
+    errors: dict[int, nv.NanoVLLMError | None] = {}
     while state.running or state.waiting:
-        state, _ = nv.step(MODEL, state)
-    nv.check(state)
+        state, outs = nv.step(MODEL, state)
+        errors.update({out.request_id: out.error for out in outs if out.output})
+        nv.check(state)
+    assert errors[first] is None and "must not depend on the prompt" in str(errors[other])

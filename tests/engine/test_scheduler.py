@@ -1,11 +1,13 @@
 """The scheduler alone: who runs, who waits, who gives way."""
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine import scheduler
 from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
@@ -14,7 +16,7 @@ from nanovllm.state.pages import retain
 from nanovllm.state.pool import Pool, init_pool
 from nanovllm.state.pool_sizes import LOOKAHEAD
 from nanovllm.state.request import Queue, Request, Sequence
-from nanovllm.state.sequence_pages import reserve
+from nanovllm.state.sequence_pages import give_up_pages, reserve
 from nanovllm.state.vector import IntVector
 
 
@@ -131,7 +133,7 @@ def sharing(num_tokens):
     """A pool of 8 pages of which 3 are a running request's, two of them indexed; and a waiting request that begins with these."""
     limits = config(num_pages=8)
     pool, running, _ = settled(start(limits, waiting(0, 5)))
-    pool = pools.insert(pool, running[0].tokens.array(0, 4), running[0].pages.array(), 0)
+    pool = pools.insert(pool, running[0].tokens.array(0, 4), running[0].pages.array())
     tokens = running[0].tokens.truncate(4).extend([900 + i for i in range(num_tokens - 4)])
     return limits, pool, running, replace(waiting(1, num_tokens), tokens=tokens)
 
@@ -251,7 +253,8 @@ def test_steps_without_a_schedule_are_those_for_which_pages_are_there():
     shared = Pool(pages=retain(plan.pool.pages, plan.running[1].pages), prefix=plan.pool.prefix)
     assert steady(shared, plan.running, left, limits) is None
     asked = replace(plan.running[0].request, sampling=SamplingParams(logprobs=0))
-    assert steady(plan.pool, (replace(plan.running[0], request=asked), plan.running[1]), left, limits) is None
+    found = steady(plan.pool, (replace(plan.running[0], request=asked), plan.running[1]), left, limits)
+    assert found is not None and found.steps == room  # log-probabilities are kept as they come
 
 
 def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():
@@ -262,12 +265,50 @@ def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():
         done = pools.allocate(pool, 1)
         assert done is not None
         pool, pages = done
-        pool = pools.insert(pool, np.arange(first, first + 2, dtype=np.int32), np.array(pages, np.int32), 0)
+        pool = pools.insert(pool, np.arange(first, first + 2, dtype=np.int32), np.array(pages, np.int32))
         pool = pools.release(pool, pages)
     assert pool.pages.num_free == 0 and pool.num_available == 100
     pool, running, left = settled(schedule(pool, [], queue(waiting(0, 2, max_tokens=500)), limits))
     plan = schedule(pool, running, left, limits)
     assert plan.grew and len(plan.running[0].pages) == (3 + LOOKAHEAD + 1) // 2
+
+
+def served(limits, sequences):
+    """Serve requests to their ends. Returns the share of tokens that ran twice, the number of steps, and the most that ran at once."""
+    pool, running, left, ran, again, steps, most = init_pool(limits.num_pages, limits.page_size), [], queue(*sequences), 0, 0, 0, 0
+    while running or left:
+        plan = schedule(pool, running, left, limits)
+        for sequence, count in (*((s, 1) for s in plan.decode), *plan.prefill):
+            ran, again = ran + count, again + max(0, min(sequence.most_filled, sequence.num_filled + count) - sequence.num_filled)
+        pool, running, left = settled(plan)
+        for sequence in [s for s in running if s.tokens.length >= s.request.max_len]:
+            pool = give_up_pages(pool, sequence)
+            running.remove(sequence)
+        steps, most = steps + 1, max(most, len(running))
+    assert pool.num_available == limits.num_pages
+    return again / ran, steps, most
+
+
+@pytest.mark.parametrize(("lengths", "replies"), [((2, 6), (20, 90)), ((20, 60), (20, 60))])
+def test_requests_are_admitted_that_can_grow_beside_those_that_run(lengths, replies, monkeypatch):
+    """Under pressure less than a tenth of the tokens run twice, and steps are hardly more than without the rule."""
+    random, limits = Random(0), config(num_pages=400, page_size=4, max_model_len=500, max_num_seqs=64, max_num_batched_tokens=256)
+    monkeypatch.setattr(scheduler, "SHARE", 16)
+    sequences = [waiting(i, random.randint(*lengths), random.randint(*replies)) for i in range(80)]
+    share, steps, most = served(limits, sequences)
+    monkeypatch.setattr(scheduler, "HORIZON", 0)
+    without, least, _ = served(limits, sequences)
+    assert without > 0 and share < min(0.1, without) and steps < 1.25 * least and most > 10, (without, share, steps, least, most)
+
+
+def test_what_a_request_shares_need_not_grow(monkeypatch):
+    """Eight requests of 41 pages fit into a pool of 60 pages, because they share 40."""
+    monkeypatch.setattr(scheduler, "SHARE", 10)
+    limits = config(num_pages=60, page_size=4, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=400)
+    beginning = [*range(160)]
+    asked = [replace(waiting(i, 162, 4), tokens=IntVector.of([*beginning, i, i])) for i in range(8)]
+    plan = start(limits, *asked)
+    assert len(plan.running) == 8 and plan.num_preempted == 0
 
 
 def test_the_budget_never_falls_short_of_those_that_decode():

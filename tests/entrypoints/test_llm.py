@@ -16,6 +16,7 @@ from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints import llm as shell
 from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.llm import LLM
+from nanovllm.state.steady import Steady
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tokenizer.stream import TextStream, held_back
 
@@ -288,6 +289,23 @@ def test_streamed_equals_generated(params):
     require_idle(llm)
 
 
+@pytest.mark.unhooked  # its checks look at sequences
+def test_a_stream_reads_its_own_tokens_alone(monkeypatch):
+    """However many streams are read in turn, the sequences of all rows are built for no token."""
+    built = []
+    sequences = Steady.sequences
+    monkeypatch.setattr(Steady, "sequences", lambda self: built.append(self.age) or sequences(self))
+    llm, texts = make(), ["hello", "one", "world"]
+    wanted = [out.text for out in llm.generate(texts, SOME["long"])]
+    built.clear()
+    streams, shown = [llm.stream(text, SOME["long"]) for text in texts], [""] * 3
+    for pieces in zip_longest(*streams):
+        shown = [text + piece.text if piece else text for text, piece in zip(shown, pieces, strict=True)]
+    assert shown == wanted
+    assert len(built) < 30  # where pages are taken, not 100 times three
+
+
+@pytest.mark.unhooked
 @settings(max_examples=8)
 @given(st.data())
 def test_streamed_equals_generated_with_stops(data):
@@ -373,6 +391,7 @@ def work_per_token(num_streams):
     return counts[0] / counts[1]
 
 
+@pytest.mark.unhooked
 def test_a_token_costs_the_same_in_any_number_of_streams():
     few, many = work_per_token(8), work_per_token(64)
     assert many < 1.1 * few
@@ -456,6 +475,7 @@ def test_bad_messages_are_named(messages, match):
 # Requests whose KV stays
 
 
+@pytest.mark.unhooked
 @settings(max_examples=25)
 @given(st.integers(0, 24), st.integers(6, 12), st.integers(1, 6), st.booleans())
 def test_a_detached_request_is_a_chunk_of_what_it_filled(steps, num_pages, budget, beside):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.testing.models import BYTE_VOCAB, save_tokenizer
-from nanovllm.tokenizer.tokenizer import Detokenizer
+from nanovllm.tokenizer.detokenizer import Detokenizer
 
 CORPUS = ["The king of the land is here, and the king's ships are there.", "hello world, the sea is wide", "Élan été\n\tfor 1234"] * 3
 TEXTS = [

@@ -31,6 +31,7 @@ WINDOWS = ("tests/engine/test_windows.py",)
 STEADY = ("tests/state/test_steady.py",)
 REQUEST = ("tests/state/test_request.py",)
 SCHEDULER = ("tests/engine/test_scheduler.py",)
+BEGINNINGS = ("tests/engine/test_shared_beginnings.py",)
 STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
@@ -41,6 +42,10 @@ LOOP = ("tests/chunks/test_loop.py",)
 PROCESS_LOGITS = ("tests/chunks/test_process_logits.py", "tests/sampling/test_process_logits.py")
 PROGRAMS = ("tests/property/test_session_programs.py",)
 OUTPUT = ("tests/engine/test_output.py",)
+ASYNC = ("tests/entrypoints/test_async_llm.py",)
+CLIENTS = ("tests/engine/test_clients.py",)
+DETOKENIZER = ("tests/tokenizer/test_detokenizer.py",)
+STEP_LOG = ("tests/state/test_step_log.py",)
 CUTS = (
     "tests/sampling/test_sampler.py::test_ties_at_every_cut_are_kept_together",
     "tests/sampling/test_sampler.py::test_a_mass_that_is_reached_exactly_needs_no_further_token",
@@ -80,6 +85,7 @@ CASCADE = ("tests/ops/attention/test_cascade.py",)
 HUB = ("tests/loading/test_hub.py",)
 LAYOUT = ("tests/chunks/test_layout.py",)
 DONATION = ("tests/engine/test_donation.py",)
+REQUEST_ERRORS = ("tests/engine/test_request_errors.py",)
 PROMPT = ("tests/engine/test_prompt.py",)
 CHECK = (
     "tests/models/check/test_check.py::test_the_logits_in_float64_are_capped_as_the_model_caps_them",
@@ -134,9 +140,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "due = due[index.contains(due)]",
         ),
         (
-            "a second copy is indexed after an indexed page",
-            "if key in index.heads or key[1] == _tokens_after(index, run.parent):",
-            "if key in index.heads:",
+            "the pages after one in the middle of a node are not found",
+            "    if page != ROOT:  # in the middle",
+            "    if page < ROOT:  # in the middle",
+        ),
+        (
+            "a tail follows its own copy, not the indexed page",
+            "first, parent = first + len(others), int(others[-1])",
+            "first += len(others)",
         ),
     ),
     *bugs(
@@ -198,6 +209,39 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the first row is taken for the first to end", "first_end=int(left.min()), steps=steps", "first_end=int(left[0]), steps=steps"),
         ("a stop token of one row ends another row", "if token in self.base[row].request.stop_ids", "if token in self.stop_ids"),
     ),
+    *bugs(
+        "state/steady.py",
+        CLIENTS,
+        ("a row gets the log-probabilities of another", "else each[:, at] for each in scores", "else each[:, 0] for each in scores"),
+        ("a sequence that is built loses its search", "asked, self.scans.get(row))", "asked)"),
+        ("the search of a row goes on in another", "{new: self.scans[row] for new, row in", "{row: self.scans[row] for new, row in"),
+        ("a row reads its tokens from the beginning", "self.log.tokens(max(0, older), ", "self.log.tokens(0, "),
+        ("rows of rows are taken for rows", "return rows if self.columns is None else self.columns[rows]", "return rows"),
+        (
+            "steps with fewer results are written among those with more",
+            "or (self.scored and log is not None and not log.fits(results))",
+            "",
+        ),
+    ),
+    *bugs(
+        "state/step_log.py",
+        STEP_LOG,
+        ("a second value overwrites the steps of the first", "self.used[0] == length < len(", "length < len("),
+        ("the steps of a newer value are read", "each[:length, columns]", "each[:, columns]"),
+        ("a copy loses the newest step", "copy[:length] = array[:length]", "copy[: length - 1] = array[: length - 1]"),
+    ),
+    *bugs(
+        "state/request.py",
+        CLIENTS,
+        (
+            "a stop string across two tokens is missed",
+            "if text.endswith(string, 0, end) or string.endswith(text[:end]):",
+            "if text.endswith(string, 0, end):",
+        ),
+        ("only the first place of a letter is looked at", "end = text.find(string[-1:], end) + 1", "end = 0"),
+        ("a resumed reply is searched from its beginning", "self.request.num_prompt + self.stops.num_read", "self.request.num_prompt"),
+        ("a stop string with U+FFFD is searched after its last byte", "byte_set(bytes(range(256)))", "byte_set(b'\\xbd')"),
+    ),
     # Engine
     *bugs(
         "engine/scheduler.py",
@@ -217,8 +261,19 @@ MUTANTS: tuple[Mutant, ...] = (
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
     ),
     *bugs(
+        "engine/scheduler.py",
+        BEGINNINGS,
+        ("beginnings are offered only from the next step on", "            draft.offer([admitted])\n", ""),
+        ("the pages of a running prompt are not offered", "draft.offer([(s, prefill[_id(s)])", "list([(s, prefill[_id(s)])"),
+    ),
+    *bugs(
         "engine/step.py",
         STEP,
+        (
+            "a carry of an earlier step is used again",
+            "prefilled, loaded, decoded = None, None, None",
+            "prefilled, loaded, decoded = None, state.loaded, None",
+        ),
         ("a request waits after a row has ended", "steps=0 if state.waiting else after.steps)", "steps=after.steps)"),
     ),
     *bugs(
@@ -231,6 +286,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/scheduler.py",
         SCHEDULER,
         ("a request that fits exactly waits", "return missing <= free - idle", "return missing < free - idle"),
+        ("a request is admitted that cannot grow", "(self.fits(first) and self.can_grow(first))", "self.fits(first)"),
+        ("shared pages count as growth", "num_busy(self.pool, self.reusable(first)[0])", "0"),
         ("idle pages of a prompt count twice", "return missing <= free - idle", "return missing <= free"),
     ),
     *bugs(
@@ -257,19 +314,44 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "the end kept for stop strings is a character short",
-            "begin = max(0, len(text) - max(map(len, strings)) + 1)",
-            "begin = max(0, len(text) - max(map(len, strings)) + 2)",
+            "begin = max(0, len(text) - longest + 1)",
+            "begin = max(0, len(text) - longest + 2)",
         ),
+        ("text that is held back is not searched", 'detokenizer.rest(enough) if enough else ""', '""'),
         ("the stop token is in the text", "        ids.pop()\n", "        pass\n"),
         ("the decode speed counts the first token", "decode_tokens_per_second=(generated - 1)", "decode_tokens_per_second=generated"),
+    ),
+    *bugs(
+        "engine/output.py",
+        CLIENTS,
+        ("a search that is behind reads the newest token alone", "running.reply(row, stops.num_read)", "[int(token_ids[row])]"),
+        ("all of a held text is searched at every token", "detokenizer.rest(enough) if enough", "detokenizer.rest() if enough"),
+        ("log-probabilities are the row's of the first", "each[row : row + 1] for each in arrays", "each[:1] for each in arrays"),
+    ),
+    *bugs(
+        "tokenizer/detokenizer.py",
+        DETOKENIZER,
+        ("text that was held back is lost", "return None, _joined(held) + text", "return None, text"),
+        ("a run that ends in a character is text", "if self.broken or self.unfinished:", "if self.broken:"),
+        ("all of a held text is read", "while rope is not None and (last is None or count < last):", "while rope is not None:"),
+        ("a space that bytes begin with stays", "        if strip and self.text is None:\n", "        if False:\n"),
+        ("the bytes of a character are forgotten", "unfinished=given[used:]), piece", 'unfinished=b""), piece'),
+        ("special tokens are kept in the window", "(i for i in ids if self.texts[i])", "ids"),
+    ),
+    *bugs(
+        "tokenizer/token_texts.py",
+        DETOKENIZER,
+        ("a special token has text", "if token is None or token in self.special:", "if token is None:"),
+        ("two letters stand for one byte", "chr(256 + n): byte", "chr(257 + n): byte"),
+        ("a token has the bytes that it lacks", "= ~byte_set(", "= byte_set("),
     ),
     *bugs(
         "tokenizer/stream.py",
         OUTPUT,
         (
             "a stop string is not held back whole",
-            "for length in range(min(len(text), len(string) - 1), longest, -1):",
-            "for length in range(min(len(text), len(string) - 2), longest, -1):",
+            "max(0, len(text) - len(string) + 1)",
+            "max(0, len(text) - len(string) + 2)",
         ),
     ),
     # Sampling
@@ -566,7 +648,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "model_key(model).fingerprint != lease.model.fingerprint:",
         ),
         ("a carry that a failed call advanced is used again", "waiting=waiting, loaded=None)", "waiting=waiting)"),
-        ("a failed call that took no pages changed nothing", "    if not lease.dirty:\n", "    if not lease.lost:\n"),
+        ("a failed call that took no pages changed nothing", "if lease.dirty else state", "if lease.lost else state"),
     ),
     *bugs(
         "state/lease.py",
@@ -582,7 +664,60 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/donation.py",
         ("tests/engine/test_threads.py",),
-        ("a call that has ended keeps the lease", "        state.runtime.lease.give_back()\n", "        pass\n"),
+        ("a call that has ended keeps the lease", "        lease.give_back()\n", "        pass\n"),
+    ),
+    *bugs(
+        "engine/failures.py",
+        REQUEST_ERRORS,
+        ("a budget that is lowered by one token only", "budget = others + num_tokens // 2", "budget = others + num_tokens - 1"),
+        ("the tokens of the other pass are cut too", "budget = others + num_tokens // 2", "budget = num_tokens // 2"),
+        (
+            "a budget that grows at once",
+            "return replace(state, token_budget=None if more",
+            "return replace(state, token_budget=None if 1 or more",
+        ),
+        ("all rows of a function end with one whose init raises", "if not culprit.request_ids or _id(s) in culprit.request_ids]", "]"),
+        (
+            "all rows end with those of a function",
+            "theirs = [s for s in rows if s.request.process_logits == culprit.processor]",
+            "theirs = rows",
+        ),
+        ("a kept error holds the state", "            one.__traceback__ = None\n", ""),
+        ("all requests end while memory is short", "not (short and failed)", "True"),
+        ("a shortage in a step is not counted", "stats = stats.add(memory_shortages=1)", "stats = stats.add(memory_shortages=0)"),
+        ("an error does not say whose it is", "error.request_id, error.__cause__ = request_id, cause", "error.__cause__ = cause"),
+    ),
+    *bugs(
+        "engine/step.py",
+        REQUEST_ERRORS,
+        ("a failed step loses its first errors", "[*outputs, *more] if outputs else more", "more"),
+        ("a prompt without pages ends by its length", "None if sequence.num_generated else out_of_pages(sequence, plan.pool)", "None"),
+    ),
+    *bugs(
+        "chunks/generate.py",
+        REQUEST_ERRORS,
+        ("a failed reply keeps its pages", "pool=give_up_pages(inner.pool, inner.kept[out.request_id])", "pool=inner.pool"),
+        ("one reply that fails is committed", "                    if alone:\n", "                    if False:\n"),
+    ),
+    *bugs(
+        "state/device_errors.py",
+        ("tests/engine/test_dead_engine.py",),
+        ("an error of a capture kills the engine", '    "unknown error",\n', '    "unknown error",\n    "operation not permitted",\n'),
+        ("only the newest error is read", "    for one in chain(error):\n        text", "    for one in [error]:\n        text"),
+    ),
+    *bugs(
+        "state/lease.py",
+        ("tests/engine/test_dead_engine.py",),
+        (
+            "a dead engine is used again",
+            "        if self.dead is not None:\n            raise self.kill(self.dead)\n        thread",
+            "        thread",
+        ),
+    ),
+    *bugs(
+        "executor/fresh_carry.py",
+        ("tests/engine/test_dead_engine.py",),
+        ("a session goes on with a dead engine", "        engine.require_alive()\n", "        pass\n"),
     ),
     *bugs(
         "engine/prompt.py",
@@ -960,6 +1095,48 @@ MUTANTS: tuple[Mutant, ...] = (
             "a stream has options of its own",
             "from_generation_config(self.model.generation_config) if sampling_params is None",
             "SamplingParams() if sampling_params is None",
+        ),
+    ),
+    *bugs(
+        "entrypoints/engine_thread.py",
+        ASYNC,
+        ("a call that failed keeps its other requests", "if len(call.results) < call.count:", "if not call.complete:"),
+        (
+            "the end of a thread forgets its inbox",
+            "self.ended = refusal, True\n        while not",
+            "self.ended = refusal, True\n        while False and not",
+        ),
+        (
+            "a closed engine takes calls that nobody runs",
+            "        if self.ended:\n            raise",
+            "        if False:\n            raise",
+        ),
+        ("a stream wakes only at its end", "if self.streamed or self.complete:", "if self.complete:"),
+        ("every token of a whole reply calls the loop", "outputs if self._num_streams[loop] else ended", "outputs"),
+        ("an ended stream still counts", "self._num_streams[loop] -= call.streamed", "pass"),
+        ("a closed loop keeps its requests", "for call in {*calls.values()}:\n                    self._cancel(call)", "pass"),
+        ("running requests need no room", "len(state.running) + len(state.waiting)\n", "len(state.waiting)\n"),
+        ("a second close does not cut a drain short", "self._draining and drain", "self._draining"),
+        ("a drain ends at once", "self._draining and drain", "False"),
+        ("a function that ends a request leaves its call waiting", "if sequence_of(state, i) is None]", "if False]"),
+        ("a thread that has ended is kept by the exit", "atexit.unregister(self._exit)", "pass"),
+        ("a refusal is one exception for all", "error = type(self.refusal)(*self.refusal.args)", "error = self.refusal"),
+    ),
+    *bugs(
+        "entrypoints/async_llm.py",
+        ASYNC,
+        ("an engine goes on without its object", "weakref.finalize(self, self._engine.close).atexit = False", "pass"),
+        ("long texts are encoded in the loop", "<= SHORT", "<= SHORT * 99"),
+        ("texts are encoded in the engine", "if texts:", "if False:"),
+        (
+            "a reader gets tokens twice",
+            "token_ids, call.token_ids = call.token_ids, []",
+            "token_ids, call.token_ids = call.token_ids * 2, []",
+        ),
+        (
+            "a stream that is left runs on",
+            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            self._engine.cancel(call)",
+            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            pass",
         ),
     ),
 )

@@ -1,15 +1,18 @@
 """The machines of `nanovllm.testing` over our own engine."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from nanovllm.engine import scheduler
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
@@ -18,11 +21,21 @@ from nanovllm.testing.machines.scheduler import ScheduleMachine
 from nanovllm.testing.machines.windows import MixedWindowMachine, WindowChunkMachine, WindowMachine
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.worlds import ModelWorld, SymbolicWorld
+from tests.entrypoints.async_machine import AsyncMachine
 
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
 
 # How many examples of how many rules. The `nightly` profile runs fifty times as many, drawn anew each time.
 MORE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
+
+
+class GrowingMachine(ScheduleMachine):
+    """Requests are admitted only if those that run can grow, as in a large pool."""
+
+    @staticmethod
+    def scheduler(*args):
+        with patch.object(scheduler, "SHARE", 2):
+            return scheduler.schedule(*args)
 
 
 class WideVocabulary(EngineMachine):
@@ -85,6 +98,7 @@ class SharedFrames(CascadeMachine):
         (PageMachine, 60, 40),
         (PrefixMachine, 60, 40),
         (ScheduleMachine, 60, 50),
+        (GrowingMachine, 20, 50),
         (ChunkMachine, 60, 30),
         (ModelChunkMachine, 20, 30),
         (EngineMachine, 25, 50),
@@ -92,6 +106,7 @@ class SharedFrames(CascadeMachine):
         (RealModel, 5, 40),
         (RealLlama, 3, 40),
         (AheadMachine, 5, 50),
+        (FailureMachine, 5, 50),
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),
@@ -102,6 +117,7 @@ class SharedFrames(CascadeMachine):
         (RealWindows, 2, 40),
         (RealWindowChunks, 5, 30),
         (SharedFrames, 3, 50),
+        (AsyncMachine, 30, 50),
     ],
 )
 def test_machine(machine, examples, rules):

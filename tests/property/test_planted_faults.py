@@ -3,15 +3,20 @@
 import pytest
 from hypothesis.errors import Flaky
 
+from tests.property.faults.async_llm import ASYNC_FAULTS
 from tests.property.faults.cascade import CASCADE_FAULTS
 from tests.property.faults.chunks import CHUNK_FAULTS
 from tests.property.faults.engine import FAULTS, Fault, find, planted
+from tests.property.faults.failures import FAILURE_FAULTS
 from tests.property.faults.windows import WINDOW_FAULTS
 
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS], ids=lambda fault: fault.name.replace(" ", "-"))
+ALL = [*FAULTS, *FAILURE_FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS, *ASYNC_FAULTS]
+
+
+@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_machine_finds(fault: Fault, untyped: None):
     with planted(fault):
         failure = find(fault.machine, max_examples=600, draw=fault.draw)

@@ -24,7 +24,7 @@ def serve(pool, tokens, size=2):
     assert done is not None
     pool, fresh = done
     held = [*matched, *fresh]
-    return pools.release(pools.insert(pool, tokens, np.array(held, np.int32), 0), held), held
+    return pools.release(pools.insert(pool, tokens, np.array(held, np.int32)), held), held
 
 
 def test_only_whole_pages_match():
@@ -77,13 +77,29 @@ def test_a_page_in_use_is_never_evicted():
     assert pools.match(done[0], ids(1, 1, 2, 2)).tolist() == held[:1]
 
 
-def test_a_second_copy_is_not_indexed_nor_what_stands_behind_it():
-    pool, held = serve(pools.init_pool(4, 2), ids(1, 1))
-    done = pools.allocate(pool, 2)
+def test_a_second_copy_is_not_indexed_but_what_stands_behind_it_is():
+    pool, held = serve(pools.init_pool(6, 2), ids(1, 1, 2, 2))
+    done = pools.allocate(pool, 3)
     assert done is not None
-    pool = pools.insert(done[0], ids(1, 1, 2, 2), np.array(done[1], np.int32), 0)
-    assert pools.match(pool, ids(1, 1, 2, 2)).tolist() == held
-    assert pools.insert(pool, ids(1, 1, 2, 2), np.array(done[1], np.int32), 1) is pool
+    own = np.array(done[1], np.int32)
+    pool = pools.insert(done[0], ids(1, 1, 2, 2, 3, 3), own)
+    assert pools.match(pool, ids(1, 1, 2, 2, 3, 3)).tolist() == [*held, own[2]]
+    assert pool.pages.owners(np.array([*held, *own], np.int32)).tolist() == [1, 1, 1, 1, 2]
+    assert pools.insert(pool, ids(1, 1, 2, 2, 3, 3), own) is pool
+    pool = pools.release(pool, own)
+    assert pool.num_available == 6 and pool.pages.num_free == 3
+    check_prefix(pool.prefix)
+
+
+def test_pages_branch_off_in_the_middle_of_a_node():
+    index, _ = prefix_ops.insert(prefix_ops.init_prefix(8, 1), ids(1, 2, 3), ids(0, 1, 2))
+    index, added = prefix_ops.insert(index, ids(1, 2, 4), ids(5, 6, 7))
+    assert added.tolist() == [7] and prefix_ops.match(index, ids(1, 2, 4)).tolist() == [0, 1, 7]
+    index, added = prefix_ops.insert(index, ids(1, 2, 5), ids(0, 3, 4))  # the page before its copy is in the node too
+    assert added.tolist() == [4] and prefix_ops.match(index, ids(1, 2, 5)).tolist() == [0, 1, 4]
+    for page, tokens, found in ((0, ids(2, 3, 9), [1, 2]), (1, ids(4), [7]), (2, ids(3), []), (prefix_ops.ROOT, ids(1, 9), [0])):
+        assert prefix_ops.follow(index, page, tokens).tolist() == found
+    check_prefix(index)
 
 
 def test_forgetting_a_page_forgets_all_behind_it():
@@ -98,8 +114,8 @@ def test_forgetting_a_page_forgets_all_behind_it():
 
 def test_what_stands_behind_an_evicted_page_leaves_the_index_too():
     index = prefix_ops.init_prefix(4, 1)
-    index, _ = prefix_ops.insert(index, ids(1, 2, 3), ids(0, 1, 2), 0)
-    index, _ = prefix_ops.insert(index, ids(1, 4), ids(0, 3), 1)
+    index, _ = prefix_ops.insert(index, ids(1, 2, 3), ids(0, 1, 2))
+    index, _ = prefix_ops.insert(index, ids(1, 4), ids(0, 3))
     rest, evicted = prefix_ops.evict(prefix_ops.set_idle(index, ids(1, 3)), 1)  # page 2 is held by a chunk with a gap
     assert evicted.tolist() == [1, 2]
     assert prefix_ops.match(rest, ids(1, 2, 3)).tolist() == [0]
@@ -112,9 +128,9 @@ def test_what_stands_behind_an_evicted_page_leaves_the_index_too():
 
 
 def test_an_eviction_ends_at_its_count_where_pages_after_an_evicted_one_went_too():
-    index, _ = prefix_ops.insert(prefix_ops.init_prefix(4, 1), ids(1, 2), ids(0, 1), 0)
-    index, _ = prefix_ops.insert(index, ids(3), ids(2), 0)
-    index, _ = prefix_ops.insert(index, ids(4), ids(3), 0)
+    index, _ = prefix_ops.insert(prefix_ops.init_prefix(4, 1), ids(1, 2), ids(0, 1))
+    index, _ = prefix_ops.insert(index, ids(3), ids(2))
+    index, _ = prefix_ops.insert(index, ids(4), ids(3))
     index = prefix_ops.set_idle(index, ids(0, 2, 3, 1))  # page 1 is due last and leaves with page 0
     rest, evicted = prefix_ops.evict(index, 2)
     assert evicted.tolist() == [0, 1]
@@ -124,7 +140,7 @@ def test_an_eviction_ends_at_its_count_where_pages_after_an_evicted_one_went_too
 
 def test_what_is_left_of_a_long_run_holds_no_more_memory_than_it_needs():
     index = prefix_ops.init_prefix(1000, 4)
-    index, _ = prefix_ops.insert(index, np.arange(4000, dtype=np.int32), np.arange(1000, dtype=np.int32), 0)
+    index, _ = prefix_ops.insert(index, np.arange(4000, dtype=np.int32), np.arange(1000, dtype=np.int32))
     for left in (400, 3):
         pages = np.arange(left, len(index.pages()), dtype=np.int32)[::-1].copy()
         index, evicted = prefix_ops.evict(prefix_ops.set_idle(index, pages), len(pages))
@@ -136,8 +152,8 @@ def test_what_is_left_of_a_long_run_holds_no_more_memory_than_it_needs():
 
 
 def test_pages_take_the_places_of_others():
-    index, _ = prefix_ops.insert(prefix_ops.init_prefix(8, 1), ids(1, 2, 3), ids(0, 1, 2), 0)
-    index, _ = prefix_ops.insert(index, ids(1, 2, 4), ids(0, 1, 3), 2)
+    index, _ = prefix_ops.insert(prefix_ops.init_prefix(8, 1), ids(1, 2, 3), ids(0, 1, 2))
+    index, _ = prefix_ops.insert(index, ids(1, 2, 4), ids(0, 1, 3))
     swapped = prefix_ops.swap(prefix_ops.set_idle(index, ids(2, 1)), ids(0, 1), ids(5, 6))
     check_prefix(swapped)
     assert prefix_ops.match(swapped, ids(1, 2, 3)).tolist() == [5, 6, 2]
@@ -156,7 +172,7 @@ def test_runs_are_looked_through_once_an_eviction(monkeypatch):
     monkeypatch.setattr(prefix_ops, "NEAR", 3)
     index = prefix_ops.init_prefix(40, 1)
     for chain in range(20):  # the first page of each idle, the second held
-        index, _ = prefix_ops.insert(index, ids(chain, 100), ids(2 * chain, 2 * chain + 1), 0)
+        index, _ = prefix_ops.insert(index, ids(chain, 100), ids(2 * chain, 2 * chain + 1))
     index, evicted = prefix_ops.evict(prefix_ops.set_idle(index, np.arange(0, 40, 2, dtype=np.int32)), 20)
     assert sorted(evicted.tolist()) == list(range(40)) and not index.runs and len(calls) == 1
     check_prefix(index)
@@ -177,18 +193,14 @@ class Plain:
                 break
         return found
 
-    def insert(self, tokens, pages, start, size):
-        added = []
-        if start and pages[start - 1] not in self.before:
-            return added
-        for place in range(start, min(len(tokens) // size, len(pages))):
-            page, parent, own = pages[place], pages[place - 1] if place else prefix_ops.ROOT, tuple(tokens[place * size :][:size])
-            if page in self.before and not added:
-                continue
-            if page in self.before or any((self.before[p], self.tokens[p]) == (parent, own) for p in self.before):
-                break
-            self.before[page], self.tokens[page] = parent, own
+    def insert(self, tokens, pages, size):
+        known, added = self.match(tokens, size), []
+        parent = known[-1] if known else prefix_ops.ROOT
+        for place in range(len(known), min(len(tokens) // size, len(pages))):
+            page = pages[place]
+            self.before[page], self.tokens[page] = parent, tuple(tokens[place * size :][:size])
             added.append(page)
+            parent = page
         return added
 
     def drop(self, page):
@@ -229,11 +241,9 @@ def test_runs_do_what_single_pages_would(random, num_pages, size):
             case "insert" | "copy" as how:  # behind what is there, or in pages of its own from the first on
                 tokens = tokens_of()
                 pages = plain.match(tokens, size)[: random.randint(0, 6)] if how == "insert" else []
-                start = random.choice([0, len(pages)])
-                others = some([page for page in range(num_pages) if page not in plain.before])
-                pages += others + some([page for page in plain.before if page not in pages])
-                index, added = prefix_ops.insert(index, ids(*tokens), ids(*pages), start)
-                assert added.tolist() == plain.insert(tokens, pages, start, size)
+                pages += some([page for page in range(num_pages) if page not in plain.before])
+                index, added = prefix_ops.insert(index, ids(*tokens), ids(*pages))
+                assert added.tolist() == plain.insert(tokens, pages, size)
             case "idle":  # in any order: pages may become evictable before those behind them
                 pages = some([page for page in plain.before if page not in plain.idle])
                 index = prefix_ops.set_idle(index, ids(*pages))

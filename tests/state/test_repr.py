@@ -16,8 +16,10 @@ from nanovllm.state.array import IntArray
 from nanovllm.state.engine_state import Session
 from nanovllm.state.request import Queue, Request, RequestOutput, Sequence, StepOutput, TokenLogprobs
 from nanovllm.state.steady import Steady
+from nanovllm.state.step_log import StepLog
 from nanovllm.state.vector import IntVector
-from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
+from nanovllm.tokenizer.detokenizer import Detokenizer
 from nanovllm.types import brief
 
 LONG = 100_000
@@ -48,15 +50,19 @@ def values() -> list[Any]:
         array = array.put(np.array([place % 7], np.int32), place)
     steady = Steady(
         base=many, ids=tuple(IDS), left=np.array(IDS), first_end=0, steps=1, pool=STATE.pool, waiting=queue, stop_ids=frozenset(IDS),
-        drawn=linked(np.array(IDS)), made=[many],
+        log=StepLog.of((np.array(IDS),)), made=[many],
     )  # fmt: skip
+    broken = byte_tokenizer().encode("é")[:1]  # half a character
+    stream = Detokenizer.of(byte_tokenizer())
+    for _ in range(LONG):
+        stream, _ = stream.push(broken)
     session = Session(sequences=many, room=1, lease=SessionLease(session=0))
     output = RequestOutput(
         request_id=0, prompt_token_ids=np.array(IDS), token_ids=IDS, text="x" * LONG, finish_reason="stop", num_cached_tokens=0,
         logprobs=[logprob] * LONG, metrics=nv.Metrics(time_to_first_token=0.0, total_time=1.0, decode_tokens_per_second=2.0),
     )  # fmt: skip
     return [
-        logprob, params, request, sequence, queue, array, older, steady, output, IntVector.of(IDS), session,
+        logprob, params, request, sequence, queue, array, older, steady, output, IntVector.of(IDS), session, stream,
         StepOutput(0, tuple(IDS), "stop", output), Piece(text="x" * LONG, token_ids=IDS, output=output),
         Score(token_ids=IDS, logprobs=np.zeros(LONG, np.float32)),
         Generation(chunk=CHUNK, token_ids=IDS, text="x" * LONG, finish_reason="stop", logprobs=[logprob] * LONG),

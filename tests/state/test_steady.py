@@ -55,7 +55,7 @@ def test_every_value_is_what_its_steps_made_it(data):
         running = running.after(drawn.token_ids)
         if data.draw(st.booleans()):
             assert seen(running) == seen(shadow)
-        rows = running.ending(tokens)
+        rows = running.ending(tokens, {})
         assert rows == [row for row, reason in enumerate(reasons) if reason is not None]
         gone, rest = running.part(rows)
         assert seen(gone) == seen([shadow[row] for row in rows])

@@ -60,7 +60,7 @@ def test_a_prefix_is_reusable_where_its_last_window_has_frames():
     done = pools.allocate(pool, 2)
     assert done is not None
     pool, held = done
-    pool = pools.insert(pool, ids(1, 2, 3, 4), ids(*held), 0)
+    pool = pools.insert(pool, ids(1, 2, 3, 4), ids(*held))
     pool = pools.retire(pool, held[:1])
     done = pools.allocate(pool, 1)  # takes the spare frame
     assert done is not None

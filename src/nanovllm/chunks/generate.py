@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.chunks.generation import Generation, one_for_each
-from nanovllm.chunks.handles import chunk_of
+from nanovllm.chunks.handles import chunk_of, released_chunk
 from nanovllm.chunks.prefill import fill, reserve_all
 from nanovllm.chunks.processed import processed
 from nanovllm.chunks.thinking import Retain, check_retain, without_thinking
@@ -25,6 +25,7 @@ from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import Queue, RequestOutput, Sequence
+from nanovllm.state.sequence_pages import give_up_pages
 
 
 @explain_unknown_keywords
@@ -55,7 +56,9 @@ def generate(
 
     Raises:
         InvalidRequestError: An argument is invalid, or the context is too long for the engine.
-        OutOfPagesError: Too few pages are available for the context.
+        OutOfPagesError: Too few pages are available for the context, or the device has no memory for even one token. In the latter case
+            `error.request_id` is the number that the request had.
+        RequestFailedError: The reply cannot be decoded, or cannot be searched for stop strings.
         DonatedStateError: `state` was donated to a later call.
         ReleasedChunkError: A chunk in the context was released.
         ForeignChunkError: A chunk in the context belongs to another engine.
@@ -67,12 +70,11 @@ def generate(
         >>> reply.text
         ' Oswin'
     """
-    state, (generation,) = generate_many(model, state, [context], sampling_params, retain=retain, process_logits=process_logits)
+    state, (generation,) = _generated(model, state, [context], sampling_params, retain, process_logits, alone=True)
     return state, generation
 
 
 @explain_unknown_keywords
-@torch.no_grad()
 def generate_many(
     model: Model,
     state: EngineState,
@@ -101,11 +103,13 @@ def generate_many(
             most `max_num_seqs` contexts.
 
     Returns:
-        The next state, and one reply per context, in the same order.
+        The next state, and one reply per context, in the same order. A reply that fails has `finish_reason` `"error"` and an `error`, and
+        its chunk counts as released. The others are whole.
 
     Raises:
         InvalidRequestError: An argument is invalid, or a context is too long for the engine.
         OutOfPagesError: Too few pages are available for all replies at their maximum length.
+        Exception: What `process_logits` raises, which belongs to all rows.
         DonatedStateError: `state` was donated to a later call.
         ReleasedChunkError: A chunk in a context was released.
         ForeignChunkError: A chunk in a context belongs to another engine.
@@ -118,6 +122,21 @@ def generate_many(
         >>> [reply.text for reply in replies]
         [' Oswin', ' Velmora']
     """
+    return _generated(model, state, contexts, sampling_params, retain, process_logits, alone=False)
+
+
+@torch.no_grad()
+def _generated(
+    model: Model,
+    state: EngineState,
+    contexts: Seq[Context],
+    sampling_params: SamplingParams | Seq[SamplingParams | None] | None,
+    retain: Retain,
+    process_logits: LogitsProcessor | Callable[..., Any] | None,
+    *,
+    alone: bool,
+) -> tuple[EngineState, list[Generation]]:
+    """`generate_many`; or `generate`, which raises the error of its request. The old state then stays usable."""
     state = enter_with(model, state)
     check_retain(model, retain)
     sampling_params = one_for_each(contexts, sampling_params)
@@ -137,19 +156,35 @@ def generate_many(
     with guarded(state) as taken:
         while inner.waiting or inner.running:
             inner, outputs = run_step(model, inner, taken)
+            for out in outputs:
+                if out.error is not None:
+                    if alone:
+                        raise out.error
+                    inner = replace(inner, pool=give_up_pages(inner.pool, inner.kept[out.request_id]))
             ended.update({out.request_id: out.output for out in outputs if out.output is not None})
-        kept = [inner.kept[s.request.request_id] for s in sequences]
+        kept = [inner.kept[rid] for rid, out in ended.items() if out.error is None]
         inner, kept = reserve_all(inner, kept, [len(s.tokens) for s in kept], taken)
-        inner, filled = fill(model, inner, kept)
+        inner, kept = fill(model, inner, kept)
+        filled = {sequence.request.request_id: sequence for sequence in kept}
         generations = []
-        for sequence in filled:
+        for sequence in sequences:
             rid = sequence.request.request_id
-            inner, chunk = chunk_of(model, inner, sequence)
-            inner, chunk = without_thinking(model, inner, chunk, sequence.request.num_prompt, retain, taken)
+            if rid in filled:
+                inner, chunk = chunk_of(model, inner, filled[rid])
+                inner, chunk = without_thinking(model, inner, chunk, sequence.request.num_prompt, retain, taken)
+            else:
+                inner, chunk = released_chunk(model, inner, inner.kept[rid])
             inner = replace(inner, kept=inner.kept.delete(rid))
             out = ended[rid]
             generations.append(
-                Generation(chunk=chunk, token_ids=out.token_ids, text=out.text, finish_reason=out.finish_reason, logprobs=out.logprobs)
+                Generation(
+                    chunk=chunk,
+                    token_ids=out.token_ids,
+                    text=out.text,
+                    finish_reason=out.finish_reason,
+                    logprobs=out.logprobs,
+                    error=out.error,
+                )
             )
         return commit_state(inner, running=state.running, waiting=state.waiting, loaded=None), generations
 

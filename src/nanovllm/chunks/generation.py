@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from nanovllm.engine.prompt import Context
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.request import TokenLogprobs
@@ -16,13 +16,15 @@ class Generation:
     """A finished reply, and the chunk that holds its KV.
 
     Attributes:
-        chunk: The context and the reply, completely filled. It includes the tokens of a stop string.
+        chunk: The context and the reply, completely filled. It includes the tokens of a stop string. If the reply failed, its pages are
+            given up, and the chunk counts as released.
         token_ids: The reply's tokens, including those of a stop string.
         text: The reply without special tokens. It ends before a stop string.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length", or "error" if the reply failed.
         logprobs: One entry per token of the reply, or None if `SamplingParams.logprobs` is None.
         num_dropped: Tokens that traced steps sampled after the session's room was used up. They are not in the reply. Steps that are not
             traced raise an error instead.
+        error: Why the reply failed, or None.
 
     Examples:
         >>> greedy = nv.SamplingParams(temperature=0, max_tokens=12)
@@ -39,6 +41,7 @@ class Generation:
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
     num_dropped: int = 0
+    error: NanoVLLMError | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)

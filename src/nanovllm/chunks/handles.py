@@ -161,8 +161,17 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[Engi
         liveness=state.next_id,
     )
     pool = pools.release(state.pool, spare.tolist())
-    pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array(), 0)  # the pages of a reply are not indexed before this
+    pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array())  # the pages of a reply are not indexed before this
     return replace(state, pool=pool, chunks=state.chunks.set(chunk.liveness, chunk), next_id=state.next_id + 1), chunk
+
+
+def released_chunk(model: Model, state: EngineState, sequence: Sequence) -> tuple[EngineState, Chunk]:
+    """A chunk of a failed sequence that has given up its pages: to use it raises `ReleasedChunkError`."""
+    chunk = Chunk(
+        tokens=sequence.tokens, pages=IntVector.of(), provenance=sequence.provenance, num_exact=0, gaps=(), fingerprint=model.fingerprint,
+        engine=state.runtime.lease.engine, liveness=state.next_id,
+    )  # fmt: skip
+    return replace(state, next_id=state.next_id + 1), chunk
 
 
 def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineState, Chunk | None]:

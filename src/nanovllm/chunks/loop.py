@@ -14,6 +14,7 @@ from nanovllm.executor.decode import decode_step, donated
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.fresh_carry import log_of, require_fresh
 from nanovllm.models.model import Model
+from nanovllm.state.device_errors import watched
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import same_memory
 from nanovllm.types import Bool, Tensor, brief
@@ -79,15 +80,16 @@ def decode_loop(
         return carry, _stacked(rows, steps)
     _require(model, state, carry, steps)
     rows, going = [], Rows()
-    for count in range(1, steps + 1):
-        # The step that runs prompts has shapes of its own.
-        if carry.active.is_cuda and carry.prompt is None and step is plain and not isinstance(body, Captured):
-            step = capture(plain, carry)
-        carry, row = _pair(step(carry))
-        rows.append(row)
-        if until is not None and going.all_stopped(carry, count):
-            break
-    return carry, _stacked(rows, steps)
+    with watched(state.runtime.lease):
+        for count in range(1, steps + 1):
+            # The step that runs prompts has shapes of its own.
+            if carry.active.is_cuda and carry.prompt is None and step is plain and not isinstance(body, Captured):
+                step = capture(plain, carry)
+            carry, row = _pair(step(carry))
+            rows.append(row)
+            if until is not None and going.all_stopped(carry, count):
+                break
+        return carry, _stacked(rows, steps)
 
 
 def _plain_step(model: Model) -> Body:

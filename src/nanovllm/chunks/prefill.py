@@ -102,9 +102,8 @@ def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: 
         for i, count in rows:
             prompt, again = counted(done[i], count)
             stats = stats.add(prefill_tokens=prompt, decode_tokens=count - prompt, rerun_tokens=again)
-            start = done[i].num_exact // state.config.page_size
             done[i] = done[i].advance(count)
-            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_exact), done[i].pages.array(), start)
+            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_exact), done[i].pages.array())
 
 
 def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.ndarray) -> None:

@@ -257,7 +257,7 @@ def _scored(
     pool, runs = state.pool, []
     for task, run in zip(tasks, contexts, strict=True):
         filled = run.sequence.advance(run.sequence.todo)
-        pool = pools.insert(pool, filled.tokens.array(0, filled.num_exact), filled.pages.array(), 0)
+        pool = pools.insert(pool, filled.tokens.array(0, filled.num_exact), filled.pages.array())
         again = [] if run.sequence.todo else [run]
         mine = [*again, *(_continuation_run(filled, start, ids) for start, ids in task.continuations if len(ids) > 1)]
         pool = pools.release(pool, filled.pages) if not mine else pool

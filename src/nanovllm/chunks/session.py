@@ -21,6 +21,7 @@ from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state import pool as pools
+from nanovllm.state.device_errors import watched
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import same_memory
 
@@ -131,6 +132,11 @@ def commit(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[Engine
         (True, 'stop')
     """
     state = enter_with(model, state)
+    with watched(state.runtime.lease):
+        return _committed(model, state, carry)
+
+
+def _committed(model: Model, state: EngineState, carry: DecodeCarry) -> tuple[EngineState, list[Generation]]:
     log = log_of(carry)
     ticket = int(log.session)
     session = state.sessions.get(ticket)
@@ -171,6 +177,11 @@ def abandon(state: EngineState, session: DecodeCarry | int) -> EngineState:
         (0, 0)
     """
     state = enter(state)
+    with watched(state.runtime.lease):
+        return _abandoned(state, session)
+
+
+def _abandoned(state: EngineState, session: DecodeCarry | int) -> EngineState:
     carry: DecodeCarry | None = None
     if isinstance(session, int) and not isinstance(session, bool):
         ticket = session

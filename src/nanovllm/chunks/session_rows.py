@@ -23,7 +23,7 @@ from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState, Session
 from nanovllm.state.kv_cache import copy_pages, pages_for
 from nanovllm.state.pool import Pool, Taken
-from nanovllm.state.request import Sequence, TokenLogprobs
+from nanovllm.state.request import Sequence, TokenLogprobs, scores_of
 from nanovllm.state.sequence_pages import frames_of_copies
 from nanovllm.state.vector import IntVector
 from nanovllm.types import Tensor
@@ -49,7 +49,7 @@ def opened(
         InvalidRequestError: Without `to_fill`, the tokens to fill are more than a step can run.
     """
     ticket, size = state.next_id, state.config.page_size
-    lease = SessionLease(session=ticket)
+    lease = SessionLease(session=ticket, engine=state.runtime.lease)
     room = max(s.request.max_len - len(s.tokens) for s in sequences)
     state, sequences = adopt(state, sequences, logits=True)
     if not to_fill and (count := sum(max(1, s.todo) for s in sequences)) > state.config.max_num_batched_tokens:
@@ -239,12 +239,8 @@ def _logprobs(
     """The log-probabilities of a row's tokens, with `num_top` alternatives if `tops` are known. None if the row did not ask for them."""
     if log.logprobs is None or num_top is None:
         return None
-    values = log.logprobs[row, : len(token_ids)].tolist()
-    pairs: list[tuple[tuple[int, float], ...]] = [() for _ in token_ids]
-    if tops is not None:
-        ids, logprobs = (top[: len(token_ids), row, :num_top].tolist() for top in tops)
-        pairs = [tuple(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
-    return [TokenLogprobs(token_id=token, logprob=value, top=top) for token, value, top in zip(token_ids, values, pairs, strict=True)]
+    count, top = len(token_ids), () if tops is None else [each[: len(token_ids), row] for each in tops]
+    return scores_of(count, num_top, log.logprobs[row, :count].detach().cpu().numpy(), *top).entries(token_ids)
 
 
 def _with_sampled(sequence: Sequence, tokens: np.ndarray, going: int, *, split: bool) -> tuple[Sequence, str]:
@@ -260,7 +256,7 @@ def _with_sampled(sequence: Sequence, tokens: np.ndarray, going: int, *, split: 
     count = int(ends[0]) + 1 if len(ends) else count
     if stops is not None:
         for place, token in enumerate(tokens[:count].tolist()):
-            stops = scan(stops, token, request.sampling.stop)
+            stops = scan(stops, [token], request.sampling.stop)
             if stops.found is not None:
                 count = place + 1
                 break

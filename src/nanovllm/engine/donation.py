@@ -2,19 +2,19 @@
 
 import reprlib
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from nanovllm.errors import ForeignChunkError, InvalidRequestError, OutOfPagesError, ReleasedChunkError
+from nanovllm.errors import ForeignChunkError, InvalidRequestError, NanoVLLMError, OutOfPagesError, ReleasedChunkError
 from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
+from nanovllm.state.device_errors import fatal, out_of_memory
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.lease import ModelKey
-from nanovllm.state.pool import Taken
+from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import pages_with
 
@@ -57,16 +57,19 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
     lease.check(state.epoch)
     if model is not None and model_key(model) != lease.model:
         raise InvalidRequestError(f"model {model.name!r} is not the model of this state: pass the model that init_state was given")
-    if not lease.dirty:
-        return state
-    lost, pool, waiting, kept = lease.lost, state.pool, state.waiting, []
+    # The lease stays dirty until a call commits, because the next call must find the same losses if this one fails.
+    return forgotten(state, lease.lost) if lease.dirty else state
+
+
+def forgotten(state: EngineState, lost: frozenset[int]) -> EngineState:
+    """The state without trust in the KV of some pages: sequences that hold them run again. The decode carry is loaded again."""
+    pool, waiting, kept = state.pool, state.waiting, []
     for sequence in (*state.running, *state.waiting):
         if not lost.isdisjoint(sequence.pages):
             pool = pools.release(pool, sequence.pages, sequence.retired)
             waiting = waiting.push(sequence.restart(IntVector.of(), 0))
         elif sequence.request.request_id not in waiting.items:
             kept.append(sequence)
-    # The lease stays dirty until a call commits, because the next call must find the same losses if this one fails.
     return replace(state, pool=pools.forget(pool, lost), running=tuple(kept), waiting=waiting, loaded=None)
 
 
@@ -105,6 +108,12 @@ def commit_state(state: EngineState, **changes) -> EngineState:
     return replace(state, **changes, epoch=state.runtime.lease.advance(state.epoch))
 
 
+def overwritten(pool: Pool, pages: Seq[int], frames: Seq[int]) -> frozenset[int]:
+    """The pages of this pool whose KV is lost if these pages and frames are written."""
+    by_frame = [] if pool.frames is None else pages_with(pool.frames, list(frames))
+    return frozenset([*(page for page in pages if pool.pages.refcount(page)), *by_frame])
+
+
 @contextmanager
 def guarded(state: EngineState) -> Iterator[Taken]:
     """Guard the device work of one call up to its commit, and yield the record of the pages that it takes.
@@ -115,17 +124,19 @@ def guarded(state: EngineState) -> Iterator[Taken]:
 
     Raises:
         OutOfPagesError: The device ran out of memory.
+        EngineDeadError: The device is broken.
         DonatedStateError: Another thread's call has donated the state meanwhile, or works with it.
     """
-    taken, pool = Taken(), state.pool
-    state.runtime.lease.take(state.epoch)
+    taken, lease = Taken(), state.runtime.lease
+    lease.take(state.epoch)
     try:
         yield taken
     except BaseException as error:
-        overwritten = [] if pool.frames is None else pages_with(pool.frames, taken.frames)
-        state.runtime.lease.lose([*(page for page in taken.pages if pool.pages.refcount(page)), *overwritten])
-        if isinstance(error, torch.OutOfMemoryError):
+        lease.lose(overwritten(state.pool, taken.pages, taken.frames))
+        if (cause := fatal(error)) is not None:
+            raise lease.kill(cause) from error
+        if not isinstance(error, NanoVLLMError) and out_of_memory(error):
             raise OutOfPagesError("the device ran out of memory during the call; the state is as it was before") from error
         raise
     finally:
-        state.runtime.lease.give_back()
+        lease.give_back()

@@ -2,26 +2,50 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
+import numpy as np
+
+from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
-from nanovllm.state.request import Metrics, RequestOutput, Sequence, StopScan, TokenLogprobs
-from nanovllm.tokenizer.tokenizer import REPLACEMENT
+from nanovllm.state.request import Metrics, RequestOutput, Scores, Sequence, StopScan, TokenLogprobs, scores_of
+from nanovllm.state.steady import Steady
+from nanovllm.tokenizer.detokenizer import REPLACEMENT
 
 
 def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: float) -> Sequence:
     """The sequence with all its tokens filled, and with `token`, which row `row` sampled, appended."""
     logprobs, stops, filled = sequence.logprobs, sequence.stops, sequence.tokens.length
-    if sequence.request.sampling.logprobs is not None:
-        logprobs = (logprobs, _entry(drawn, row, token, sequence.request.sampling.logprobs))
+    if (num_top := sequence.request.sampling.logprobs) is not None:
+        arrays = (drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
+        logprobs = (logprobs, scores_of(1, num_top, *[None if each is None else each[row : row + 1] for each in arrays]))
     if stops is not None:
-        stops = scan(stops, token, sequence.request.sampling.stop)
+        stops = scan(stops, [*sequence.unread(), token], sequence.request.sampling.stop)
     return Sequence(
         request=sequence.request, tokens=sequence.tokens.append(token), pages=sequence.pages, num_filled=filled,
         most_filled=max(filled, sequence.most_filled), num_cached=sequence.num_cached, first_token=sequence.first_token or now,
         logprobs=logprobs, stops=stops, provenance=sequence.provenance, exact_len=sequence.exact_len, gaps=sequence.gaps,
         retired=sequence.retired, carried=drawn.carried_of(sequence, row),
     )  # fmt: skip
+
+
+def scan_steady(running: Steady, token_ids: np.ndarray) -> tuple[Steady, dict[int, StopScan], dict[int, Exception]]:
+    """Search the rows whose newest tokens, which are `token_ids`, may complete a stop string.
+
+    Returns:
+        The rows with these searches, the searches by row, and the exceptions of those rows that cannot be searched.
+    """
+    scans, failed = dict[int, StopScan](), dict[int, Exception]()
+    for row in running.suspects(token_ids):
+        try:
+            stops = running.stops(row)
+            if stops.may_end_with(int(token_ids[row])):
+                scans[row] = scan(stops, running.reply(row, stops.num_read), running.base[row].request.sampling.stop)
+        except Exception as error:
+            failed[row] = error
+    return (replace(running, scans={**running.scans, **scans}) if scans else running), scans, failed
 
 
 def finish_reason(sequence: Sequence, token: int) -> str | None:
@@ -32,19 +56,28 @@ def finish_reason(sequence: Sequence, token: int) -> str | None:
     return "length" if sequence.tokens.length >= request.max_len else None
 
 
-def scan(stops: StopScan, token: int, strings: Seq[str]) -> StopScan:
-    """Add a token's text and search for a stop string in the text that the reply would have if it ended here.
+def scan(stops: StopScan, tokens: list[int], strings: Seq[str]) -> StopScan:
+    """Add tokens, of which only the last may complete a stop string, and search in the text that the reply would have if it ended here.
 
     Text that the detokenizer holds back counts too, but not its U+FFFD, which later tokens may complete to a character.
     """
-    detokenizer, piece = stops.detokenizer.push([token])
-    text = stops.tail + piece
-    shown = text if piece else text + detokenizer.rest()
-    places = [at for string in strings if (at := (text if REPLACEMENT in string else shown).find(string)) >= 0]
-    begin = max(0, len(text) - max(map(len, strings)) + 1)
+    detokenizer, piece = stops.detokenizer.push(tokens)
+    text, longest = stops.tail + piece, max(map(len, strings))
+    enough = 0 if piece else longest + detokenizer.most_new(tokens)
+    held = detokenizer.rest(enough) if enough else ""
+    places = _places(strings, text, held if held and len(held) >= enough else text + held)
+    if places and held:  # as long as nothing is found, only the end of a held text is read: all of it may be as long as the reply
+        places = _places(strings, text, text + detokenizer.rest())
+    begin = max(0, len(text) - longest + 1)
     return StopScan(
-        detokenizer=detokenizer, tail=text[begin:], start=stops.start + begin, found=stops.start + min(places) if places else None
-    )
+        detokenizer=detokenizer, ends=stops.ends, strings=stops.strings, num_read=stops.num_read + len(tokens), tail=text[begin:],
+        start=stops.start + begin, found=stops.start + min(places) if places else None,
+    )  # fmt: skip
+
+
+def _places(strings: Seq[str], certain: str, shown: str) -> list[int]:
+    """Where stop strings first begin in a text. Those with U+FFFD are searched in the part that is certain."""
+    return [at for string in strings if (at := (certain if REPLACEMENT in string else shown).find(string)) >= 0]
 
 
 def counted(sequence: Sequence, count: int) -> tuple[int, int]:
@@ -68,40 +101,34 @@ def reply_text(model: Model, sequence: Sequence) -> str:
     return model.tokenizer.decode(ids)
 
 
-def result(model: Model, sequence: Sequence, reason: str, now: float) -> RequestOutput:
-    """The output of a finished request."""
+def result(sequence: Sequence, text: str, reason: str, now: float, error: NanoVLLMError | None = None) -> RequestOutput:
+    """The output of a finished request, whose reply has this text."""
     request, generated = sequence.request, sequence.num_generated
-    first = sequence.first_token or now
+    first, token_ids = sequence.first_token or now, sequence.tokens.array(request.num_prompt).tolist()
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=sequence.tokens.array(0, request.num_prompt),
-        token_ids=sequence.tokens.array(request.num_prompt).tolist(),
-        text=reply_text(model, sequence),
+        token_ids=token_ids,
+        text=text,
         finish_reason=reason,
         num_cached_tokens=sequence.num_cached,
-        logprobs=None if request.sampling.logprobs is None else _unroll(sequence.logprobs),
+        logprobs=None if request.sampling.logprobs is None else _entries(sequence.logprobs, token_ids),
         metrics=Metrics(
             time_to_first_token=first - request.arrival,
             total_time=now - request.arrival,
             decode_tokens_per_second=(generated - 1) / (now - first) if generated > 1 and now > first else 0.0,
         ),
+        error=error,
     )
 
 
-def _entry(drawn: Drawn, row: int, token: int, num_top: int) -> TokenLogprobs:
-    """The log-probabilities of one sampled token and of the `num_top` most probable ones."""
-    logprob = float("nan") if drawn.logprobs is None else float(drawn.logprobs[row])
-    entry = TokenLogprobs(token_id=token, logprob=logprob)
-    if num_top and drawn.top_ids is not None and drawn.top_logprobs is not None:
-        pairs = zip(drawn.top_ids[row, :num_top].tolist(), drawn.top_logprobs[row, :num_top].tolist(), strict=True)
-        entry = replace(entry, top=tuple(pairs))
-    return entry
-
-
-def _unroll(entries: tuple | None) -> list[TokenLogprobs]:
-    """The entries of a linked list, oldest first."""
-    newest_first = []
-    while entries is not None:
-        entries, entry = entries
-        newest_first.append(entry)
-    return newest_first[::-1]
+def _entries(scores: tuple[Any, Scores] | None, token_ids: list[int]) -> list[TokenLogprobs]:
+    """The log-probabilities of a reply's tokens from a linked list, newest first."""
+    parts = list[Scores]()
+    while scores is not None:
+        scores, part = scores
+        parts.append(part)
+    entries, tokens = list[TokenLogprobs](), iter(token_ids)
+    for part in reversed(parts):
+        entries += part.entries(list(islice(tokens, part.num_tokens)))
+    return entries

@@ -23,7 +23,6 @@ from nanovllm.state.request import Request, Sequence, StopScan
 from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import least_frames, num_retired
-from nanovllm.tokenizer.tokenizer import Detokenizer
 
 
 @explain_unknown_keywords
@@ -149,7 +148,7 @@ def new_sequence(
     )
     if params.stop and model.tokenizer is None:
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, but this model has none: use stop_token_ids")
-    stops = StopScan(detokenizer=Detokenizer.of(model.tokenizer)) if params.stop and model.tokenizer is not None else None
+    stops = StopScan.of(model.tokenizer, params.stop) if params.stop and model.tokenizer is not None else None
     sequence = begin_sequence(request, resolved.tokens, resolved.base, stops)
     if (frames := state.pool.frames) is not None and not keep:
         retired = num_retired(sequence.num_filled, num_prompt, frames.window, state.config.page_size)

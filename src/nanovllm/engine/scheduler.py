@@ -2,7 +2,12 @@
 
 Requests are served in order of arrival. Each step first runs one token of every decoding sequence, then fills the rest of its token budget
 with prompts, in pieces. If the pool is full, the youngest running sequence gives up its pages and returns to the front of the queue. So
-the oldest sequence always advances, and every workload ends whose requests fit one at a time.
+the oldest sequence always advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so
+a request is admitted only if those that run can grow beside it for a while (`can_grow`).
+
+Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
+does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
+with it than it has filled is admitted later, by the step that ends it.
 """
 
 from bisect import bisect
@@ -19,10 +24,13 @@ from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.pool_sizes import LOOKAHEAD
 from nanovllm.state.request import Queue, Sequence
-from nanovllm.state.sequence_pages import frames_of_copies, give_up_pages, reserve, shares_tail, worth_taking, written_pages
+from nanovllm.state.sequence_pages import frames_of_copies, give_up_pages, num_busy, reserve, shares_tail, worth_taking, written_pages
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
+
+HORIZON = 128  # tokens for which a request and those that run must be able to grow before it is admitted
+SHARE = 64  # in a small pool fewer: its tokens, divided by this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,7 +38,7 @@ class Plan:
     """The work of one step, and the values after it.
 
     Attributes:
-        pool: The pool after the step's allocations.
+        pool: The pool after the step. Its index has the pages that `prefill` fills, so the step must run all of it or drop this pool.
         running: The running sequences.
         waiting: The queue.
         decode: Sequences that run one token each.
@@ -69,24 +77,27 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
     """Choose the tokens of one step and find pages for them. The arguments do not change."""
     draft = _Draft(pool, list(running), waiting, config)
     draft.retire()
-    decoding = [s for s in draft.running if s.todo <= 1]
+    # More than the budget can decode only after it was lowered. The youngest of them then wait, with their pages.
+    decoding = [s for s in draft.running if s.todo <= 1][: config.max_num_batched_tokens]
     budget = config.max_num_batched_tokens - len(decoding)
-    if budget < 0:  # impossible: all of them ran within the budget of an earlier step
-        raise BrokenInvariantError(f"{len(decoding)} sequences decode, but a step runs at most {config.max_num_batched_tokens} tokens")
     chosen = draft.place_decode(decoding) if decoding else set[int]()
     prefill: dict[int, int] = {}
     for sequence in [s for s in draft.running if s.todo > 1]:
         if budget and (count := draft.place_prefill(sequence, budget)):
-            prefill[sequence.request.request_id] = count
+            prefill[_id(sequence)] = count
             budget -= count
+    draft.offer([(s, prefill[_id(s)]) for s in draft.running if _id(s) in prefill] if prefill else ())
     while budget and draft.may_admit():
-        sequence = draft.admit()
+        admitted = draft.admit(budget)
+        if admitted is None:
+            break
+        sequence, count = admitted
         if sequence.todo <= 1:
-            if draft.make_room(sequence, sequence.num_filled + sequence.todo):
-                chosen.add(sequence.request.request_id)
-                budget -= 1
-        elif count := draft.place_prefill(sequence, budget):
-            prefill[sequence.request.request_id] = count
+            chosen.add(_id(sequence))
+            budget -= 1
+        else:
+            prefill[_id(sequence)] = count
+            draft.offer([admitted])
             budget -= count
     return draft.finish(chosen, prefill)
 
@@ -96,8 +107,8 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
 
     Returns:
         None if there are no such steps: a request could be admitted, or a page to write is missing or shared. The same holds if a
-        sequence has a prompt, tokens lost to preemption, stop strings, log-probabilities, or tensors of `process_logits`. A sequence
-        that has all its pages does not limit the others.
+        sequence has a prompt, tokens lost to preemption, or tensors of `process_logits`. A sequence that has all its pages does not limit
+        the others.
     """
     size, steps = config.page_size, config.max_model_len
     if not running or len(running) > config.max_num_batched_tokens:
@@ -105,8 +116,6 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
     for s in running:
         filled, request, room = s.num_filled, s.request, s.pages.length * size
         if s.todo != 1 or filled < request.num_prompt or filled < s.most_filled:
-            return None
-        if s.stops is not None or request.sampling.logprobs is not None:
             return None
         if request.process_logits is not None and request.process_logits.init is not None:
             return None
@@ -202,17 +211,31 @@ class _Draft:
 
     def place_prefill(self, sequence: Sequence, budget: int) -> int:
         """The number of prompt tokens that run in this step, within budget and pool; the oldest sequence gets at least one."""
-        at = self.find(sequence)
-        if at is None:
+        if self.find(sequence) is None:
             return 0
-        sequence = self.running[at]
+        count = self.fitting(sequence, budget)
+        return count if self.make_room(sequence, sequence.num_filled + count) else 0
+
+    def fitting(self, sequence: Sequence, budget: int) -> int:
+        """The number of tokens that budget and pool allow a sequence to run now: at least one, if it has any left."""
         size, count = self.config.page_size, min(sequence.todo, budget)
         spare = self.pool.num_available - shares_tail(self.pool, sequence, size)
         if self.pool.frames is not None:  # a prompt soon gives back frames outside its window; leave some to decoding sequences
             spare -= min(len(self.running) - 1, spare // 2)
         fits = (len(sequence.pages) + spare) * size - sequence.num_filled
-        count = min(count, max(1, fits))
-        return count if self.make_room(sequence, sequence.num_filled + count) else 0
+        return min(count, max(1, fits))
+
+    def offer(self, prefill: Seq[tuple[Sequence, int]]) -> None:
+        """Index the pages that these prompts fill in this step.
+
+        Requests that are admitted later in the step begin with them. Three rules make that safe. The prompts of a step run in one pass, and
+        in each layer the KV of all of them is written before any is read. Sequences that decode run after this pass. No sequence is
+        preempted after its pages were offered: a step that preempted admits nothing, and an admission preempts nobody.
+        """
+        for sequence, count in prefill:
+            require_writable(self.pool.pages, written_pages(sequence, count, self.config.page_size))
+            grown = sequence.advance(count)
+            self.pool = pools.insert(self.pool, grown.tokens.array(0, grown.num_exact), grown.pages.array())
 
     def make_room(self, sequence: Sequence, length: int) -> bool:
         """Reserve pages, preempting the youngest sequences first. False if `sequence` itself was preempted or is stuck."""
@@ -267,8 +290,10 @@ class _Draft:
         first = self.waiting.first()
         if first is None or len(self.running) >= self.config.max_num_seqs or self.num_preempted or self.stuck:
             return False
-        if not self.running:
-            return True
+        return not self.running or (self.fits(first) and self.can_grow(first))
+
+    def fits(self, first: Sequence) -> bool:
+        """Whether there are pages for all tokens of a waiting request and the next one."""
         # This first estimate counts reusable pages of the index as missing. The lookup below is more expensive.
         wanted = pages_for(first.tokens.length + 1, self.config.page_size)
         if wanted - len(first.pages) <= self.pool.num_available:
@@ -280,6 +305,26 @@ class _Draft:
         missing = wanted - max(len(matched), len(first.pages))
         idle = int(np.count_nonzero(self.pool.pages.owners(matched) == 1))
         return missing <= free - idle
+
+    def can_grow(self, first: Sequence) -> bool:
+        """Whether the running sequences and this request can all grow for `HORIZON` tokens without preemption.
+
+        The most pages are held right before a sequence reaches its limit. Then it gives back those that it did not get from others.
+        """
+        size, num_pages = self.config.page_size, self.config.num_pages
+        horizon, rows = min(HORIZON, num_pages * size // SHARE), [*self.running, first]
+        spare = (
+            self.pool.pages.num_free + self.pool.prefix.num_idle
+        )  # a sequence needs frames for its windows only, so it seldom needs more
+        if not horizon or len(rows) * (horizon // size + 1) + pages_for(first.tokens.length, size) <= spare:
+            return True
+        facts = np.array([(s.request.max_len - s.tokens.length, s.tokens.length, s.pages.length, s.num_cached) for s in rows])
+        facts[-1, 2] = max(first.pages.length, num_busy(self.pool, self.reusable(first)[0]))
+        left, length, held, cached = facts[facts[:, 0].argsort()].T
+        given_back, count = np.cumsum(held - cached // size), np.arange(len(rows), 0, -1)
+        grown = (length[::-1].cumsum()[::-1] + np.minimum(left, horizon) * count) / size + count / 2  # half of a last page is empty
+        more = grown - held[::-1].cumsum()[::-1]  # pages that each sequence and those that stay longer than it take
+        return bool((more[1:] - given_back[:-1]).max(initial=more[0]) <= spare)
 
     def reusable(self, sequence: Sequence) -> tuple[np.ndarray, int]:
         """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
@@ -299,11 +344,17 @@ class _Draft:
         have = max(len(matched) - retired, len(sequence.pages) - sequence.retired)
         return wanted - have <= frames.num_available - int(spare)
 
-    def admit(self) -> Sequence:
-        """Move the oldest waiting request to the running ones, over pages of the index if they save more than its own."""
+    def admit(self, budget: int) -> tuple[Sequence, int] | None:
+        """Move the oldest waiting request to the running ones, over pages of the index if they save more than its own.
+
+        Returns:
+            The sequence, and how many of its tokens run in this step. None if the pool has too few pages after all; then the request waits,
+            unless nothing else runs.
+        """
         sequence = self.waiting.first()
         if sequence is None:
             raise BrokenInvariantError("admit was called with an empty queue")
+        before = self.pool, self.waiting, self.num_reused
         self.waiting = self.waiting.pop(_id(sequence))
         matched, retired = self.reusable(sequence)
         if worth_taking(self.pool, matched, sequence, self.config.page_size):
@@ -314,8 +365,17 @@ class _Draft:
         self.num_reused += max(0, reused - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else reused
         sequence = replace(sequence, most_filled=max(sequence.most_filled, reused), num_cached=cached)
-        self.running.insert(bisect(self.running, _id(sequence), key=_id), sequence)
-        return sequence
+        at = bisect(self.running, _id(sequence), key=_id)
+        self.running.insert(at, sequence)
+        count = self.fitting(sequence, budget)
+        length = sequence.num_filled + count
+        if len(self.running) == 1:
+            return (self.running[at], count) if self.make_room(sequence, length) else None
+        if self.reserve(at, length):
+            return self.running[at], count
+        del self.running[at]
+        self.pool, self.waiting, self.num_reused = before
+        return None
 
     def find(self, sequence: Sequence) -> int | None:
         """The index of a sequence in `running`, or None."""
@@ -332,8 +392,6 @@ class _Draft:
         by_id = {_id(s): s for s in self.running} if prefill else {}
         prompts = tuple((by_id[rid], count) for rid, count in prefill.items() if rid in by_id)
         require_writable(pool.pages, [s.pages[s.num_filled // size] for s in decode if s.todo])
-        for sequence, count in prompts:
-            require_writable(pool.pages, written_pages(sequence, count, size))
         return Plan(
             pool=pool,
             running=tuple(self.running),

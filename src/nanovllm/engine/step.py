@@ -11,20 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from immutables import Map
 
 from nanovllm.engine.donation import commit_state, enter_with, guarded
-from nanovllm.engine.output import counted, draw_token, finish_reason, result
+from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, recovered, relaxed, step_limits, unsearchable
+from nanovllm.engine.output import counted, finish_reason, scan_steady
 from nanovllm.engine.scheduler import Plan, schedule, steady
-from nanovllm.errors import OutOfPagesError
+from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn, executor_of
 from nanovllm.models.model import Model
-from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState, copy_pages
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence, StepOutput
-from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.steady import Steady
 
 
@@ -41,10 +39,11 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
 
     Returns:
         The next state, and one output per request that sampled a token or ended. The list is empty if only prompts advanced, or if no
-        request is left.
+        request is left. A request that fails ends with `finish_reason` `"error"` and an `error`: an `OutOfPagesError` if live chunks leave
+        it without pages, or if the device has no memory for even one of its tokens, else a `RequestFailedError`. The others go on.
 
     Raises:
-        OutOfPagesError: Live chunks leave the only remaining request without pages, or the device ran out of memory.
+        EngineDeadError: The device is broken.
         DonatedStateError: `state` was donated to a later call.
         InvalidRequestError: `model` is not the model of this state.
 
@@ -65,31 +64,51 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
 
 
 def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineState, list[StepOutput]]:
-    """A step without lease and commit, for `step` and `generate_many`. Pages that it takes are noted in `taken`."""
-    if not state.running and not state.waiting:
-        return state, []
+    """A step without lease and commit, for `step` and `generate_many`. Pages that it takes are noted in `taken`.
+
+    An exception that belongs to requests ends these, and the step is tried again with the others.
+    """
+    outputs, shortages = [], state.stats.memory_shortages
+    while state.running or state.waiting:
+        attempt = Attempt()
+        try:
+            after, more = _attempted(model, state, taken, attempt)
+        except Exception as error:
+            if (without := recovered(model, state, error, attempt)) is None:
+                raise
+        else:
+            if after.token_budget is not None and after.stats.memory_shortages == shortages:
+                after = relaxed(after)
+            return after, [*outputs, *more] if outputs else more
+        state, failed, again = without
+        outputs += failed
+        if not again:
+            break
+    return state, outputs
+
+
+def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt) -> tuple[EngineState, list[StepOutput]]:
+    """A step that raises whatever a pass over the device raises. Sampled tokens that cannot be post-processed end their requests."""
     if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
         loaded, decoded = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded)
-    plan = schedule(state.pool, tuple(state.running), state.waiting, state.config)
-    for sequence in plan.stuck:
-        if not sequence.num_generated:
-            raise OutOfPagesError(
-                f"request {sequence.request.request_id} has {sequence.tokens.length} tokens, but live chunks leave it only "
-                f"{plan.pool.num_available} of {state.config.num_pages} pages: release chunks, or cancel the request"
-            )
+    limits = step_limits(state)
+    plan = schedule(state.pool, tuple(state.running), state.waiting, limits)
+    attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded = None, None, None
     if plan.prefill:
+        attempt.stage = "prefill"
         prefilled, kv = executor_of(state).prefill(model, kv, plan.prefill, frames=plan.pool.frames)
     if plan.decode:
+        attempt.stage = "decode"
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
         # The device already runs the step, so this work on the host overlaps it.
-        if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, state.config)) is not None:
+        if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, limits)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
     return _finish_step(model, state, plan, kv, prefilled, loaded, decoded)
 
@@ -101,13 +120,16 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
     """
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
     outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
-    after = running.after(decoded.token_ids.astype(np.int32))
-    if rows := after.ending(tokens):
+    token_ids = decoded.token_ids.astype(np.int32, copy=False)
+    after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
+    after, scans, failed = (after, {}, {}) if after.ends is None else scan_steady(after, token_ids)
+    if rows := sorted({*after.ending(tokens, scans), *failed}):
         gone, after = after.part(rows)
         for row, sequence in zip(rows, gone, strict=True):
-            reason = finish_reason(sequence, tokens[row]) or "length"
-            outputs[row] = outputs[row]._replace(finish_reason=reason, output=result(model, sequence, reason, now))
-            pool, kept = _end(pool, kept, sequence)
+            token, reason = tokens[row], finish_reason(sequence, tokens[row]) or "length"
+            error = unsearchable(sequence, token, failed[row]) if row in failed else None
+            outputs[row] = last_output(model, sequence, (token,), reason, now, error)
+            pool, kept = ended(pool, kept, sequence)
         if isinstance(after, Steady):
             after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
     unused = executor_of(state).take_discarded_count()
@@ -146,9 +168,10 @@ def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
 
 
 def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
-    """Append the sampled tokens, end finished requests, index filled pages, and count the tokens that ran."""
-    now, pool, page_size = time.perf_counter(), plan.pool, state.config.page_size
+    """Append the sampled tokens, end finished requests, and count the tokens that ran."""
+    now, pool = time.perf_counter(), plan.pool
     moved: dict[int, tuple[Sequence, int | None]] = {}  # by request id: the new sequence, and the token that it sampled
+    failed: dict[int, NanoVLLMError] = {}  # by request id: why the token could not be searched for stop strings
     prompt_run = reply_run = rerun = 0
     first_tokens = iter([] if prefilled is None else enumerate(prefilled.token_ids.tolist()))
     for sequence, count in plan.prefill:
@@ -156,11 +179,10 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
         prompt, again = counted(sequence, count)
         prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
         grown = sequence.advance(count)
-        pool = pools.insert(pool, grown.tokens.array(0, grown.num_exact), grown.pages.array(), sequence.num_exact // page_size)
         token = None
         if prefilled is not None and count == sequence.todo:
             row, token = next(first_tokens)
-            grown = draw_token(grown, token, prefilled, row, now)
+            grown = draw(grown, token, prefilled, row, now, failed)
         moved[rid] = grown, token
     if decoded is not None:
         reply_run += len(plan.decode)
@@ -168,7 +190,7 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
             prompt, again = counted(sequence, 1)
             if prompt or again:
                 prompt_run, reply_run, rerun = prompt_run + prompt, reply_run - prompt, rerun + again
-            moved[sequence.request.request_id] = draw_token(sequence, token, decoded, row, now), token
+            moved[sequence.request.request_id] = draw(sequence, token, decoded, row, now, failed), token
     running, kept, outputs = [], state.kept, []
     for sequence in plan.running:
         rid = sequence.request.request_id
@@ -176,18 +198,17 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
         if token is None:
             running.append(grown)
             continue
-        reason = finish_reason(grown, token)
+        reason = "error" if rid in failed else finish_reason(grown, token)
         if reason is None:
             running.append(grown)
             outputs.append(StepOutput(rid, (token,)))
             continue
-        output = result(model, grown, reason, now)
-        outputs.append(StepOutput(rid, (token,), reason, output))
-        pool, kept = _end(pool, kept, grown)
+        outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid)))
+        pool, kept = ended(pool, kept, grown)
     for sequence in plan.stuck:
-        rid, output = sequence.request.request_id, result(model, sequence, "length", now)
-        outputs.append(StepOutput(rid, (), "length", output))
-        pool, kept = _end(pool, kept, sequence)
+        error = None if sequence.num_generated else out_of_pages(sequence, plan.pool)
+        outputs.append(last_output(model, sequence, (), "length", now, error))
+        pool, kept = ended(pool, kept, sequence)
     unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(
         prefill_tokens=prompt_run,
@@ -199,10 +220,3 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
     )
     state = replace(state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded)
     return state, outputs
-
-
-def _end(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool, Map[int, Sequence]]:
-    """Give up the pages of an ended sequence, or keep the sequence if its request asked for that."""
-    if sequence.request.keep:
-        return pool, kept.set(sequence.request.request_id, sequence)
-    return give_up_pages(pool, sequence), kept

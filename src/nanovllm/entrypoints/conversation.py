@@ -107,7 +107,7 @@ def turn(
             for out in outputs:
                 first = first if token_ids else time.perf_counter()
                 token_ids.extend(out.token_ids)
-                output = out.output
+                output, error = out.output, None if out.error is None else str(out.error)
                 if output is None:
                     stream, piece = stream.push(out.token_ids)
                     show(piece)

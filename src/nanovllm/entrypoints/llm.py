@@ -3,6 +3,7 @@
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from immutables import Map
 
 from nanovllm.engine.donation import enter
+from nanovllm.engine.failures import request_error
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.prompt import Context, is_ids
 from nanovllm.engine.requests import cancel, new_sequence, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.process import uninterrupted
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
@@ -40,7 +42,7 @@ class Piece:
     Attributes:
         text: The new text. The texts of all pieces together are the reply.
         token_ids: The new tokens.
-        finish_reason: "stop" or "length" in the last piece, otherwise None.
+        finish_reason: "stop" or "length" in the last piece, otherwise None. A reply that fails ends with an exception.
         output: In the last piece the result that `generate` would return, otherwise None.
 
     Examples:
@@ -184,11 +186,12 @@ class LLM:
                 use `nv.generate_many`.
 
         Returns:
-            One output per prompt, in the same order.
+            One output per prompt, in the same order. A request that fails has `finish_reason` `"error"`, an `error`, and the text until
+            then. The others are whole.
 
         Raises:
             InvalidRequestError: A prompt or an option is invalid; nothing is queued.
-            OutOfPagesError: Live chunks leave a request without pages, or the device ran out of memory.
+            EngineDeadError: The device is broken.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
             ReleasedChunkError: A chunk in a prompt was released.
             ForeignChunkError: A chunk in a prompt belongs to another engine.
@@ -200,10 +203,7 @@ class LLM:
             >>> [out.text for out in outputs]
             [' is the national animal of Poner', ', a boy named Jonas lived in a']
         """
-        contexts = as_batch(prompts)
-        params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params] * len(contexts)
-        if len(params) != len(contexts):
-            raise InvalidRequestError(f"{len(contexts)} prompts and {len(params)} sampling_params: pass one for all, or one per prompt")
+        contexts, params = with_params(prompts, sampling_params)
         ids: list[int] = []
         try:
             with uninterrupted():
@@ -243,7 +243,9 @@ class LLM:
 
         Raises:
             InvalidRequestError: The prompt or an option is invalid; raised at once.
-            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory; raised while reading.
+            OutOfPagesError: Live chunks leave the request without pages, or the device has no memory for it; raised while reading.
+            RequestFailedError: `process_logits` fails, or the reply cannot be decoded; raised while reading. Other requests go on.
+            EngineDeadError: The device is broken.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
             ReleasedChunkError: A chunk in the prompt was released.
             ForeignChunkError: A chunk in the prompt belongs to another engine.
@@ -281,7 +283,9 @@ class LLM:
 
         Raises:
             InvalidRequestError: A message is invalid, the model has no usable chat template, or the prompt is too long.
-            OutOfPagesError: Live chunks leave the request without pages, or the device ran out of memory.
+            OutOfPagesError: Live chunks leave the request without pages, or the device has no memory for it.
+            RequestFailedError: `process_logits` fails, or the reply cannot be decoded.
+            EngineDeadError: The device is broken.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
 
         Examples:
@@ -292,7 +296,8 @@ class LLM:
             'Hello! How can I help you?'
         """
         tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)
-        return self.generate([tokens], sampling_params, process_logits=process_logits)[0]
+        (output,) = self.generate([tokens], sampling_params, process_logits=process_logits)
+        return whole(output)
 
     @explain_unknown_keywords
     def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:
@@ -330,13 +335,11 @@ class LLM:
             while True:
                 output = self.inbox.get(ids[0])
                 if output is not None:
-                    yield Piece(
-                        text=text.end(output.text), token_ids=output.token_ids[seen:], finish_reason=output.finish_reason, output=output
-                    )
+                    yield last_piece(text, seen, whole(output))
                     return
                 if token_ids := self._drawn(ids[0], seen):
                     seen += len(token_ids)
-                    text, piece = text.push(token_ids)
+                    text, piece = pushed(text, token_ids, ids[0])
                     yield Piece(text=piece, token_ids=token_ids)
                 else:
                     self._step()
@@ -362,8 +365,9 @@ class LLM:
         with uninterrupted():
             inbox = self.inbox.mutate()
             for i in ids:
-                if inbox.pop(i, None) is None and _sequence(self.state, i) is not None:
-                    self.state = cancel(self.state, i)
+                if inbox.pop(i, None) is None and sequence_of(self.state, i) is not None:
+                    with suppress(EngineDeadError):  # which the call has raised
+                        self.state = cancel(self.state, i)
             self.inbox = inbox.finish()
 
     def _drawn(self, request_id: int, seen: int = 0) -> list[int]:
@@ -372,7 +376,10 @@ class LLM:
         Raises:
             InvalidRequestError: The state does not have the request.
         """
-        sequence = _sequence(self.state, request_id)
+        running = self.state.running
+        if isinstance(running, Steady) and (row := _row(running, request_id)) is not None:
+            return running.reply(row, seen)
+        sequence = sequence_of(self.state, request_id)
         if sequence is None:
             raise InvalidRequestError(f"request {request_id} was cancelled, or ran its last step, outside of this LLM's calls")
         return sequence.tokens.array(sequence.request.num_prompt + seen).tolist()
@@ -383,17 +390,58 @@ class LLM:
             self._drawn(min(waited))
 
 
-def _sequence(state: EngineState, request_id: int) -> Sequence | None:
-    """The sequence of a request that waits or runs, or None. A search by halves: running sequences are in the order of their ids."""
+def sequence_of(state: EngineState, request_id: int) -> Sequence | None:
+    """The sequence of a request that waits or runs, or None."""
     if request_id in state.waiting.items:
         return state.waiting.items[request_id]
-    running = state.running
+    row = _row(state.running, request_id)
+    return None if row is None else state.running[row]
+
+
+def _row(running: tuple[Sequence, ...] | Steady, request_id: int) -> int | None:
+    """The row of a running request, or None. A search by halves: running sequences are in the order of their ids."""
     if isinstance(running, Steady):
         row = bisect_left(running.ids, request_id)
-    else:
-        row = bisect_left(running, request_id, key=lambda sequence: sequence.request.request_id)
-    found = running[row] if row < len(running) else None
-    return found if found is not None and found.request.request_id == request_id else None
+        return row if running.ids[row : row + 1] == (request_id,) else None
+    row = bisect_left(running, request_id, key=lambda sequence: sequence.request.request_id)
+    return row if row < len(running) and running[row].request.request_id == request_id else None
+
+
+def pushed(text: TextStream, token_ids: list[int], request_id: int) -> tuple[TextStream, str]:
+    """`text.push(token_ids)`, for a request.
+
+    Raises:
+        RequestFailedError: The tokens cannot be decoded.
+    """
+    try:
+        return text.push(token_ids)
+    except Exception as error:
+        raise request_error(request_id, RequestFailedError, "its tokens cannot be decoded", error) from error
+
+
+def last_piece(text: TextStream, num_seen: int, output: RequestOutput) -> Piece:
+    """The piece that ends a reply of which `num_seen` tokens went into `text`."""
+    return Piece(text=text.end(output.text), token_ids=output.token_ids[num_seen:], finish_reason=output.finish_reason, output=output)
+
+
+def with_params(prompts: Any, sampling_params: Any) -> tuple[list[Context], list[SamplingParams | None]]:
+    """The prompts as a list, and the options of each.
+
+    Raises:
+        InvalidRequestError: There are several options, and not one per prompt.
+    """
+    contexts = as_batch(prompts)
+    params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params] * len(contexts)
+    if len(params) != len(contexts):
+        raise InvalidRequestError(f"{len(contexts)} prompts and {len(params)} sampling_params: pass one for all, or one per prompt")
+    return contexts, params
+
+
+def whole(output: RequestOutput) -> RequestOutput:
+    """The output of a request. Raises its error if it failed."""
+    if output.error is not None:
+        raise output.error
+    return output
 
 
 def as_batch(prompts: Any) -> list[Context]:

@@ -29,8 +29,9 @@ from nanovllm.executor.capture_checks import (
 from nanovllm.executor.captured_step import recording
 from nanovllm.executor.carry import with_static_addresses
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.executor.fresh_carry import log_of, note, require_fresh, require_room
+from nanovllm.executor.fresh_carry import engine_of, log_of, note, require_fresh, require_room
 from nanovllm.executor.session_lease import Place, SessionLease
+from nanovllm.state.device_errors import watched
 from nanovllm.types import Tensor, function_name
 
 
@@ -138,7 +139,7 @@ class Captured:
         log, own = log_of(carry), log_of(self._carry)
         num_steps = require_fresh(log)
         require_room(log, num_steps, self._advanced)
-        with torch.cuda.device(self._device):
+        with watched(engine_of(log)), torch.cuda.device(self._device):
             if not self._owns(carry):
                 self._take(carry)
             if inputs or self._inputs:

@@ -14,10 +14,11 @@ from nanovllm import models
 from nanovllm.config import ModelConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput, TokenLog
-from nanovllm.executor.fresh_carry import note, require_carry, require_fresh, require_room
+from nanovllm.executor.fresh_carry import engine_of, note, require_carry, require_fresh, require_room
 from nanovllm.ops.elementwise.decode_rows import next_places
 from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar, mapped, process, require_logits
 from nanovllm.sampling.sampler import Sampled, record, sample
+from nanovllm.state.device_errors import watched
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Int32, Int64, Tensor, brief, writable
 
@@ -56,6 +57,7 @@ def decode_step(
             If the step is not traced: a token id is not in the vocabulary (on a CPU; on a GPU the nearest one is taken), or the carry has
             seen `room` steps, so its rows have no pages for another one.
         DonatedStateError: The carry was donated to an earlier step, or committed.
+        EngineDeadError: The device is broken. Traced code raises the error of torch.
 
     Examples:
         >>> state, carry = nv.begin(model, state, ["Once upon a time"], nv.SamplingParams(temperature=0), room=3)
@@ -65,9 +67,18 @@ def decode_step(
         >>> reply.text
         ', a boy'
     """
+    if torch.compiler.is_compiling():
+        return _stepped(params, carry, config, process_logits, token_ids, forward)
+    require_carry(carry)
+    with watched(engine_of(carry.log)):
+        return _stepped(params, carry, config, process_logits, token_ids, forward)
+
+
+def _stepped(
+    params: Any, carry: DecodeCarry, config: ModelConfig, process_logits: Any, token_ids: Tensor | None, forward: Callable[..., Any] | None
+) -> tuple[DecodeCarry, DecodeOutput]:
     num_steps = None
     if not torch.compiler.is_compiling():
-        require_carry(carry)
         _require_function(process_logits)
         if forward is None and not isinstance(params, models.Params):
             raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params: pass model.params")

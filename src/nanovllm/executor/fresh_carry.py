@@ -5,6 +5,8 @@ from typing import Any
 
 from nanovllm.errors import DonatedStateError, InvalidRequestError
 from nanovllm.executor.decode_carry import DecodeCarry, TokenLog
+from nanovllm.state.device_errors import watched
+from nanovllm.state.lease import Lease
 from nanovllm.types import Tensor
 
 
@@ -22,18 +24,27 @@ def log_of(carry: Any) -> TokenLog:
     return carry.log
 
 
+def engine_of(log: TokenLog | None) -> Lease | None:
+    """The lease of the engine of a session, or None."""
+    return None if log is None or log.lease is None else log.lease.engine
+
+
 def require_fresh(log: TokenLog) -> int:
     """Return how many steps the carry of this log has seen. Waits for the device only if the host does not know the carry.
 
     Raises:
         DonatedStateError: The carry was donated to a step, or committed.
+        EngineDeadError: The device is broken.
     """
     lease = log.lease
+    if (engine := engine_of(log)) is not None:
+        engine.require_alive()
     if lease is not None and not lease.committed and lease.knows(log.num_steps, _counters(log)):
         return lease.num_steps
     if lease is not None and not lease.committed and lease.outdated(log.num_steps):
         raise DonatedStateError(f"this carry of session {lease.session} was donated to a captured function: use the carry that it returned")
-    ran, num_steps = int(log.ran), int(log.num_steps)
+    with watched(engine):
+        ran, num_steps = int(log.ran), int(log.num_steps)
     if lease is not None and lease.committed:
         ran = -1
     if ran != num_steps:

@@ -9,7 +9,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.sampling.process_logits import LogitsProcessor, Processing, first_carried, process, processing_of, require_alike, tokens_of
+from nanovllm.sampling.process_logits import (
+    LogitsProcessor,
+    Processing,
+    blamed,
+    first_carried,
+    process,
+    processing_of,
+    require_alike,
+    tokens_of,
+)
 from nanovllm.state.request import Sequence
 from nanovllm.types import Tensor
 
@@ -64,11 +73,13 @@ def _carried(rows: Seq[Sequence], places: list[int], processor: LogitsProcessor,
     fresh = [place for place in places if place not in values]
     if fresh or not places:  # for a batch of padding, one row says what the tensors are like
         ids = [rows[place].tokens.array() for place in fresh] or [np.zeros(1, np.int32)]
-        tree = first_carried(processor, tokens_of(ids, width, device))
+        with blamed(processor, [rows[place].request.request_id for place in fresh]):
+            tree = first_carried(processor, tokens_of(ids, width, device))
         values |= {place: CarriedRow(tree=tree, row=row).value() for row, place in enumerate(fresh or [0])}
     first = next(iter(values.values()))
-    for value in values.values():
-        require_alike(processor, value, first)
+    for place, value in values.items():
+        with blamed(processor, [rows[place].request.request_id] if rows else []):
+            require_alike(processor, value, first)
     none = pytree.tree_map(torch.zeros_like, first)
     trees = [values.get(place, none) for place in range(size)]
     return pytree.tree_map(lambda *each: torch.stack(each), *trees)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from nanovllm.state.lease import Lease
 from nanovllm.types import Tensor
 
 
@@ -28,6 +29,7 @@ class SessionLease:
         num_steps: The steps that the newest known carry has seen.
         committed: Whether the session was committed.
         checked: False for carries that are being recorded in a CUDA graph, when nothing may wait for the device.
+        engine: The lease of the engine, which knows whether the device is broken.
         place: Where the session's newest carry is, or would be if its first carry were captured.
     """
 
@@ -35,6 +37,7 @@ class SessionLease:
     num_steps: int = 0
     committed: bool = False
     checked: bool = True
+    engine: Lease | None = None
     place: Place = field(default_factory=Place)
     _newest: "weakref.ref[Tensor] | None" = None
     _version: int | None = 0

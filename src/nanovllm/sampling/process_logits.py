@@ -4,7 +4,8 @@ Shapes: B rows of a step; V vocabulary; W the most tokens that a row can have.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,6 +138,25 @@ def as_processor(process_logits: Any) -> LogitsProcessor | None:
     return processor
 
 
+class Culprit(str):
+    """A note on an exception: which processor raised it, and for which requests (none: for all that it serves)."""
+
+    processor: LogitsProcessor
+    request_ids: tuple[int, ...]
+
+
+@contextmanager
+def blamed(processor: LogitsProcessor, request_ids: Sequence[int] = ()) -> Iterator[None]:
+    """Add a `Culprit` to the notes of an exception that the block raises."""
+    try:
+        yield
+    except Exception as error:
+        note = Culprit(f"in process_logits {function_name(processor.function)}")
+        note.processor, note.request_ids = processor, tuple(request_ids)
+        error.add_note(note)
+        raise
+
+
 def process(
     logits: Float[Tensor, "B V"], tokens: TokensSoFar, processing: Sequence[Processing]
 ) -> tuple[Float[Tensor, "B V"], tuple[Processing, ...]]:
@@ -151,7 +171,11 @@ def process(
             return process(logits.clone(), tokens, processing)
     after = []
     for one in processing:
-        new, carried = _called(one, logits, tokens)
+        if torch.compiler.is_compiling():
+            new, carried = _called(one, logits, tokens)
+        else:
+            with blamed(one.processor):
+                new, carried = _called(one, logits, tokens)
         if one.uses is not None:
             uses = one.uses
             new = torch.where(uses.unsqueeze(1), new, logits)

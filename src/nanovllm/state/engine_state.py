@@ -1,7 +1,6 @@
 """`EngineState`: everything in one engine that changes from call to call."""
 
 from dataclasses import dataclass, field
-from dataclasses import replace as _replace
 from typing import Any, Protocol, runtime_checkable
 
 from immutables import Map
@@ -34,6 +33,7 @@ class Stats:
         discarded_tokens: Tokens of decode steps that ran ahead and were not used.
         probed_tokens: Tokens run through the first layers only, to choose which tokens to recompute. No other count includes them.
         preemptions: How many times a running request lost its pages.
+        memory_shortages: How many times a step ran out of device memory.
 
     Examples:
         >>> state, chunk = nv.prefill(model, state, "Once upon a time")
@@ -48,6 +48,7 @@ class Stats:
     discarded_tokens: int = 0
     probed_tokens: int = 0
     preemptions: int = 0
+    memory_shortages: int = 0
 
     def add(self, **more: int) -> "Stats":
         """Return the counts with some of them increased.
@@ -62,7 +63,10 @@ class Stats:
             >>> nv.Stats().add(prefill_tokens=4).prefill_tokens
             4
         """
-        return _replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
+        counts = {name: getattr(self, name) for name in self.__slots__}
+        for name, count in more.items():
+            counts[name] += count
+        return Stats(**counts)
 
 
 @runtime_checkable
@@ -109,6 +113,7 @@ class EngineState:
         next_id: The number that the next request, chunk or session gets.
         kept: Sequences that have ended but still hold their pages.
         loaded: The ids of the sequences in the executor's decode carry, in order. None if the carry must be loaded again.
+        token_budget: The most tokens of a step while device memory is short; None: `config.max_num_batched_tokens`.
         epoch: How many calls had taken over the memory when this state was made.
         runtime: The parts that cannot be values: the lease on the memory, and the executor.
 
@@ -131,6 +136,7 @@ class EngineState:
     next_id: int = 0
     kept: Map[int, Sequence] = field(default_factory=Map)
     loaded: Any = None
+    token_budget: int | None = None
     epoch: int = 0
     runtime: Leased
 

@@ -26,7 +26,7 @@ INVARIANTS: Mapping[int, str] = MappingProxyType(
     {
         1: "The reference count of a page equals the number of references to it from live chunks, requests and the prefix index.",
         2: "Every page of the pool is either free or referenced, never both and never neither.",
-        3: "A page is written only while it has exactly one owner.",
+        3: "A page is written only by its one owner; requests that join it in the same step read it after that.",
         4: "The prefix index finds a page only by the whole prefix that it was filled with: no KV is shared after a token that differs.",
         5: "A `PageState`, `PrefixIndex` or `Chunk` never changes after it was made, whatever is called later.",
         6: "Every admitted request ends, whatever the size of the pool; once all handles are released, all pages are available again.",
@@ -79,8 +79,8 @@ def broken(number: int, detail: str, name: str = "") -> str:
         One line that begins with the number.
 
     Examples:
-        >>> broken(3, "page 5 has 2 owners")
-        'invariant 3: page 5 has 2 owners. It says: A page is written only while it has exactly one owner.'
+        >>> broken(3, "page 5 has 2 owners").split(";")[0]
+        'invariant 3: page 5 has 2 owners. It says: A page is written only by its one owner'
     """
     part = f", '{name}'" if name else ""
     return f"invariant {number}{part}: {detail}. It says: {INVARIANTS[number]}"

@@ -9,7 +9,7 @@ from uuid import uuid4
 import torch
 
 from nanovllm.config import RopeConfig
-from nanovllm.errors import DonatedStateError
+from nanovllm.errors import DonatedStateError, EngineDeadError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Lease:
         lost: Pages that a failed call wrote although an older value still relies on their contents. The next call drops them from the
             index.
         dirty: Whether a failed call may have advanced the decode carry.
+        dead: The error that broke the device, or None.
 
     A call takes the lease for its work on the device, and every call advances it at its end. Both compare the epoch under one lock, so of
     two threads that use one state, one gets an error and changes nothing.
@@ -52,6 +53,7 @@ class Lease:
     epoch: int = 0
     lost: frozenset[int] = frozenset()
     dirty: bool = False
+    dead: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _holder: int | None = field(default=None, repr=False)  # the thread whose call works on the device
     _failed: int = field(default=0, repr=False)  # calls that noted losses
@@ -81,7 +83,19 @@ class Lease:
             self.lost, self.dirty = frozenset(), False
             return self.epoch
 
+    def kill(self, cause: str) -> EngineDeadError:
+        """Note that the device is broken, unless that is known. Returns the error for the caller, with the first cause."""
+        self.dead = self.dead or cause
+        return EngineDeadError(f"the engine is dead: {self.dead}. No call with a state of it can succeed: start a new process")
+
+    def require_alive(self) -> None:
+        """Raise `EngineDeadError` if the device is broken."""
+        if self.dead is not None:
+            raise self.kill(self.dead)
+
     def _require(self, epoch: int) -> None:
+        if self.dead is not None:
+            raise self.kill(self.dead)
         thread = threading.get_ident()
         if self._holder is not None and self._holder != thread:
             raise DonatedStateError("a call of another thread works with this state: wait for it, and use the state that it returns")

@@ -152,15 +152,15 @@ def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray
     return matched[:count], 0 if whole else num_retired(count * size, len(tokens), frames.window, size)
 
 
-def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, start: int) -> Pool:
-    """Index the full pages from `start` on of exact KV; the index becomes an owner of the new pages.
+def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray) -> Pool:
+    """Index the full pages of exact KV of these tokens; the index becomes an owner of the new pages.
 
-    If the index has other pages for the same tokens, and fewer of them have frames, the given pages replace them. The pages after them
-    stay.
+    If the index has other pages for some of the tokens, the given pages follow these. If fewer of the others have frames, the given pages
+    replace them, and the pages after them stay.
     """
     if pool.frames is not None:
         pool = _made_way(pool, pool.frames, tokens, held)
-    prefix, added = prefix_ops.insert(pool.prefix, tokens, held, start)
+    prefix, added = prefix_ops.insert(pool.prefix, tokens, held)
     return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames) if len(added) else pool
 
 

@@ -4,8 +4,9 @@ It is a radix tree whose nodes (class `Run`) are pages in a row. The key of a no
 All tokens of a node are compared, so a page is found by exact comparison of its whole prefix, not by a hash.
 
 The index owns one reference to each of its pages. A page without another owner is idle and may be evicted, the page that is idle for
-longest first. Nodes give their pages back from the end, so leaves go first. Only a chunk with a gap holds a page without the pages before
-it. A page leaves the index together with all pages after it, because a look-up could no longer reach them.
+longest first. Nodes give their pages back from the end, so leaves go first. Two kinds of owners hold a page without the pages before it: a
+chunk with a gap, and a sequence with its own copies of these. A page leaves the index together with all pages after it, because a look-up
+could no longer reach them.
 
 Functions work on many pages at once with array operations. Only slow paths go from page to page.
 """
@@ -161,17 +162,24 @@ def init_prefix(num_pages: int, page_size: int) -> PrefixIndex:
 
 def match(index: PrefixIndex, tokens: np.ndarray) -> np.ndarray:
     """The pages (int32) of the longest indexed prefix of `tokens` (int32), in order. Costs one look-up per radix-tree node on the way."""
+    return follow(index, ROOT, tokens)
+
+
+def follow(index: PrefixIndex, page: int, tokens: np.ndarray) -> np.ndarray:
+    """The indexed pages (int32) that hold `tokens` (int32) right after an indexed page, or after `ROOT`, as many as there are."""
     size, tokens = index.page_size, np.ascontiguousarray(tokens, np.int32)
-    parts, parent = [NO_PAGES], ROOT
-    while len(tokens) >= size:
-        head = index.heads.get((parent, tokens[:size].tobytes()))
+    parts, run, place = [NO_PAGES], None, 0
+    if page != ROOT:  # in the middle of a node, the next page has no key of its own
+        run, place = index.runs[index.run_of[page]], index.place_of[page] + 1
+    while True:
+        if run is not None:
+            alike = _num_alike(run.tokens[place * size :], tokens) // size
+            parts.append(run.pages[place : place + alike])
+            page, tokens = int(run.pages[place + alike - 1]), tokens[alike * size :]
+        head = index.heads.get((page, tokens[:size].tobytes())) if len(tokens) >= size else None
         if head is None:
-            break
-        run = index.runs[head]
-        alike = _num_alike(run.tokens, tokens) // size
-        parts.append(run.pages[:alike])
-        parent, tokens = int(run.pages[alike - 1]), tokens[alike * size :]
-    return np.concatenate(parts)
+            return np.concatenate(parts)
+        run, place = index.runs[head], 0
 
 
 def _num_alike(a: np.ndarray, b: np.ndarray) -> int:
@@ -181,60 +189,42 @@ def _num_alike(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else count
 
 
-def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, start: int) -> tuple[PrefixIndex, np.ndarray]:
-    """Index the full pages from `start` on of a sequence whose pages are `pages`.
+def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray) -> tuple[PrefixIndex, np.ndarray]:
+    """Index the full pages of a sequence whose pages are `pages`, except those whose tokens another page already holds.
 
-    It stops at a page whose tokens another page already holds, or whose predecessor is not indexed. A look-up would not find the sequence's
-    own pages after it.
+    Equal tokens have equal KV, so the sequence's other pages follow the page that the index has.
 
     Returns:
         The index, and its new pages, for which the caller adds the index's reference.
     """
     size = index.page_size
     stop = min(len(tokens) // size, len(pages))
-    if start >= stop or (start and int(pages[start - 1]) not in index):
-        return index, NO_PAGES
-    first, stop = _new_pages(index, pages, start, stop)
+    known = index.contains(pages[:stop])
+    first = stop if known.all() else int(known.argmin())
     if first == stop:
         return index, NO_PAGES
+    parent = int(pages[first - 1]) if first else ROOT
+    if len(others := follow(index, parent, tokens[first * size : stop * size])):
+        first, parent = first + len(others), int(others[-1])
+        if first == stop:
+            return index, NO_PAGES
     run = Run(
-        parent=int(pages[first - 1]) if first else ROOT,
+        parent=parent,
         tokens=np.array(tokens[first * size : stop * size], np.int32),
         pages=np.array(pages[first:stop], np.int32),
     )
-    key = run.parent, run.tokens[:size].tobytes()
-    if key in index.heads or key[1] == _tokens_after(index, run.parent):
-        return index, NO_PAGES
     head, num_children = int(run.pages[0]), index.num_children
-    if first:
-        num_children = _add(num_children, run.parent, 1)
+    if parent != ROOT:
+        num_children = _add(num_children, parent, 1)
     index = _replace(
         index,
-        heads=index.heads.set(key, head),
+        heads=index.heads.set((parent, run.tokens[:size].tobytes()), head),
         runs=index.runs.set(head, run),
         run_of=index.run_of.put(run.pages, head),
         place_of=index.place_of.put(run.pages, np.arange(len(run.pages), dtype=np.int32)),
         num_children=num_children,
     )
     return index, run.pages
-
-
-def _new_pages(index: PrefixIndex, pages: np.ndarray, start: int, stop: int) -> tuple[int, int]:
-    """Which of the pages `start ... stop - 1` to add: the first page that is not indexed, up to the next one that is."""
-    known = index.contains(pages[start:stop])
-    if known.all():
-        return stop, stop
-    first = int(known.argmin())
-    later = known[first:]
-    return start + first, start + first + int(later.argmax()) if later.any() else stop
-
-
-def _tokens_after(index: PrefixIndex, page: int) -> bytes:
-    """The tokens of the page after this one in the same node; empty if there is no such page."""
-    if page == ROOT:
-        return b""
-    start = (index.place_of[page] + 1) * index.page_size
-    return index.runs[index.run_of[page]].tokens[start : start + index.page_size].tobytes()
 
 
 def swap(index: PrefixIndex, old: np.ndarray, new: np.ndarray) -> PrefixIndex:

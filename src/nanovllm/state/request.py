@@ -1,17 +1,21 @@
 """A request, the sequence that grows from it, the queue in which it waits, and its results."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from immutables import Map
 
+from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
 from nanovllm.state.vector import IntVector
-from nanovllm.tokenizer.tokenizer import Detokenizer
+from nanovllm.tokenizer.detokenizer import REPLACEMENT, Detokenizer
+from nanovllm.tokenizer.token_texts import byte_set
+from nanovllm.tokenizer.tokenizer import Tokenizer
 from nanovllm.types import brief_fields
 
 
@@ -45,24 +49,54 @@ class Request:
         return brief_fields(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StopScan:
-    """The end of a reply's text, kept only for requests with stop strings.
+    """The search for stop strings in a reply, kept only for requests that have some.
+
+    It may be some tokens behind the sequence, because most tokens cannot be the end of a stop string.
 
     Attributes:
         detokenizer: Turns the reply's tokens into text.
+        ends: The byte values with which the stop strings end, as `byte_set` has them; all values if one has U+FFFD.
+        strings: The stop strings in UTF-8; empty if every token has to be searched.
+        num_read: The number of tokens of the reply that were searched.
         tail: The end of the text, in which a stop string could still begin.
         start: The index of the tail's first character in the reply.
         found: The index at which a stop string begins, or None.
     """
 
     detokenizer: Detokenizer
+    ends: np.ndarray
+    strings: tuple[bytes, ...] = ()
+    num_read: int = 0
     tail: str = ""
     start: int = 0
     found: int | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, strings: Seq[str]) -> "StopScan":
+        """A search that has read no token."""
+        detokenizer, each = Detokenizer.of(tokenizer), tuple([string.encode() for string in strings])
+        if any(REPLACEMENT in string for string in strings) or detokenizer.texts.spelling == "other":
+            return StopScan(detokenizer=detokenizer, ends=byte_set(bytes(range(256))))
+        return StopScan(detokenizer=detokenizer, ends=byte_set(bytes([string[-1] for string in each])), strings=each)
+
+    def may_end_with(self, token: int) -> bool:
+        """Whether a token can complete a stop string: it has one, or begins with the end of one. This looks at the token alone."""
+        if not self.strings:
+            return True
+        text = self.detokenizer.texts[token]
+        text = text.encode() if isinstance(text, str) else text
+        for string in self.strings:
+            end = text.find(string[-1:]) + 1
+            while end:
+                if text.endswith(string, 0, end) or string.endswith(text[:end]):
+                    return True
+                end = text.find(string[-1:], end) + 1
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +113,7 @@ class Sequence:
         most_filled: The highest `num_filled` so far. Tokens below it that run again were lost to preemption.
         num_cached: Prompt tokens that were reused and not run.
         first_token: When the first token was sampled, in seconds of a monotonic clock.
-        logprobs: The log-probabilities as a linked list, newest first: (older, entry).
+        logprobs: The log-probabilities as a linked list, newest first: (older, `Scores`).
         stops: The state of the search for stop strings, or None.
         provenance: How the KV came about.
         exact_len: The number of leading tokens whose KV is exact even if the provenance is not.
@@ -148,14 +182,25 @@ class Sequence:
             provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired, carried=self.carried,
         )  # fmt: skip
 
-    def drew(self, token_ids: np.ndarray) -> "Sequence":
-        """The sequence after one step per token of `token_ids`, the last of which is not filled. It must have sampled a token before."""
+    def drew(self, token_ids: np.ndarray, scores: "Scores | None" = None, stops: StopScan | None = None) -> "Sequence":
+        """The sequence after one step per token of `token_ids`, the last of which is not filled. It must have sampled a token before.
+
+        Args:
+            token_ids: The tokens.
+            scores: Their log-probabilities, if the request asked for them.
+            stops: The search for stop strings, if it has read more tokens.
+        """
         tokens = self.tokens.extend(token_ids)
         return Sequence(
             request=self.request, tokens=tokens, pages=self.pages, num_filled=tokens.length - 1, most_filled=tokens.length - 1,
-            num_cached=self.num_cached, first_token=self.first_token, logprobs=self.logprobs, stops=self.stops,
-            provenance=self.provenance, exact_len=self.exact_len, gaps=self.gaps, retired=self.retired, carried=self.carried,
+            num_cached=self.num_cached, first_token=self.first_token, provenance=self.provenance, exact_len=self.exact_len,
+            logprobs=self.logprobs if scores is None else (self.logprobs, scores), stops=stops or self.stops, gaps=self.gaps,
+            retired=self.retired, carried=self.carried,
         )  # fmt: skip
+
+    def unread(self) -> list[int]:
+        """The tokens of the reply in which stop strings were not searched yet."""
+        return [] if self.stops is None else self.tokens.array(self.request.num_prompt + self.stops.num_read).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -239,6 +284,39 @@ class TokenLogprobs:
         return brief_fields(self)
 
 
+class Scores(NamedTuple):
+    """The log-probabilities of n tokens as arrays, until the reply ends.
+
+    Attributes:
+        num_tokens: n.
+        logprobs: Those of the tokens, float32 `[n]`, or None if nobody computed them.
+        top_ids: The k most probable tokens, int32 `[n, k]`, or None.
+        top_logprobs: The log-probabilities of `top_ids`, float32 `[n, k]`, or None.
+    """
+
+    num_tokens: int
+    logprobs: np.ndarray | None
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+    def entries(self, token_ids: list[int]) -> list[TokenLogprobs]:
+        """The values that the caller gets, for these tokens."""
+        values = [float("nan")] * len(token_ids) if self.logprobs is None else self.logprobs.tolist()
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
+        if self.top_ids is not None and self.top_logprobs is not None:
+            tops = [tuple(zip(*top, strict=True)) for top in zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)]
+        each = zip(token_ids, values, tops, strict=True)
+        return [TokenLogprobs(token_id=token, logprob=value, top=top) for token, value, top in each]
+
+
+def scores_of(
+    num_tokens: int, num_top: int, logprobs: np.ndarray | None, top_ids: np.ndarray | None = None, top_logprobs: np.ndarray | None = None
+) -> Scores:
+    """`Scores` with `num_top` of the most probable tokens. They are copies, because a step's arrays also hold the results of other rows."""
+    tops = [None if each is None or not num_top else each[:, :num_top].copy() for each in (top_ids, top_logprobs)]
+    return Scores(num_tokens, None if logprobs is None else logprobs.copy(), *tops)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestOutput:
     """The result of a finished request.
@@ -248,10 +326,12 @@ class RequestOutput:
         prompt_token_ids: The prompt, int32 `[n]`.
         token_ids: All sampled tokens of the reply, also those of a stop string.
         text: The text of the reply. It ends before a stop string and leaves special tokens out.
-        finish_reason: `"stop"` for an end token or a stop string, `"length"` if the reply reached its limit.
+        finish_reason: `"stop"` for an end token or a stop string, `"length"` if the reply reached its limit, `"error"` if the request
+            failed. The tokens and the text are then what it had until then.
         num_cached_tokens: Prompt tokens that were reused and not run.
         logprobs: One entry per token of `token_ids`, or None if they were not asked for.
         metrics: The times of the request.
+        error: Why the request failed, or None.
 
     Examples:
         >>> (output,) = nv.LLM(model, num_pages=64).generate("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=3))
@@ -267,6 +347,7 @@ class RequestOutput:
     num_cached_tokens: int
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
+    error: NanoVLLMError | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -278,8 +359,9 @@ class StepOutput(NamedTuple):
     Attributes:
         request_id: The number that `submit` returned.
         token_ids: The tokens sampled in this step.
-        finish_reason: `"stop"` or `"length"` if the request ended, else None.
+        finish_reason: `"stop"`, `"length"` or `"error"` if the request ended, else None.
         output: The whole result if the request ended, else None.
+        error: Why the request failed, or None. The other requests go on.
 
     Examples:
         >>> state, request_id = nv.submit(model, state, "Once upon a time", nv.SamplingParams(temperature=0, max_tokens=1))
@@ -292,6 +374,7 @@ class StepOutput(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    error: NanoVLLMError | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)

@@ -62,9 +62,13 @@ def frames_of_copies(pool: Pool, copies: Seq[tuple[int, int]]) -> tuple[tuple[in
 
 def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     """Index the filled, exact pages, then release the sequence's references. Full pages stay reusable until they are evicted."""
-    tokens = sequence.tokens.array(0, sequence.num_exact)
-    pool = pools.insert(pool, tokens, sequence.pages.array(), 0)
-    return pools.release(pool, sequence.pages, sequence.retired)
+    tokens, held = sequence.tokens.array(0, sequence.num_exact), sequence.pages.array()
+    pool = pools.insert(pool, tokens, held)
+    if pool.prefix.contains(held[: len(tokens) // pool.prefix.page_size]).all():
+        return pools.release(pool, held, sequence.retired)
+    found = pools.match(pool, tokens)  # other pages stand before the sequence's own: none of them is evicted before those after it
+    pool = pools.release(pools.acquire(pool, found, len(found)), held, sequence.retired)
+    return pools.release(pool, found, len(found))
 
 
 def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size: int) -> bool:

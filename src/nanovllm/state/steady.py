@@ -1,6 +1,6 @@
 """`Steady`: the running sequences during steps in which each samples one token into pages that it already has."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm.state.pool import Pool
-from nanovllm.state.request import Queue, Sequence
+from nanovllm.state.request import Queue, Sequence, StopScan, scores_of
+from nanovllm.state.step_log import StepLog
 from nanovllm.types import brief_fields
 
 
@@ -27,8 +28,13 @@ class Steady(Seq):
         steps: How many steps still need no schedule.
         pool: The pool for which this holds.
         waiting: The queue for which this holds.
+        scored: Whether a row asked for log-probabilities.
+        ends: For each row the bytes with which its stop strings end, `[rows, 4]`; None if no row has stop strings.
+        absent: The bytes that each token lacks (`TokenTexts`), if a row has stop strings.
         age: Steps since `base`.
-        drawn: The sampled tokens as a linked list, newest first: (older, tokens `[rows]` or `[steps, rows]`).
+        log: The tokens that were sampled since, and their log-probabilities if `scored`: the first `age` steps.
+        columns: For each row its column in the log. None: the row itself.
+        scans: The searches for stop strings of rows that read tokens since.
         made: The sequences as they are now, once they were built.
     """
 
@@ -40,8 +46,13 @@ class Steady(Seq):
     steps: int
     pool: Pool
     waiting: Queue
+    scored: bool = False
+    ends: np.ndarray | None = None
+    absent: np.ndarray | None = None
     age: int = 0
-    drawn: Any = None
+    log: StepLog | None = None
+    columns: np.ndarray | None = None
+    scans: Mapping[int, StopScan] = field(default_factory=dict)
     made: list[tuple[Sequence, ...]] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -51,41 +62,83 @@ class Steady(Seq):
     def of(running: tuple[Sequence, ...], steps: int, pool: Pool, waiting: Queue) -> "Steady":
         """Begin with sequences that need no schedule for so many steps."""
         left = np.array([s.request.max_len - s.tokens.length for s in running], np.int32)
+        stops = [s.stops for s in running]
+        searched = next((one for one in stops if one is not None), None)
+        none = np.zeros(4, np.uint64)
         return Steady(
             base=running, ids=tuple([s.request.request_id for s in running]), left=left, first_end=int(left.min()), steps=steps, pool=pool,
             waiting=waiting, stop_ids=frozenset[int]().union(*{s.request.stop_ids for s in running}),
+            scored=any(s.request.sampling.logprobs is not None for s in running),
+            ends=None if searched is None else np.array([none if one is None else one.ends for one in stops]),
+            absent=None if searched is None else searched.detokenizer.texts.absent,
         )  # fmt: skip
 
     def holds(self, pool: Pool, waiting: Queue) -> bool:
         """Whether the next step needs no schedule in a state with this pool and this queue."""
         return self.steps > 0 and self.pool is pool and self.waiting is waiting
 
-    def after(self, token_ids: np.ndarray) -> "Steady":
-        """The sequences after a step that sampled these tokens `[rows]`. Sequences that end are still included."""
-        base, left, first_end, age, drawn = self.base, self.left, self.first_end, self.age, self.drawn
-        if self.made:
-            base, left, first_end, age, drawn = self.made[0], left - age, first_end - age, 0, None
+    def after(self, token_ids: np.ndarray, *scores: np.ndarray | None) -> "Steady":
+        """The sequences after a step that sampled these int32 tokens `[rows]`. Sequences that end are still included.
+
+        Args:
+            token_ids: The tokens.
+            scores: Their log-probabilities `[rows]`, the most probable tokens `[rows, k]` and their log-probabilities.
+        """
+        results = (token_ids, *scores) if self.scored else (token_ids,)
+        base, left, first_end, age, log, columns = self.base, self.left, self.first_end, self.age, self.log, self.columns
+        scans = self.scans
+        if self.made or (self.scored and log is not None and not log.fits(results)):
+            base, left, first_end, age, log, columns, scans = self.sequences(), left - age, first_end - age, 0, None, None, {}
         return Steady(
             base=base, ids=self.ids, stop_ids=self.stop_ids, left=left, first_end=first_end, steps=self.steps - 1, pool=self.pool,
-            waiting=self.waiting, age=age + 1, drawn=(drawn, token_ids),
+            waiting=self.waiting, scored=self.scored, ends=self.ends, absent=self.absent, age=age + 1, scans=scans,
+            columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
         )  # fmt: skip
 
-    def ending(self, tokens: list[int]) -> list[int]:
-        """The rows that end with the newest tokens, which are `tokens`, in order."""
+    def suspects(self, token_ids: np.ndarray) -> list[int]:
+        """The rows in which the newest tokens, which are `token_ids`, may complete a stop string.
+
+        The text of such a token has the last byte of a stop string, or is not known yet.
+        """
+        if self.ends is None or self.absent is None:
+            return []
+        known = self.absent[np.minimum(token_ids, len(self.absent) - 1)]
+        return np.flatnonzero((self.ends & ~known).any(1)).tolist()
+
+    def stops(self, row: int) -> StopScan:
+        """The search for stop strings of a row that has some."""
+        found = self.scans.get(row) or self.base[row].stops
+        assert found is not None
+        return found
+
+    def reply(self, row: int, start: int) -> list[int]:
+        """The tokens of a row's reply after its first `start`. The time does not depend on the length of the reply, nor on other rows."""
+        sequence = self.base[row]
+        older = start - sequence.num_generated
+        before = sequence.tokens.array(sequence.request.num_prompt + start).tolist() if older < 0 else []
+        return before if self.log is None else before + self.log.tokens(max(0, older), self.age, int(self._columns(row)))
+
+    def ending(self, tokens: list[int], scans: Mapping[int, StopScan]) -> list[int]:
+        """The rows that end with the newest tokens, which are `tokens`, in order. `scans` are the searches that have read them."""
         rows = set(np.flatnonzero(self.left == self.age).tolist()) if self.age == self.first_end else set()
         if not self.stop_ids.isdisjoint(tokens):
             rows.update(row for row, token in enumerate(tokens) if token in self.base[row].request.stop_ids)
+        if scans:
+            rows.update(row for row, scan in scans.items() if scan.found is not None)
         return sorted(rows)
 
     def part(self, rows: list[int]) -> tuple[list[Sequence], "Steady | tuple[()]"]:
         """Separate the sequences of these rows from the others."""
-        table = self._table()
-        gone, kept = [self.base[row].drew(table[:, row]) for row in rows], np.delete(np.arange(len(self)), rows)
+        gone, kept = self._drew(np.array(rows, np.intp)), np.delete(np.arange(len(self)), rows)
         if not len(kept):
             return gone, ()
         base, ids = ([values[row] for row in kept.tolist()] for values in (self.base, self.ids))
-        left, drawn = self.left[kept], (None, table[:, kept])
-        rest = replace(self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), drawn=drawn, made=[])
+        left = self.left[kept]
+        scans = {new: self.scans[row] for new, row in enumerate(kept.tolist()) if row in self.scans}
+        rest = replace(
+            self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans, made=[],
+            ends=None if self.ends is None else self.ends[kept],
+        )  # fmt: skip
         return gone, rest
 
     def sequences(self) -> tuple[Sequence, ...]:
@@ -93,17 +146,23 @@ class Steady(Seq):
         if not self.age:
             return self.base
         if not self.made:
-            columns = self._table().T
-            self.made.append(tuple([sequence.drew(tokens) for sequence, tokens in zip(self.base, columns, strict=True)]))
+            self.made.append(tuple(self._drew(np.arange(len(self)))))
         return self.made[0]
 
-    def _table(self) -> np.ndarray:
-        """The sampled tokens, `[age, rows]`."""
-        steps, older = [], self.drawn
-        while older is not None:
-            older, token_ids = older
-            steps.append(token_ids)
-        return np.vstack(steps[::-1])
+    def _drew(self, rows: np.ndarray) -> list[Sequence]:
+        """The sequences of these rows in their present state."""
+        if self.log is None:
+            return [self.base[row] for row in rows.tolist()]
+        (tokens, *scores), drew = self.log.results(self.age, self._columns(rows)), list[Sequence]()
+        for at, row in enumerate(rows.tolist()):
+            sequence, asked = self.base[row], None
+            if (num_top := sequence.request.sampling.logprobs) is not None:
+                asked = scores_of(len(tokens), num_top, *[None if each is None else each[:, at] for each in scores])
+            drew.append(sequence.drew(tokens[:, at], asked, self.scans.get(row)))
+        return drew
+
+    def _columns(self, rows: Any) -> Any:
+        return rows if self.columns is None else self.columns[rows]
 
     def __len__(self) -> int:
         return len(self.ids)

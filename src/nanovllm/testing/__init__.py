@@ -1,8 +1,8 @@
 """Property tests for an engine, a model, a scheduler or a page allocator, as Hypothesis state machines.
 
 Each machine calls the code under test in random order and compares the results with a shadow: a simple model of the same thing in plain
-Python. Run a machine with `hypothesis.stateful.run_state_machine_as_test`. Subclass it to test other code. The package needs the extra
-`nanovllm[testing]`.
+Python. Run a machine with `hypothesis.stateful.run_state_machine_as_test`, or for some minutes with the command `nanovllm fuzz`. Subclass
+it to test other code. The package needs the extra `nanovllm[testing]`.
 
 Messages and docstrings name invariants by their number in `nanovllm.state.invariants.INVARIANTS`.
 
@@ -15,9 +15,11 @@ Examples:
     >>> run_state_machine_as_test(MyModel, settings=settings(max_examples=1, stateful_step_count=4, deadline=None))
 """
 
+from nanovllm.testing.draws import Draws
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
@@ -31,7 +33,9 @@ __all__ = [
     "CascadeChunkMachine",
     "CascadeMachine",
     "ChunkMachine",
+    "Draws",
     "EngineMachine",
+    "FailureMachine",
     "FrameMachine",
     "MixedWindowMachine",
     "ModelChunkMachine",

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from nanovllm.config import EngineConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,11 @@ def limits(
         ahead=st.sampled_from(ahead),
         num_frames=st.none() if num_frames is None else num_frames,
     )
+
+
+def pick(data: st.DataObject, items: Sequence[T]) -> T:
+    """Draw one of the items by its place: a test can repeat a draw that is a number, and not one that is an object."""
+    return items[data.draw(st.integers(0, len(items) - 1))]
 
 
 def token_ids(vocab_size: int = 2, min_size: int = 1, max_size: int = 10) -> st.SearchStrategy[list[int]]:

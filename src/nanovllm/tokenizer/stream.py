@@ -1,9 +1,10 @@
 """The text of a reply, piece by piece. The pieces together are the reply's text."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nanovllm.tokenizer.tokenizer import Detokenizer, Tokenizer
+from nanovllm.tokenizer.detokenizer import Detokenizer
+from nanovllm.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +36,8 @@ class TextStream:
         detokenizer, piece = self.detokenizer.push(token_ids)
         text = self.held + piece
         keep = len(text) - held_back(text, self.stops)
-        return replace(self, detokenizer=detokenizer, num_shown=self.num_shown + keep, held=text[keep:]), text[:keep]
+        after = TextStream(detokenizer=detokenizer, stops=self.stops, num_shown=self.num_shown + keep, held=text[keep:])
+        return after, text[:keep]
 
     def end(self, text: str) -> str:
         """The rest of the reply's whole text."""
@@ -46,8 +48,8 @@ def held_back(text: str, strings: Iterable[str]) -> int:
     """The length of the longest end of `text` that is a beginning, but not the whole, of one of the strings."""
     longest = 0
     for string in strings:
-        for length in range(min(len(text), len(string) - 1), longest, -1):
-            if string.startswith(text[-length:]):
-                longest = length
-                break
+        at = text.find(string[0], max(0, len(text) - len(string) + 1))
+        while at >= 0 and not string.startswith(text[at:]):
+            at = text.find(string[0], at + 1)
+        longest = max(longest, len(text) - at if at >= 0 else 0)
     return longest

@@ -1,7 +1,7 @@
-"""Text and token ids: a tokenizer over the `tokenizers` library, and a detokenizer for streams."""
+"""Text and token ids: a tokenizer over the `tokenizers` library."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +11,7 @@ import tokenizers
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.chat_template import Render, compile_templates
 from nanovllm.tokenizer.limit import TokenLimit
-
-REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not, or not yet, a character
+from nanovllm.tokenizer.token_texts import TokenTexts
 
 
 class TooManyTokensError(InvalidRequestError):
@@ -31,7 +30,7 @@ class Tokenizer:
         max_token_id: The highest token id.
         max_base_id: The highest token id of the vocabulary without added tokens.
         think_token_ids: The ids of `<think>` and `</think>`, if both are single tokens.
-        byte_token_ids: The ids of the byte-fallback tokens `<0x00>` ... `<0xFF>`, if there are any.
+        texts: What single tokens stand for: with special tokens, and without them.
         limit: Tells from the beginning of a text whether it has more tokens than a limit.
     """
 
@@ -42,7 +41,7 @@ class Tokenizer:
     max_token_id: int
     max_base_id: int
     think_token_ids: tuple[int, int] | None
-    byte_token_ids: frozenset[int] = field(repr=False)
+    texts: tuple[TokenTexts, TokenTexts] = field(repr=False)
     limit: TokenLimit = field(repr=False)
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -92,54 +91,6 @@ class Tokenizer:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Detokenizer:
-    """Turns a stream of token ids into pieces of text. No piece ends inside a character.
-
-    The pieces and `rest()` together equal `decode` of all ids.
-
-    Attributes:
-        tokenizer: The tokenizer.
-        skip_special_tokens: Whether special tokens give no text.
-        window: The ids since the last piece but one. A decoder may drop a space at its start, so new ids are decoded after old ones.
-        num_shown: How many ids of the window were already shown.
-    """
-
-    tokenizer: Tokenizer
-    skip_special_tokens: bool = True
-    window: tuple[int, ...] = ()
-    num_shown: int = 0
-
-    @staticmethod
-    def of(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> "Detokenizer":
-        """A detokenizer without any ids yet."""
-        return Detokenizer(tokenizer=tokenizer, skip_special_tokens=skip_special_tokens)
-
-    def push(self, ids: Iterable[int]) -> "tuple[Detokenizer, str]":
-        """Add ids. Returns the detokenizer, and the text that is now certain; an unfinished character waits for its other bytes."""
-        window = (*self.window, *ids)
-        after = replace(self, window=window)
-        if not window or self._in_byte_run(window):
-            return after, ""
-        piece = after.rest()
-        if not piece or piece.endswith(REPLACEMENT):
-            return after, ""
-        return replace(self, window=window[self.num_shown :], num_shown=len(window) - self.num_shown), piece
-
-    def _in_byte_run(self, window: tuple[int, ...]) -> bool:
-        """Whether the window ends with byte tokens, apart from skipped tokens.
-
-        These decode together: one bad byte at the end changes the text before it.
-        """
-        runs = self.tokenizer.byte_token_ids
-        return bool(runs) and next((i in runs for i in reversed(window) if self.tokenizer.decode([i], self.skip_special_tokens)), False)
-
-    def rest(self) -> str:
-        """The text that no piece has shown yet. At the end of a stream, unfinished characters become U+FFFD."""
-        shown = self.tokenizer.decode(self.window[: self.num_shown], self.skip_special_tokens)
-        return self.tokenizer.decode(self.window, self.skip_special_tokens)[len(shown) :]
-
-
 def check_text(text: str | bytes) -> str:
     """Return the text, checked to be valid Unicode. Raises `InvalidRequestError` naming the position of the first fault."""
     try:
@@ -172,16 +123,16 @@ def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], tem
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
     special = {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
     start, stop = backend.token_to_id("<think>"), backend.token_to_id("</think>")
-    by_byte = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     vocab = backend.get_vocab(with_added_tokens=True)
+    max_token_id = max(vocab.values(), default=-1)
     return Tokenizer(
         backend=backend,
         render=compile_templates({"default": template} if isinstance(template, str) else template or {}),
         special_tokens=MappingProxyType(special),
         bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
-        max_token_id=max(vocab.values(), default=-1),
+        max_token_id=max_token_id,
         max_base_id=max(backend.get_vocab(with_added_tokens=False).values(), default=-1),
         think_token_ids=None if start is None or stop is None else (start, stop),
-        byte_token_ids=frozenset(i for i in by_byte if i is not None),
+        texts=TokenTexts.of(backend, max_token_id),
         limit=TokenLimit.of(backend, vocab),
     )

@@ -113,6 +113,7 @@ def drawn(report):
 OPERATIONS = ("prefill", "extend", "fork", "truncate", "release", "generate", "compose", "drop", "submit", "step", "cancel", "begin")
 
 
+@pytest.mark.unhooked
 @given(data=st.data(), page_size=st.sampled_from([1, 2, 4]), num_pages=st.sampled_from([12, 40]))
 @settings(max_examples=60)
 def test_figures_are_what_the_handles_say(data, page_size, num_pages):
@@ -187,6 +188,7 @@ def test_a_prompt_of_1024_tokens_below_64_requests_of_64():
     drawn(report)
 
 
+@pytest.mark.unhooked
 def test_a_thousand_branches_from_one_chunk_cost_what_differs():
     """A fork costs no page; a branch costs the pages of its own tokens, the partly filled page that it goes on from among them."""
     state, branches = nv.init_state(MODEL, num_pages=2200, max_num_seqs=1000), 1000
@@ -297,6 +299,7 @@ def test_pages_whose_kv_was_lost_are_free(monkeypatch):
 # Large pools, and names of every kind
 
 
+@pytest.mark.unhooked
 def test_a_large_pool_is_drawn_in_little_time_and_space():
     state = engine(num_pages=6000, page_size=1)
     state, base = nv.prefill(MODEL, state, RUN[:1500])
@@ -314,6 +317,7 @@ def test_a_large_pool_is_drawn_in_little_time_and_space():
     drawn(report)
 
 
+@pytest.mark.unhooked
 def test_a_long_chain_and_a_wide_row_are_cut_short():
     state, chunk = nv.prefill(MODEL, engine(num_pages=512, page_size=1), RUN[:200])
     state, wide = nv.prefill(MODEL, state, [49])
@@ -376,6 +380,7 @@ def folder(tmp_path_factory) -> str:
     return str(save_hf_folder(tmp_path_factory.mktemp("model"), tiny_config(max_position_embeddings=2048)))
 
 
+@pytest.mark.unhooked
 def test_the_demonstration_has_pages_of_every_kind(capsys, tmp_path):
     out = tmp_path / "memory.svg"
     assert cli.main(["memory", "--device", "cpu", "--out", str(out)]) == 0

@@ -117,6 +117,7 @@ SIZES = st.tuples(
 )
 
 
+@pytest.mark.unhooked
 @given(st.one_of(st.sampled_from(list(SHAPES)), SIZES), st.integers(1, 300), st.sampled_from(MACHINES), st.data())
 def test_every_candidate_is_valid_for_its_shape(
     shape: str | tuple[int, int, int, int, int], rows: int, machine: Machine, data: st.DataObject

@@ -7,10 +7,8 @@ from nanovllm.executor.cascade_policy import CascadePolicy
 from nanovllm.executor.eager import EagerExecutor
 from nanovllm.ops.attention import cascade
 from nanovllm.state import pages
-from nanovllm.state import prefix_cache as prefix
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
-from nanovllm.testing.machines.prefix import PrefixMachine
 from tests.property.faults.engine import Fault
 
 # Plans
@@ -62,15 +60,7 @@ def _weighs_in_another_base(attend_part):
     return faulty
 
 
-# The prefix index, and moved KV
-
-
-def _starts_one_too_far(new_pages):
-    def faulty(index, held, start, stop):
-        first, stop = new_pages(index, held, start, stop)
-        return min(first + 1, stop), stop
-
-    return faulty
+# Moved KV
 
 
 def _moves_to_other_pages(upcoming):
@@ -96,7 +86,6 @@ CASCADE_FAULTS: tuple[Fault, ...] = (
     _fault("shared pages that some queries see in part", _shares_up_to_the_end, (CascadePolicy, "prompts"), machine=CascadeChunkMachine),
     _fault("the last page of rows shared", _shares_the_last_page, (CascadePolicy, "decode"), machine=CascadeMachine),
     _fault("parts weighed in another base", _weighs_in_another_base, (cascade, "attend_part"), machine=ModelChunkMachine, draw=1),
-    _fault("an insertion that starts one too far", _starts_one_too_far, (prefix, "_new_pages"), machine=PrefixMachine),
     _fault("moved to other pages than are allocated", _moves_to_other_pages, (pages, "upcoming"), machine=ChunkMachine),
     _fault("moved to other slots", _moves_one_slot_too_far, (ops, "move_kv"), machine=ChunkMachine),
 )

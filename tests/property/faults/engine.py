@@ -155,6 +155,16 @@ def _indexes_out_of_order(set_idle):
     return lambda index, held: set_idle(index, held[::-1])
 
 
+def _leaves_the_tail_out(insert):
+    def faulty(index, tokens, pages):
+        known = index.contains(pages[: len(tokens) // index.page_size])
+        own = pages[: len(known) if known.all() else int(known.argmin())]
+        others = len(prefix.match(index, tokens)) > len(own)
+        return (index, prefix.NO_PAGES) if others else insert(index, tokens, pages)
+
+    return faulty
+
+
 def _forgets_only_itself(forget):
     def faulty(index, lost):
         gone = np.array([page for page in lost if page in index], np.int32)
@@ -202,6 +212,32 @@ def _preempts_the_oldest(preempt):
 
 def _gives_up_too_early(strip_waiting):
     return lambda draft: False
+
+
+def _offers_nothing(offer):
+    return lambda draft, prefill: None
+
+
+def _offers_whole_prompts(offer):
+    return lambda draft, prefill: offer(draft, [(sequence, sequence.todo) for sequence, _ in prefill])
+
+
+def _preempts_who_was_shared(admit):
+    def faulty(draft, budget):
+        admitted = admit(draft, budget)
+        if admitted is not None and len(draft.running) > 1:
+            draft.preempt(draft.find(admitted[0]) - 1)
+        return admitted
+
+    return faulty
+
+
+def _indexes_all_it_has(give_up_pages):
+    return lambda state, sequence: give_up_pages(state, replace(sequence, num_filled=len(sequence.tokens)))
+
+
+def _waits_for_a_filler_that_is_gone(may_admit):
+    return lambda draft: may_admit(draft) and (bool(draft.running) or draft.waiting.first().most_filled == 0)
 
 
 def _newest_first(first):
@@ -309,6 +345,49 @@ FAULTS: tuple[Fault, ...] = (
         machine=ScheduleMachine,
         targets=((scheduler._Draft, "strip_waiting"),),
         faulty=_gives_up_too_early,
+    ),
+    Fault(
+        name="shared beginnings run twice", machine=ScheduleMachine, targets=((scheduler._Draft, "offer"),), faulty=_offers_nothing, draw=3
+    ),
+    Fault(
+        name="a page offered that the step does not fill",
+        machine=ScheduleMachine,
+        targets=((scheduler._Draft, "offer"),),
+        faulty=_offers_whole_prompts,
+        draw=2,
+    ),
+    Fault(
+        name="preempted after others took its pages",
+        machine=ScheduleMachine,
+        targets=((scheduler._Draft, "admit"),),
+        faulty=_preempts_who_was_shared,
+    ),
+    Fault(
+        name="pages shared that a preempted request did not fill",
+        machine=ScheduleMachine,
+        targets=((scheduler, "give_up_pages"),),
+        faulty=_indexes_all_it_has,
+        draw=2,
+    ),
+    Fault(
+        name="pages shared that a cancelled request did not fill",
+        machine=EngineMachine,
+        targets=((requests, "give_up_pages"),),
+        faulty=_indexes_all_it_has,
+        draw=2,
+    ),
+    Fault(
+        name="a request that waits for ever",
+        machine=ScheduleMachine,
+        targets=((scheduler._Draft, "may_admit"),),
+        faulty=_waits_for_a_filler_that_is_gone,
+    ),
+    Fault(
+        name="the tail after another's pages not indexed",
+        machine=PrefixMachine,
+        targets=((prefix, "insert"),),
+        faulty=_leaves_the_tail_out,
+        draw=1,
     ),
     Fault(name="the newest admitted first", machine=ScheduleMachine, targets=((Queue, "first"),), faulty=_newest_first),
     Fault(name="pages lost on cancel", machine=EngineMachine, targets=((requests, "give_up_pages"),), faulty=_loses_pages_of_the_cancelled),

@@ -29,6 +29,7 @@ from nanovllm.files import as_path, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk, offset_after
+from nanovllm.state.device_errors import watched
 from nanovllm.state.engine_state import EngineState, windowed_pools
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pages import require_writable
@@ -126,7 +127,8 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
     if missing > pool.num_available:
         raise pools.too_few(pool, f"{path}: the chunk needs {missing} pages")
     if missing > pool.num_free:  # verify the file before pages of the index are evicted for it
-        verify(fd, head, path, model.device)
+        with watched(state.runtime.lease):
+            verify(fd, head, path, model.device)
     with guarded(state) as taken:
         pool, fresh = pools.allocate(pool, missing) or (pool, ())
         taken.note(pool, fresh)
@@ -171,8 +173,8 @@ def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
         _, _, heads, _, dim = by_layer[0][0].shape
         _gather(by_layer, len(chunk), first, out.view(by_layer[0][0].dtype).view(-1, 2, heads, dim))
 
-    head = head_of(state, chunk)
-    return blocks.write_file(fd, head, gather, like.device)
+    with watched(state.runtime.lease):
+        return blocks.write_file(fd, head_of(state, chunk), gather, like.device)
 
 
 def head_of(state: EngineState, chunk: Chunk) -> Head:

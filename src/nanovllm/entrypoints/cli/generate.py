@@ -11,7 +11,7 @@ from nanovllm.engine.requests import new_sequence
 from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import View, dim, is_terminal, note
-from nanovllm.entrypoints.llm import LLM, Piece
+from nanovllm.entrypoints.llm import LLM, Piece, whole
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.request import RequestOutput
@@ -53,15 +53,16 @@ def run_generate(options: argparse.Namespace) -> int:
         except NanoVLLMError as error:
             raise _with_line(error, llm, lines, params, options) from None
         for text, output in zip(texts, outputs, strict=True):
-            print(json.dumps({"prompt": text, "text": output.text, "finish_reason": output.finish_reason}, ensure_ascii=False))
+            told = {"prompt": text, "text": output.text, "finish_reason": output.finish_reason}
+            print(json.dumps(told | ({} if output.error is None else {"error": str(output.error)}), ensure_ascii=False))
         _note_cut(outputs, params)
-        return 0
+        return 0 if all(output.error is None for output in outputs) else 2
     prompt = _as_prompt(llm, texts[0], options)
     styled = is_terminal(sys.stdout)
     if styled and not options.chat:
         print(dim(texts[0]), end="")
     view = View.of(sys.stdout, chat_prompt=_chat_text(llm, prompt))
-    pieces = llm.stream(prompt, params) if options.stream else _whole(llm.generate([prompt], params)[0])
+    pieces = llm.stream(prompt, params) if options.stream else _pieces(whole(llm.generate([prompt], params)[0]))
     output = None
     for piece in pieces:
         view, shown = view.push(piece.text)
@@ -140,5 +141,5 @@ def _chat_text(llm: LLM, prompt: str | list[int]) -> str | None:
     return None if isinstance(prompt, str) or llm.tokenizer is None else llm.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-def _whole(output: RequestOutput) -> list[Piece]:
+def _pieces(output: RequestOutput) -> list[Piece]:
     return [Piece(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason, output=output)]

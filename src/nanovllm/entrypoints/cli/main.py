@@ -14,6 +14,7 @@ from nanovllm.entrypoints.arguments import CommandParser, Parser, add_model_opti
 from nanovllm.entrypoints.cli import chat, generate
 from nanovllm.entrypoints.cli import memory as memory_demo
 from nanovllm.entrypoints.cli.check import command as check_command
+from nanovllm.entrypoints.cli.fuzz import command as fuzz_command
 from nanovllm.entrypoints.cli.models import command as models_command
 from nanovllm.errors import NanoVLLMError
 
@@ -30,6 +31,7 @@ examples:
   nanovllm models                                          list the supported architectures, and how each runs
   nanovllm check Qwen/Qwen3-0.6B --download                say whether a model will run, and compare its fast kernels with plain PyTorch
   nanovllm tune --model Qwen/Qwen3-0.6B                    find the fastest tile configurations for this GPU, once per model
+  nanovllm fuzz --minutes 10                               look for bugs with random calls, and write those that fail as a test
 
 A model name such as Qwen/Qwen3-0.6B is looked up in the local Hugging Face cache. Give --download the first time, to any command that
 takes a model.
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after `nanovllm`. None: use `sys.argv`.
 
     Returns:
-        0: success. 1: a finding of `check` or `tune`, as their `--help` says. 2: an error, printed as one line on stderr. 130: Ctrl-C.
+        0: success. 1: a finding of `check`, `fuzz` or `tune`, as their `--help` says. 2: an error, printed as one line on stderr.
+        130: Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -140,6 +143,12 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     check = commands.add_parser("check", help=purpose, description=check_command.DESCRIPTION)
     check_command.add_arguments(check)
     check.set_defaults(run=check_command.main)
+
+    fuzz = commands.add_parser(
+        "fuzz", help="look for bugs with random calls, and write those that fail as a test", description=fuzz_command.DESCRIPTION
+    )
+    fuzz_command.add_arguments(fuzz)
+    fuzz.set_defaults(run=fuzz_command.main)
 
     tuned = commands.add_parser("tune", help="find the fastest tile configurations of the kernels on this GPU, and keep them in a file")
     bench = commands.add_parser("bench", help="measure the speed of a model on this machine")

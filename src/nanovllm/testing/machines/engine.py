@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, invariant, multiple, precondition, rule
 
@@ -21,7 +22,7 @@ from nanovllm.state.invariants import check
 from nanovllm.testing.machines.engine_holder import SMALLEST, kv_bytes, room_of
 from nanovllm.testing.machines.session_driver import SessionDriver
 from nanovllm.testing.shadows.memory import expect, indexed_runs
-from nanovllm.testing.strategies import limits, token_ids
+from nanovllm.testing.strategies import limits, pick, token_ids
 
 
 class EngineMachine(SessionDriver):
@@ -29,7 +30,8 @@ class EngineMachine(SessionDriver):
 
     Pools have up to 18 tokens in pages of 1 to 3, and token ids are 0 and 1. So sharing, eviction and preemption are common. Now and then
     a device call fails, before or after it did its work. Donated states, released chunks, chunks of another engine and impossible requests
-    must be refused without changing the pool.
+    must be refused without changing the pool. A step in which the device has too little memory, or live chunks leave too few pages, may end
+    a request with an error. No other request may lose a token by it.
 
     After each rule the machine compares all values of the engine, and the KV that they refer to, with its shadow. It checks invariants 1
     to 7, 9 and 10. Replies must equal those of the request alone in a fresh engine (invariant 8).
@@ -127,6 +129,14 @@ class EngineMachine(SessionDriver):
         self._step()
 
     @precondition(lambda self: self.pending)
+    @rule(count=st.integers(0, 3), late=st.booleans(), times=st.integers(1, 3))
+    def step_without_memory(self, count: int, late: bool, times: int) -> None:
+        """Run a step in which the device has no memory for some calls. A request may end with an error; the others go on."""
+        self._executor.arm(count, late, torch.OutOfMemoryError("planted"), times)
+        self._step()
+        self._executor.disarm()
+
+    @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         """Cancel a running or waiting request."""
@@ -167,10 +177,10 @@ class EngineMachine(SessionDriver):
     @rule(target=chunks, chunk=chunks, data=st.data(), count=st.integers(1, 3))
     def generate_from(self, chunk: Chunk, data: st.DataObject, count: int):
         """Generate replies to contexts, some of which share a chunk."""
-        bases = st.just(chunk) if count == 1 else st.sampled_from([None, chunk])
+        bases = [chunk] if count == 1 else [None, chunk]
         rows = []
         for _ in range(count):
-            base = data.draw(bases)
+            base = pick(data, bases)
             rows.append((base, data.draw(token_ids(min_size=base is None, max_size=4)), self._options(data)))
         return self._generate(rows)
 
@@ -240,7 +250,7 @@ class EngineMachine(SessionDriver):
         self._refused(DonatedStateError, calls[data.draw(st.integers(0, len(calls) - 1))])
 
     def _use_released_chunk(self, data: st.DataObject) -> None:
-        chunk = data.draw(st.sampled_from(self.dead))
+        chunk = pick(data, self.dead)
         calls: list[Callable[[EngineState], Any]] = [
             lambda state: release(state, chunk),
             lambda state: fork(state, chunk),

@@ -16,7 +16,7 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import detach, release
 from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.donation import enter
-from nanovllm.engine.requests import cancel, capacity, request_seed, submit, submit_many
+from nanovllm.engine.requests import capacity, request_seed, submit, submit_many
 from nanovllm.engine.step import step
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
@@ -51,6 +51,7 @@ class EngineDriver(EngineHolder):
         self.chunk_kv: dict[int, bytes] = {}
         self.pending: dict[int, Pending] = {}
         self.ended: list[int] = []  # ids of kept requests that have ended and still have their pages
+        self.shortages = 0  # device calls that ran out of memory in the newest step
         self.quiet = 0  # rules since the last misuse or planted failure, which must be rarer than other rules
 
     def _options(self, data: st.DataObject) -> SamplingParams:
@@ -152,15 +153,15 @@ class EngineDriver(EngineHolder):
 
     def _step(self) -> None:
         self._observe()
-        pinned = self._pinned()
-        done = self._attempt(lambda: step(self.world.model, self.state), OutOfPagesError)
-        if isinstance(done, OutOfPagesError):
-            return self._drop_stuck(pinned, done)
+        pinned, before, num_failed = self._pinned(), self.state, self._executor.num_failed
+        done = self._attempt(lambda: step(self.world.model, self.state))
         if done is None:
             return
         self.state, outputs = done
+        self.shortages = self._executor.num_failed - num_failed
         for out in outputs:
             self._see(out, pinned)
+        self._see_budget(before, any(out.error is not None for out in outputs))
         while self.ended and self._pinned() > self.most_pinned:
             rid = self.ended.pop()
             kept = self.state.kept[rid]
@@ -170,15 +171,22 @@ class EngineDriver(EngineHolder):
                 self._adopt(chunk, tokens)
                 self._release(chunk)
 
-    def _drop_stuck(self, pinned: int, error: OutOfPagesError) -> None:
-        """Cancel the oldest request, which can never begin its reply while so many pages are pinned."""
-        rid = min(self.pending)
-        mine = self.pending.pop(rid)
-        short = self._too_much(mine.request, len(mine.prompt), pinned)
-        message = f"request {rid} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and a step raised {error}"
-        expect(not mine.drawn and short, message)
-        self.state = cancel(self.state, rid)
-        self.needed += mine.most_filled
+    def _see_budget(self, before: EngineState, failed: bool) -> None:
+        """Check that a shortage of memory lowers the token budget, and that each step with enough memory raises a lowered one."""
+        most = self.state.config.max_num_batched_tokens
+        budgets = [state.token_budget or most for state in (before, self.state)]
+        if self.shortages:
+            expect(budgets[1] < budgets[0] or failed, f"{self.shortages} shortages changed the budget from {budgets[0]} to {budgets[1]}")
+        elif before.running or before.waiting:
+            expect(budgets[1] > budgets[0] or budgets[0] == most, f"the budget {budgets[0]} of {most} became {budgets[1]} in a step")
+
+    def _see_error(self, out: StepOutput, mine: Pending, pinned: int) -> None:
+        """Check that a request failed for a reason: memory ran out in this step, or its prompt has no pages while so many are pinned."""
+        expect(isinstance(out.error, OutOfPagesError) and not out.token_ids, f"request {out.request_id} ended with {out.error!r}")
+        if not self.shortages:
+            short = self._too_much(mine.request, len(mine.prompt), pinned)
+            message = f"request {out.request_id} has {len(mine.prompt)} tokens, {pinned} pages are pinned, and it ended with {out.error}"
+            expect(not mine.drawn and short, message)
 
     def _too_much(self, request: Request, num_tokens: int, pinned: int) -> bool:
         """Return whether a request of so many tokens may need more pages or frames than the pool has besides pinned pages."""
@@ -197,7 +205,12 @@ class EngineDriver(EngineHolder):
             return expect(over is None, f"request {out.request_id} goes on after {mine.drawn}, but should end with {over!r}")
         expect(out.output.token_ids == mine.drawn, f"request {out.request_id} sampled {mine.drawn}, returned {out.output.token_ids}")
         total = len(mine.prompt) + len(mine.drawn)
-        if out.finish_reason != ends(mine.request, mine.drawn):
+        if out.error is not None:
+            alike = out.output.error is out.error and out.output.finish_reason == out.finish_reason == "error"
+            expect(alike and out.error.request_id == out.request_id, f"request {out.request_id} and {out.output} have {out.error!r}")
+            self._see_error(out, mine, pinned)
+            self.needed += total - 1 if out.token_ids else max(mine.most_filled, out.output.num_cached_tokens)
+        elif out.finish_reason != ends(mine.request, mine.drawn):
             expect(out.finish_reason == "length", f"request {out.request_id} ended with {out.finish_reason} after {mine.drawn}")
             short = self._too_much(mine.request, total, pinned)
             expect(short, f"request {out.request_id} was given up with {total} tokens; {pinned} pages are pinned")

@@ -15,6 +15,7 @@ from nanovllm.state.invariants import check_pool
 from nanovllm.state.pool import Pool
 from nanovllm.state.window_frames import Frames, init_frames
 from nanovllm.testing.shadows.memory import KeptValues, expect
+from nanovllm.testing.strategies import pick
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +106,7 @@ class FrameMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         """Add a second owner of a beginning. It needs frames from some index on, after which all pages still have them."""
-        first = data.draw(st.sampled_from(self.holders))
+        first = pick(data, self.holders)
         pages = first.pages[: data.draw(st.integers(1, len(first.pages)))]
         least = max((at + 1 for at, page in enumerate(pages) if page not in self._with_frames()), default=0)
         retired = data.draw(st.integers(least, len(pages)))
@@ -117,7 +118,7 @@ class FrameMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
         """Retire pages: an owner no longer needs the frames of its first pages."""
-        holder = data.draw(st.sampled_from(self.holders))
+        holder = pick(data, self.holders)
         retired = data.draw(st.integers(holder.retired, len(holder.pages)))
         gone = holder.pages[holder.retired : retired]
         holder.retired = retired
@@ -136,11 +137,11 @@ class FrameMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def index(self, data: st.DataObject) -> None:
         """Index a run. For each prefix the index keeps the pages with more frames, and no indexed prefix is lost."""
-        holder, before = data.draw(st.sampled_from(self.holders)), self._indexed()
+        holder, before = pick(data, self.holders), self._indexed()
         tokens, pages = np.array(holder.tokens, np.int32), np.array(holder.pages, np.int32)
         matched = pools.match(self.pool, tokens)
         frames = max(np.count_nonzero(self._frames.have(either)) for either in (matched, pages[: len(matched)]))
-        self._move(self.ops.insert(self.pool, tokens, pages, 0))
+        self._move(self.ops.insert(self.pool, tokens, pages))
         self.spare = [page for page in self.spare if page in self.pool.pages.refcounts]
         lost = sorted(before - self._indexed())
         expect(not lost, f"indexing {holder.tokens} removed the prefixes {lost}")

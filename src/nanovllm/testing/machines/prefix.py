@@ -12,7 +12,7 @@ from nanovllm.state.invariants import check_pool
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pool import Pool
 from nanovllm.testing.shadows.memory import KeptValues, ShadowIndex, expect, freeze, indexed_runs
-from nanovllm.testing.strategies import token_ids
+from nanovllm.testing.strategies import pick, token_ids
 
 
 @dataclass(slots=True)
@@ -54,13 +54,14 @@ class PrefixMachine(RuleBasedStateMachine):
         self.size, self.num_pages = page_size, num_pages
         self.pool, self.shadow = pools.init_pool(num_pages, page_size), ShadowIndex(page_size)
 
-    @rule(tokens=token_ids(max_size=9), index=st.booleans())
-    def begin(self, tokens: list[int], index: bool) -> None:
-        """Begin a run: it shares indexed pages and allocates the others, which may evict the longest-idle pages."""
+    @rule(tokens=token_ids(max_size=9), index=st.booleans(), most=st.sampled_from([9, 9, 9, 0, 1]))
+    def begin(self, tokens: list[int], index: bool, most: int = 9) -> None:
+        """Begin a run: it shares `most` indexed pages and allocates the others, which may evict the longest-idle pages."""
         matched = pools.match(self.pool, np.array(tokens, np.int32)).tolist()
         expect(matched == self.shadow.match(tokens), f"{tokens} matched {matched}, not {self.shadow.match(tokens)}", invariant=4)
         for page, key in zip(matched, self.shadow.keys(tokens), strict=False):
             expect(self.memory[page] == key, f"{tokens} got page {page}, which holds {self.memory[page]}", invariant=4)
+        matched = matched[:most]
         pool = pools.acquire(self.pool, matched)
         self.shadow.idle = [page for page in self.shadow.idle if page not in matched]
         fresh = self._allocate(pool, pages_for(len(tokens), self.size) - len(matched))
@@ -71,7 +72,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.memory[page] = tuple(tokens[: place * self.size])
         self.runs.append(run)
         if index:
-            self.index(run, len(matched))
+            self.index(run, len(tokens))
 
     @rule(prompts=st.lists(token_ids(max_size=5), min_size=1, max_size=5))
     def serve(self, prompts: list[list[int]]) -> None:
@@ -85,22 +86,21 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.runs)
     @rule(data=st.data())
     def index_later(self, data: st.DataObject) -> None:
-        """Index a run from any of its pages on; nothing happens if the page before is not indexed."""
-        run = data.draw(st.sampled_from(self.runs))
-        self.index(run, data.draw(st.integers(0, len(run.pages))))
+        """Index the beginning of a run, some pages of which the index may have by now."""
+        run = pick(data, self.runs)
+        self.index(run, data.draw(st.integers(0, len(run.tokens))))
 
-    def index(self, run: Run, start: int) -> None:
-        """Index a run from page `start` on."""
-        pool = pools.insert(self.pool, np.array(run.tokens, np.int32), np.array(run.pages, np.int32), start)
-        self._move(pool)
-        if start == 0 or run.pages[start - 1] in self.shadow.pages.values():
-            self.shadow.insert(run.tokens, run.pages)
+    def index(self, run: Run, length: int) -> None:
+        """Index the first `length` tokens of a run."""
+        tokens = run.tokens[:length]
+        self._move(pools.insert(self.pool, np.array(tokens, np.int32), np.array(run.pages, np.int32)))
+        self.shadow.insert(tokens, run.pages)
 
     @precondition(lambda self: self.runs)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         """Add a second holder of the beginning of a run."""
-        run = data.draw(st.sampled_from(self.runs))
+        run = pick(data, self.runs)
         length = data.draw(st.integers(1, len(run.tokens)))
         twin = Run(run.tokens[:length], run.pages[: pages_for(length, self.size)])
         self._move(pools.acquire(self.pool, twin.pages))

@@ -19,7 +19,7 @@ from nanovllm.state.request import Queue, Request, Sequence
 from nanovllm.state.sequence_pages import give_up_pages, reserve, written_pages
 from nanovllm.state.vector import IntVector
 from nanovllm.testing.shadows.memory import KeptValues, ShadowMemory, expect, indexed_runs
-from nanovllm.testing.strategies import Limits, limits, token_ids
+from nanovllm.testing.strategies import Limits, limits, pick, token_ids
 
 
 @dataclass(slots=True)
@@ -37,7 +37,8 @@ class ScheduleMachine(RuleBasedStateMachine):
     tokens are the bits of a random number.
 
     Checks invariants 1 to 5, 6 (all requests end and all pages return) and 7 (tokens per request). Also checks that a plan respects the
-    limits and the order of arrival, and that the oldest request always advances.
+    limits and the order of arrival, and that the oldest request always advances. No request may run a page of tokens that the index has, or
+    that another request runs in the same step.
 
     Attributes:
         scheduler: The function under test, with the signature of `nanovllm.engine.scheduler.schedule`, as a `staticmethod`.
@@ -97,7 +98,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         """Cancel a running or waiting request."""
-        sequence = data.draw(st.sampled_from([*self.running, *self.waiting]))
+        sequence = pick(data, [*self.running, *self.waiting])
         self._move(give_up_pages(self.pool, sequence))
         if sequence in self.running:
             self.running = tuple(s for s in self.running if s is not sequence)
@@ -115,7 +116,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             return
         pages = [*matched, *taken[1]]
         self.memory.run(run.array(), pages, len(matched) * size, len(run) - len(matched) * size)
-        self._move(pools.insert(taken[0], run.array(), np.array(pages, np.int32), 0))
+        self._move(pools.insert(taken[0], run.array(), np.array(pages, np.int32)))
         self.holds.append(Hold(run, IntVector.of(pages)))
 
     @precondition(lambda self: self.holds)
@@ -136,7 +137,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         """Make a second chunk over the same pages, perhaps a shorter one."""
-        hold = data.draw(st.sampled_from(self.holds))
+        hold = pick(data, self.holds)
         length = data.draw(st.integers(1, len(hold.tokens)))
         twin = Hold(hold.tokens.truncate(length), hold.pages.truncate(pages_for(length, self.limits.page_size)))
         self._move(pools.acquire(self.pool, twin.pages))
@@ -225,16 +226,16 @@ class ScheduleMachine(RuleBasedStateMachine):
         expect(all(a < b for a, b in pairwise(running + waiting)), f"running {running} and waiting {waiting} are not in order of arrival")
         expect(len(running) <= self.limits.max_num_seqs, f"{len(running)} requests run")
         expect(sum(count for _, count in rows) <= self.limits.max_num_batched_tokens, f"the budget is exceeded: {[c for _, c in rows]}")
-        writers = Counter()
+        writers = dict[int, Sequence]()
         for sequence, count in rows:
             wanted = max(sequence.todo, 1)
             expect(0 < count <= wanted, f"{count} of {wanted} tokens are to run", invariant=7)
             end = sequence.num_filled + min(count, sequence.todo)
             expect(end <= len(sequence.pages) * size, f"{end} tokens in {len(sequence.pages)} pages of {size}", invariant=7)
-            writers.update(written_pages(sequence, min(count, sequence.todo), size).tolist())
-        for page, count in writers.items():
-            owners = plan.pool.pages.refcount(page)
-            expect(count == 1 and owners == 1, f"page {page} has {count} writers and {owners} owners", invariant=3)
+            for page in written_pages(sequence, min(count, sequence.todo), size).tolist():
+                other = writers.setdefault(page, sequence)
+                expect(other is sequence, f"page {page} is written by requests {_id(other)} and {_id(sequence)}", invariant=3)
+        self._check_sharing(plan, writers)
         held = Counter(page for holder in (*plan.running, *plan.waiting, *plan.stuck, *self.holds) for page in holder.pages)
         check_pool(plan.pool, held)
         for sequence in plan.stuck:
@@ -243,19 +244,42 @@ class ScheduleMachine(RuleBasedStateMachine):
             nothing = reserve(plan.pool, sequence, sequence.num_filled + min(1, sequence.todo), size) is None
             expect(nothing, f"request {sequence.request.request_id} was given up although it could go on")
 
+    def _check_sharing(self, plan: Plan, writers: dict[int, Sequence]) -> None:
+        """Check who else holds a page that is written, and that no page is filled twice or although the index has its tokens."""
+        size, came = self.limits.page_size, self.waiting.items
+        for holder in (*plan.running, *plan.waiting, *plan.stuck):
+            for place, page in enumerate(holder.pages):
+                if (writer := writers.get(page, holder)) is not holder:
+                    behind = _id(holder) in came and (place + 1) * size <= holder.num_filled and page in plan.pool.prefix
+                    expect(behind, f"page {page} is written by request {_id(writer)} and held by request {_id(holder)}", invariant=3)
+        for hold in self.holds:
+            expect(writers.keys().isdisjoint(hold.pages), f"of the pages {list(hold.pages)} of a chunk some are written", invariant=3)
+        stripped = any(len(came[_id(s)].pages) > len(s.pages) for s in plan.waiting if _id(s) in came)
+        filled = dict[bytes, int]()
+        for sequence, count in plan.prefill:
+            rid, tokens = _id(sequence), sequence.tokens.array()
+            if rid in came and not stripped and not len(came[rid].pages):
+                for page in pools.match(plan.pool, tokens)[sequence.num_filled // size :].tolist():
+                    expect(page in sequence.pages, f"request {rid} runs tokens that page {page} holds, from token {sequence.num_filled} on")
+                for end in range(sequence.num_filled // size + 1, (sequence.num_filled + count) // size + 1):
+                    other = filled.setdefault(tokens[: end * size].tobytes(), rid)
+                    expect(other == rid, f"requests {other} and {rid} both fill a page with {tokens[: end * size]}")
+
     def _finish_step(self, plan: Plan, draws: int) -> None:
-        pool, size, rows, running = plan.pool, self.limits.page_size, dict[int, int](), []
-        for sequence in plan.decode:
-            rows[sequence.request.request_id] = sequence.todo
+        pool, rows, running = plan.pool, {_id(s): count for s, count in plan.prefill}, []
+        for sequence, count in plan.prefill:  # in one pass, which writes before it reads
+            self.memory.write(sequence.tokens.array(), list(sequence.pages), sequence.num_filled, count)
+        for sequence, count in plan.prefill:
+            self.memory.require(sequence.tokens.array(), list(sequence.pages), sequence.num_filled + count)
+        for sequence in plan.decode:  # in a second pass, in which no row reads what another one writes
             self.memory.require(sequence.tokens.array(), list(sequence.pages), sequence.num_filled)
-        rows.update({s.request.request_id: count for s, count in plan.prefill})
-        for sequence, count in ((s, rows[s.request.request_id]) for s in plan.running if s.request.request_id in rows):
-            self.memory.run(sequence.tokens.array(), list(sequence.pages), sequence.num_filled, count)
+        for sequence in plan.decode:
+            rows[_id(sequence)] = sequence.todo
+            self.memory.write(sequence.tokens.array(), list(sequence.pages), sequence.num_filled, sequence.todo)
         for sequence in (*plan.running, *plan.stuck):
             rid, grown = sequence.request.request_id, sequence
             if rid in rows:
                 grown = sequence.advance(rows[rid])
-                pool = pools.insert(pool, grown.tokens.array(0, grown.num_filled), grown.pages.array(), sequence.num_filled // size)
                 if rows[rid] == sequence.todo:
                     grown = replace(grown, tokens=grown.tokens.append(draws >> rid % 8 & 1))
             if sequence not in plan.stuck and len(grown.tokens) < grown.request.max_len:
@@ -263,7 +287,7 @@ class ScheduleMachine(RuleBasedStateMachine):
                 continue
             self.finished.add(rid)
             if rid in self.keepers and grown.num_filled and 2 * (self._pinned() + len(grown.pages)) <= self.limits.num_pages + 1:
-                count = pages_for(grown.num_filled, size)
+                count = pages_for(grown.num_filled, self.limits.page_size)
                 self.holds.append(Hold(grown.tokens.truncate(grown.num_filled), grown.pages.truncate(count)))
                 pool = pools.release(pool, grown.pages.array(count).tolist())
             else:
@@ -288,3 +312,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.pool = pool
         for sequence in self.running:
             self.kept.keep(sequence)
+
+
+def _id(sequence: Sequence) -> int:
+    return sequence.request.request_id

@@ -139,15 +139,10 @@ class ShadowIndex:
         return matched
 
     def insert(self, tokens: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Index pages of a run until a prefix is already indexed with another page, and return the newly indexed pages."""
-        added = []
-        for key, page in zip(self.keys(tokens), held, strict=False):
-            if key not in self.pages and page not in self.pages.values():
-                self.pages[key] = page
-                added.append(page)
-            elif self.pages.get(key) != page:
-                break
-        return added
+        """Index the pages of a run whose prefix is not indexed yet, and return them."""
+        added = [(key, page) for key, page in zip(self.keys(tokens), held, strict=False) if key not in self.pages]
+        self.pages.update(added)
+        return [page for _, page in added]
 
     def drop(self, page: int) -> None:
         """Forget one page."""
@@ -179,10 +174,14 @@ class ShadowMemory:
 
     def run(self, tokens: np.ndarray, pages: Sequence[int], start: int, count: int) -> None:
         """Run tokens `start ... start + count - 1`: their slots are written, then all slots up to the last are read and checked."""
+        self.write(tokens, pages, start, count)
+        self.require(tokens, pages, start + count)
+
+    def write(self, tokens: np.ndarray, pages: Sequence[int], start: int, count: int) -> None:
+        """Write the slots of tokens `start ... start + count - 1`."""
         run = tuple(tokens.tolist())
         for at in range(start, start + count):
             self.slots[pages[at // self.page_size], at % self.page_size] = run[: at + 1]
-        self.require(tokens, pages, start + count)
 
     def require(self, tokens: np.ndarray, pages: Sequence[int], count: int) -> None:
         """Raise `ShadowMismatchError` unless the slots of the first `count` tokens contain the KV that a prefill of them writes."""

@@ -20,12 +20,14 @@ KeysValues = np.ndarray  # keys before rotation, and values, of one token: `[L, 
 
 
 class Reference:
-    """A decoder with a model's weights as float64 arrays. It supports only plain rotary positions; else it raises `ValueError`."""
+    """A decoder with a model's weights as float64 arrays. It raises `ValueError` for experts and for scaled rotary positions."""
 
     def __init__(self, model: Model):
         config, params = model.config, model.params
         if config.rope.kind != "default":
             raise ValueError(f"the numpy reference does not support rope kind {config.rope.kind!r}; use a model with rope kind 'default'")
+        if config.moe is not None:
+            raise ValueError("the numpy reference does not support experts; use a model without them")
         self.config = config
         self.embed, self.final_norm = _array(params.embed), _array(params.final_norm)
         self.head = self.embed if params.head is None else _array(params.head)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -45,17 +45,21 @@ class PlantedError(Exception):
 class FlakyExecutor:
     """An executor that passes all calls to another executor until it is told to fail.
 
-    `countdown` is the number of device calls that still succeed; None means all. With `late`, the failing call does its work and then
-    raises.
+    `countdown` is the number of device calls that still succeed; None means all. Then `times` calls raise `error`. With `late`, a failing
+    call does its work and then raises. `num_failed` counts the calls that have raised.
     """
 
     inner: Executor
     countdown: int | None = None
     late: bool = False
+    error: Exception = field(default_factory=lambda: PlantedError("planted"))
+    times: int = 1
+    num_failed: int = 0
 
-    def arm(self, countdown: int, late: bool) -> None:
-        """Let one device call fail, after `countdown` more calls have succeeded."""
-        self.countdown, self.late = countdown, late
+    def arm(self, countdown: int, late: bool, error: Exception | None = None, times: int = 1) -> None:
+        """Let `times` device calls fail, after `countdown` more calls have succeeded. None: by a `PlantedError`."""
+        self.countdown, self.late, self.times = countdown, late, times
+        self.error = PlantedError("planted") if error is None else error
 
     def disarm(self) -> None:
         """Let all device calls succeed again."""
@@ -105,13 +109,15 @@ class FlakyExecutor:
     def _run(self, call: Callable[[], T]) -> T:
         if self.countdown is None:
             return call()
-        self.countdown -= 1
-        if self.countdown >= 0:
+        if self.countdown:
+            self.countdown -= 1
             return call()
-        self.countdown = None
+        self.times, self.num_failed = self.times - 1, self.num_failed + 1
+        if not self.times:
+            self.countdown = None
         if self.late:
             call()
-        raise PlantedError("planted")
+        raise self.error
 
 
 def _tested(executor: Executor, limits: Limits) -> FlakyExecutor:

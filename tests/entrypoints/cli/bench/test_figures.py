@@ -143,11 +143,12 @@ def test_every_workload_has_its_keys() -> None:
     """An engine that does nothing runs all of them; peers are compared by these keys."""
     found = {one.key: one.figure for one in measure(Idle(replace(MODEL, name="weights"), "weights").generate, WORKLOADS, 151936, 1)}
     rates = [f"b{size}_{what}" for size in (1, 8, 64) for what in ("decode_tok_s", "ttft_ms")]
-    assert list(found) == [*rates, "offline_tok_s", "ttft_16k_cold_ms", "ttft_16k_warm_ms", "shared16k_x32_tok_s"]
+    many = ["offline_tok_s", "ttft_16k_cold_ms", "ttft_16k_warm_ms", "shared16k_x32_tok_s", "fewshot_16x8_tok_s", "burst_300_tok_s"]
+    assert list(found) == [*rates, *many, *(f"ttft_{length}_ms" for length in (64, 256, 768, 1500, 3000))]
 
 
 def test_the_longest_request_of_each_workload() -> None:
-    """No request of a workload is longer than what a model is asked for, and one of them is as long, but for `offline`, which draws."""
+    """No request of a workload is longer than what a model is asked for, and one of them is as long, but where lengths are drawn."""
     for name in workloads.TIMED:
         longest = 0
 
@@ -158,7 +159,7 @@ def test_the_longest_request_of_each_workload() -> None:
 
         {one.key: one.figure for one in measure(generate, [name], 151936, 1)}
         assert 0.95 * workloads.LONGEST[name] < longest <= workloads.LONGEST[name] and (
-            name == "offline" or longest == workloads.LONGEST[name]
+            name in ("offline", "fewshot", "burst") or longest == workloads.LONGEST[name]
         )
     needed = workloads.LONGEST["host"]
     drawn = []
@@ -169,10 +170,14 @@ def test_the_longest_request_of_each_workload() -> None:
 
 
 def test_workloads_that_are_too_long_for_a_model() -> None:
-    """Those of the defaults are left out, those that were asked for refused; TinyLlama's context takes all but the 16k prefix."""
+    """Those of the defaults are left out, those that were asked for refused; TinyLlama's context takes not all."""
     which, left = command.find_workloads(None, "tinyllama-1.1b", cuda=True)
-    assert which == [name for name in WORKLOADS if name != "prefix"]
-    assert left == [{"workload": "prefix", "why": "its requests take 16,672 tokens, the context of tinyllama-1.1b has 2,048"}]
+    long = {"prefix": "16,672", "ttft": "3,001"}
+    assert which == [name for name in WORKLOADS if name not in long]
+    assert left == [
+        {"workload": name, "why": f"its requests take {length} tokens, the context of tinyllama-1.1b has 2,048"}
+        for name, length in long.items()
+    ]
     assert command.find_workloads(None, "qwen3-0.6b", cuda=True) == (list(WORKLOADS), [])
     with pytest.raises(
         nv.InvalidRequestError, match=r"'prefix' cannot be run: its requests take 16,672 tokens, .*tinyllama-1.1b has 2,048"
@@ -180,6 +185,7 @@ def test_workloads_that_are_too_long_for_a_model() -> None:
         command.find_workloads("b1,prefix", "tinyllama-1.1b", cuda=True)
 
 
+@pytest.mark.unhooked
 def test_a_short_context_is_told_before_weights_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

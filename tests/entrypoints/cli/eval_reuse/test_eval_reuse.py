@@ -25,6 +25,8 @@ from nanovllm.entrypoints.cli.eval_reuse.settings import Settings
 from nanovllm.models.model import Model
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
+pytestmark = pytest.mark.unhooked  # the hook makes these ten times as slow
+
 SMALL = Settings(chunks=(2, 3), facts=2, separators=("\n",), questions=2, recompute=(0, 8, 0.1, "all"), turns=(1, 2), reply_len=4)
 
 TINY = Settings(chunks=(2,), separators=(" ",), questions=2, recompute=(0, "all"))

@@ -6,7 +6,7 @@ The model is Williams et al., "Roofline" (2009). A step cannot be faster than re
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
@@ -74,10 +74,19 @@ def prompt_work(prompt_lens: Sequence[int], found: int = 0) -> Work:
     )
 
 
-def prompts_and_decode(prompt_lens: Sequence[int], counts: Sequence[int], shared: int = 0) -> Work:
-    """The work of prompts, then of decode steps. The KV of the first `shared` tokens is cached."""
+def prompts_and_decode(prompt_lens: Sequence[int], counts: Sequence[int], shared: int = 0, *, fill: bool = False) -> Work:
+    """The work of prompts, then of decode steps. The KV of the first `shared` tokens is cached, or with `fill` runs once."""
     before, steps = prompt_work(prompt_lens, shared), decode_work(prompt_lens, counts, shared)
+    if fill:
+        once = prompt_work([shared])
+        before = replace(before, prompt_tokens=before.prompt_tokens + shared, pairs=before.pairs + once.pairs)
     return replace(before, steps=steps.steps, tokens=steps.tokens, kv_tokens=steps.kv_tokens)
+
+
+def together(works: Sequence[Work]) -> Work:
+    """The work of several workloads whose rows run in one batch."""
+    sums = {field.name: sum(getattr(work, field.name) for work in works) for field in fields(Work)}
+    return Work(**{**sums, "steps": max(work.steps for work in works)})
 
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: "int | float", shared: int = 0) -> int:

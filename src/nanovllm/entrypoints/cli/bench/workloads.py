@@ -11,16 +11,19 @@ from random import Random
 
 import numpy as np
 
-from nanovllm.entrypoints.cli.bench.roofline import Work, decode_work, prompt_work, prompts_and_decode
+from nanovllm.entrypoints.cli.bench.roofline import Work, decode_work, prompt_work, prompts_and_decode, together
 
 Generate = Callable[[list[list[int]], list[int], float], list[list[int]]]
-TIMED = ("b1", "b8", "b64", "offline", "prefix")  # any engine can run these
+TIMED = ("b1", "b8", "b64", "offline", "prefix", "fewshot", "burst", "ttft")  # any engine can run these
 WORKLOADS = (*TIMED, "host", "growth", "start")
 PROMPT, SHARED = 128, 16384  # tokens of a short prompt, and of the prefix
+EXAMPLES, QUESTIONS = 16, 8  # of `fewshot`: beginnings, and requests that go on from each
+SHOTS = 1000  # tokens of such a beginning
+LENGTHS = (64, 256, 768, 1500, 3000)  # of `ttft`, in tokens
 # Tokens of the longest request, prompt and reply. `growth` has no entry: it leaves out the points that are too long.
 LONGEST = {
-    "b1": PROMPT + 512, "b8": PROMPT + 256, "b64": PROMPT + 256, "offline": 1024 + 1024, "prefix": SHARED + 32 + 256, "host": 32 + 208,
-    "start": PROMPT + 1,
+    "b1": PROMPT + 512, "b8": PROMPT + 256, "b64": PROMPT + 256, "offline": 1024 + 1024, "prefix": SHARED + 32 + 256,
+    "fewshot": SHOTS + 60 + 100, "burst": 300 + 500, "ttft": LENGTHS[-1] + 1, "host": 32 + 208, "start": PROMPT + 1,
 }  # fmt: skip
 
 
@@ -95,7 +98,7 @@ def measure(
         generate: The engine.
         which: Names of workloads.
         vocab_size: The size of the vocabulary that prompts are made from.
-        repeats: Runs of each workload; `offline` runs once.
+        repeats: Runs of each workload; `offline`, `fewshot` and `burst` run once, the latter two after a run that does not count.
         spent: Returns the cost of the engine's calls so far; None if the engine does not report it.
 
     Raises:
@@ -151,6 +154,33 @@ def measure(
         yield _measured("16k warm", "1 x (16k cached + 16 in, 1 out)", "ttft_16k_warm_ms", prompt_work([SHARED + 16], SHARED), warm)
         work = prompts_and_decode([SHARED + 32] * 32, [256] * 32, SHARED)
         yield _measured("prefix", "32 x (16k shared + 32 in, 256 out)", "shared16k_x32_tok_s", work, many)
+    if "fewshot" in which:
+
+        def fewshot() -> tuple[list[list[int]], Timing]:
+            heads = [prompt(SHOTS) for _ in range(EXAMPLES)]
+            prompts = [head + prompt(random.randint(30, 60)) for head in heads for _ in range(QUESTIONS)]
+            return prompts, timed(prompts, [100] * len(prompts), 0.7)
+
+        fewshot()
+        prompts, whole = fewshot()
+        asked = [[len(text) for text in prompts[at : at + QUESTIONS]] for at in range(0, len(prompts), QUESTIONS)]
+        work = together([prompts_and_decode(lengths, [100] * QUESTIONS, SHOTS, fill=True) for lengths in asked])
+        what = f"{EXAMPLES} x {QUESTIONS} x ({SHOTS:,} shared + 30-60 in, 100 out)"
+        yield _measured("fewshot", what, f"fewshot_{EXAMPLES}x{QUESTIONS}_tok_s", work, [whole])
+    if "burst" in which:
+
+        def burst() -> tuple[list[list[int]], list[int], Timing]:
+            prompts = [prompt(random.randint(20, 300)) for _ in range(300)]
+            counts = [random.randint(10, 500) for _ in prompts]
+            return prompts, counts, timed(prompts, counts, 1.0)
+
+        burst()
+        prompts, counts, whole = burst()
+        work = prompts_and_decode([len(text) for text in prompts], counts)
+        yield _measured("burst", "300 x (20-300 in, 10-500 out)", "burst_300_tok_s", work, [whole])
+    for length in LENGTHS if "ttft" in which else ():
+        firsts = [timed([prompt(length)], [1]) for _ in range(2 * repeats + 1)]
+        yield _measured("ttft", f"1 x ({length:,} in, 1 out)", f"ttft_{length}_ms", prompt_work([length]), firsts)
 
 
 def _measured(workload: str, what: str, key: str, work: Work, timings: Sequence[Timing]) -> Measured:
