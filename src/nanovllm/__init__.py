@@ -54,9 +54,10 @@ from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, Stats
 from nanovllm.state.invariants import check
 from nanovllm.state.kv_cache import KVState
+from nanovllm.state.logprobs import TokenLogprobs
 from nanovllm.state.pages import PageState
 from nanovllm.state.prefix_cache import PrefixIndex
-from nanovllm.state.request import Metrics, RequestOutput, StepOutput, TokenLogprobs
+from nanovllm.state.request import Metrics, RequestOutput, StepOutput
 
 __all__ = [
     "LLM",

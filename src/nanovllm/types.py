@@ -57,10 +57,6 @@ def register_value(cls: type[C], *, static: tuple[str, ...] = ()) -> type[C]:
     return cls
 
 
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = 100
-
-
 def brief(value: Any, depth: int = 4) -> str:
     """A short text for a value; for a tensor its dtype, shape and device. Reads no device memory, and `depth` levels of lists."""
     if isinstance(value, Tensor):
@@ -74,7 +70,9 @@ def brief(value: Any, depth: int = 4) -> str:
         return f"({shown}{f', ... {len(value) - 2} more' if len(value) > 2 else ''})"
     if isinstance(value, Mapping) and not isinstance(value, dict):
         return f"{type(value).__name__} of {len(value)}"
-    return SHORT.repr(value)
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    return short.repr(value)
 
 
 def writable(tensor: Tensor) -> Tensor:

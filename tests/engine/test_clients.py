@@ -19,7 +19,7 @@ import nanovllm as nv
 from nanovllm.engine import output as output_module
 from nanovllm.engine import step as step_module
 from nanovllm.executor.executor import Drawn
-from nanovllm.state.request import StopScan
+from nanovllm.state.stop_scan import StopScan
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from tests.tokenizer.test_detokenizer import LLAMA, spelled

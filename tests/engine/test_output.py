@@ -13,7 +13,7 @@ import nanovllm as nv
 from nanovllm.engine.output import draw_token, finish_reason, reply_text, result
 from nanovllm.engine.requests import new_sequence
 from nanovllm.executor.executor import Drawn
-from nanovllm.state.request import StopScan
+from nanovllm.state.stop_scan import StopScan
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer

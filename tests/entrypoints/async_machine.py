@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanovllm.entrypoints.async_llm import AsyncLLM
-from nanovllm.entrypoints.engine_thread import EngineThread, deliver
+from nanovllm.entrypoints.calls import deliver
+from nanovllm.entrypoints.engine_thread import EngineThread
 from nanovllm.entrypoints.llm import LLM, Piece
 from nanovllm.errors import EngineClosedError, EngineDeadError, OutOfPagesError, QueueFullError
 from nanovllm.models.model import Model

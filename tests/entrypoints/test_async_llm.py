@@ -22,7 +22,8 @@ import torch
 
 import nanovllm as nv
 from nanovllm.entrypoints import async_llm
-from nanovllm.entrypoints.engine_thread import Call, EngineThread, deliver
+from nanovllm.entrypoints.calls import Call, deliver
+from nanovllm.entrypoints.engine_thread import EngineThread
 from nanovllm.state.device_errors import chain
 from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.async_machine import SteppedAsyncLLM

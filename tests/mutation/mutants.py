@@ -233,13 +233,17 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/request.py",
         CLIENTS,
+        ("a resumed reply is searched from its beginning", "self.request.num_prompt + self.stops.num_read", "self.request.num_prompt"),
+    ),
+    *bugs(
+        "state/stop_scan.py",
+        CLIENTS,
         (
             "a stop string across two tokens is missed",
             "if text.endswith(string, 0, end) or string.endswith(text[:end]):",
             "if text.endswith(string, 0, end):",
         ),
         ("only the first place of a letter is looked at", "end = text.find(string[-1:], end) + 1", "end = 0"),
-        ("a resumed reply is searched from its beginning", "self.request.num_prompt + self.stops.num_read", "self.request.num_prompt"),
         ("a stop string with U+FFFD is searched after its last byte", "byte_set(bytes(range(256)))", "byte_set(b'\\xbd')"),
     ),
     # Engine
@@ -1120,7 +1124,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "        if self.ended:\n            raise",
             "        if False:\n            raise",
         ),
-        ("a stream wakes only at its end", "if self.streamed or self.complete:", "if self.complete:"),
         ("every token of a whole reply calls the loop", "outputs if self._num_streams[loop] else ended", "outputs"),
         ("an ended stream still counts", "self._num_streams[loop] -= call.streamed", "pass"),
         ("a closed loop keeps its requests", "if loop.is_closed()]", "if False]"),
@@ -1141,6 +1144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a thread that has ended is kept by the exit", "atexit.unregister(self._exit)", "pass"),
         ("a refusal is one exception for all", "error = type(self.refusal)(*self.refusal.args)", "error = self.refusal"),
     ),
+    *bugs("entrypoints/calls.py", ASYNC, ("a stream wakes only at its end", "if self.streamed or self.complete:", "if self.complete:")),
     *bugs(
         "entrypoints/async_llm.py",
         ASYNC,

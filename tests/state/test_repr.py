@@ -14,7 +14,8 @@ from nanovllm.executor.session_lease import SessionLease
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.array import IntArray
 from nanovllm.state.engine_state import Session
-from nanovllm.state.request import Queue, Request, RequestOutput, Sequence, StepOutput, TokenLogprobs
+from nanovllm.state.logprobs import TokenLogprobs
+from nanovllm.state.request import Queue, Request, RequestOutput, Sequence, StepOutput
 from nanovllm.state.steady import Steady
 from nanovllm.state.step_log import StepLog
 from nanovllm.state.vector import IntVector

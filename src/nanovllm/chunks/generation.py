@@ -7,7 +7,7 @@ from nanovllm.engine.prompt import Context
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
-from nanovllm.state.request import TokenLogprobs
+from nanovllm.state.logprobs import TokenLogprobs
 from nanovllm.types import brief_fields
 
 

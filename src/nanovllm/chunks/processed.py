@@ -17,7 +17,8 @@ from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.pool import Taken
-from nanovllm.state.request import Sequence, StopScan
+from nanovllm.state.request import Sequence
+from nanovllm.state.stop_scan import StopScan
 from nanovllm.types import Tensor
 
 Top = tuple[Tensor, Tensor] | None  # the most probable tokens of each row and their log-probabilities, if a row asked for them

@@ -22,8 +22,9 @@ from nanovllm.sampling.tensors import features
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState, Session
 from nanovllm.state.kv_cache import copy_pages, pages_for
+from nanovllm.state.logprobs import TokenLogprobs, scores_of
 from nanovllm.state.pool import Pool, Taken
-from nanovllm.state.request import Sequence, TokenLogprobs, scores_of
+from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import frames_of_copies
 from nanovllm.state.vector import IntVector
 from nanovllm.types import Tensor

@@ -10,8 +10,10 @@ import numpy as np
 from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
-from nanovllm.state.request import Metrics, RequestOutput, Scores, Sequence, StopScan, TokenLogprobs, scores_of
+from nanovllm.state.logprobs import Scores, TokenLogprobs, scores_of
+from nanovllm.state.request import Metrics, RequestOutput, Sequence
 from nanovllm.state.steady import Steady
+from nanovllm.state.stop_scan import StopScan
 from nanovllm.tokenizer.detokenizer import REPLACEMENT
 
 

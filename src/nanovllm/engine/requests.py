@@ -19,8 +19,9 @@ from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk, offset_after
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.request import Request, Sequence, StopScan
+from nanovllm.state.request import Request, Sequence
 from nanovllm.state.sequence_pages import give_up_pages
+from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import least_frames, num_retired
 

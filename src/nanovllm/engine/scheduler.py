@@ -142,6 +142,7 @@ class _Draft:
         self.stuck: list[Sequence] = []
         self.num_preempted = self.num_reused = 0
         self.grew = False
+        self.found: tuple[Pool, Sequence, tuple[np.ndarray, int]] | None = None  # the last look-up of the prefix index
 
     def retire(self) -> None:
         """Release the KV of sliding-window layers that no later token sees, unless the request keeps all its pages."""
@@ -326,7 +327,9 @@ class _Draft:
 
     def reusable(self, sequence: Sequence) -> tuple[np.ndarray, int]:
         """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
-        return pools.reusable(self.pool, sequence.tokens.array(), whole=sequence.request.keep)
+        if self.found is None or self.found[0] is not self.pool or self.found[1] is not sequence:
+            self.found = self.pool, sequence, pools.reusable(self.pool, sequence.tokens.array(), whole=sequence.request.keep)
+        return self.found[2]
 
     def frames_suffice(self, sequence: Sequence, matched: np.ndarray, retired: int) -> bool:
         """Whether enough frames are available for the first step of a request.

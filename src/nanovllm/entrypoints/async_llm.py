@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from nanovllm.engine.prompt import Context, encode, parts_of
-from nanovllm.entrypoints.engine_thread import Call, EngineThread
+from nanovllm.entrypoints.calls import Call
+from nanovllm.entrypoints.engine_thread import EngineThread
 from nanovllm.entrypoints.llm import LLM, Piece, last_piece, pushed, whole, with_params
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model

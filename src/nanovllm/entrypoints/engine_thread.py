@@ -8,7 +8,6 @@ Two kinds of threads meet here: the engine's thread, and those of the event loop
 The inbox is a `SimpleQueue`, because a garbage collection may put a cancellation into it at any place of the program.
 """
 
-import asyncio
 import atexit
 from asyncio import AbstractEventLoop
 from collections import Counter
@@ -26,6 +25,7 @@ from nanovllm.engine.failures import as_value
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
+from nanovllm.entrypoints.calls import Call, deliver
 from nanovllm.entrypoints.llm import sequence_of
 from nanovllm.errors import EngineClosedError, EngineDeadError, InvalidRequestError, NanoVLLMError, QueueFullError
 from nanovllm.models.model import Model
@@ -33,79 +33,8 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.device_errors import message_of
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.request import StepOutput
 
 EXIT_SECONDS = 10.0  # that the end of the program waits for the last step
-
-
-class Call:
-    """What an event loop waits for: requests that were submitted together, a function, or the end of the engine.
-
-    Attributes:
-        count: The number of results to wait for.
-        streamed: Whether every token wakes the one who waits.
-        loop: The event loop.
-        ids: The ids of the requests, noted and read by the engine's thread.
-        token_ids: Tokens that nobody has read yet, of a streamed call.
-        results: Results by request id.
-        error: What to raise instead.
-        given_up: Whether nobody waits any more.
-        waiter: The future that somebody waits for, or None.
-    """
-
-    __slots__ = ("count", "error", "given_up", "ids", "loop", "results", "streamed", "token_ids", "waiter")
-
-    def __init__(self, count: int, *, streamed: bool = False) -> None:
-        self.count, self.streamed, self.loop = count, streamed, asyncio.get_running_loop()
-        self.ids: list[int] = []
-        self.token_ids: list[int] = []
-        self.results: dict[int, Any] = {}
-        self.error: BaseException | None = None
-        self.given_up = False
-        self.waiter: asyncio.Future[None] | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether all results are there, or an error."""
-        return self.error is not None or len(self.results) == self.count
-
-    async def news(self) -> None:
-        """Wait until all results are there or, in a streamed call, unread tokens. Raises the error that ended the call."""
-        while not self.complete and not self.token_ids:
-            self.waiter = self.loop.create_future()
-            await self.waiter
-        if self.error is not None:
-            raise self.error
-
-    def add(self, out: StepOutput) -> None:
-        """Take what a step gave for one request."""
-        if self.streamed:
-            self.token_ids.extend(out.token_ids)
-        if out.output is not None:
-            self.results[out.request_id] = out.output
-        if self.streamed or self.complete:
-            self._wake()
-
-    def end(self, result: Any = None) -> None:
-        """Take the only result of a call that is no request."""
-        self.results[0] = result
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error."""
-        self.error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-
-def deliver(calls: Map[int, Call], outputs: list[StepOutput]) -> None:
-    """Give the calls of an event loop, by request id, what a step gave. Runs in the loop's thread, while the engine runs the next step."""
-    for out in outputs:
-        if (call := calls.get(out.request_id)) is not None:
-            call.add(out)
 
 
 class EngineThread:

@@ -1,7 +1,6 @@
 """A request, the sequence that grows from it, the queue in which it waits, and its results."""
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -12,10 +11,9 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
+from nanovllm.state.logprobs import Scores, TokenLogprobs
+from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
-from nanovllm.tokenizer.detokenizer import REPLACEMENT, Detokenizer
-from nanovllm.tokenizer.token_texts import byte_set
-from nanovllm.tokenizer.tokenizer import Tokenizer
 from nanovllm.types import brief_fields
 
 
@@ -47,56 +45,6 @@ class Request:
 
     def __repr__(self) -> str:
         return brief_fields(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StopScan:
-    """The search for stop strings in a reply, kept only for requests that have some.
-
-    It may be some tokens behind the sequence, because most tokens cannot be the end of a stop string.
-
-    Attributes:
-        detokenizer: Turns the reply's tokens into text.
-        ends: The byte values with which the stop strings end, as `byte_set` has them; all values if one has U+FFFD.
-        strings: The stop strings in UTF-8; empty if every token has to be searched.
-        num_read: The number of tokens of the reply that were searched.
-        tail: The end of the text, in which a stop string could still begin.
-        start: The index of the tail's first character in the reply.
-        found: The index at which a stop string begins, or None.
-    """
-
-    detokenizer: Detokenizer
-    ends: np.ndarray
-    strings: tuple[bytes, ...] = ()
-    num_read: int = 0
-    tail: str = ""
-    start: int = 0
-    found: int | None = None
-
-    def __repr__(self) -> str:
-        return brief_fields(self)
-
-    @staticmethod
-    def of(tokenizer: Tokenizer, strings: Seq[str]) -> "StopScan":
-        """A search that has read no token."""
-        detokenizer, each = Detokenizer.of(tokenizer), tuple([string.encode() for string in strings])
-        if any(REPLACEMENT in string for string in strings) or detokenizer.texts.spelling == "other":
-            return StopScan(detokenizer=detokenizer, ends=byte_set(bytes(range(256))))
-        return StopScan(detokenizer=detokenizer, ends=byte_set(bytes([string[-1] for string in each])), strings=each)
-
-    def may_end_with(self, token: int) -> bool:
-        """Whether a token can complete a stop string: it has one, or begins with the end of one. This looks at the token alone."""
-        if not self.strings:
-            return True
-        text = self.detokenizer.texts[token]
-        text = text.encode() if isinstance(text, str) else text
-        for string in self.strings:
-            end = text.find(string[-1:]) + 1
-            while end:
-                if text.endswith(string, 0, end) or string.endswith(text[:end]):
-                    return True
-                end = text.find(string[-1:], end) + 1
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -257,64 +205,6 @@ class Metrics:
     time_to_first_token: float
     total_time: float
     decode_tokens_per_second: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenLogprobs:
-    """The log-probabilities of one token of a reply, under the model's own distribution, before any sampling option.
-
-    Attributes:
-        token_id: The sampled token.
-        logprob: The natural logarithm of its probability.
-        top: Pairs of token id and log-probability of the most probable tokens, highest first. Their number is `SamplingParams.logprobs`.
-
-    Examples:
-        >>> params = nv.SamplingParams(temperature=0, max_tokens=1, logprobs=2)
-        >>> (output,) = nv.LLM(model, num_pages=64).generate("Once upon a time, there was a little", params)
-        >>> first = output.logprobs[0]
-        >>> first.token_id == first.top[0][0], len(first.top)
-        (True, 2)
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-    def __repr__(self) -> str:
-        return brief_fields(self)
-
-
-class Scores(NamedTuple):
-    """The log-probabilities of n tokens as arrays, until the reply ends.
-
-    Attributes:
-        num_tokens: n.
-        logprobs: Those of the tokens, float32 `[n]`, or None if nobody computed them.
-        top_ids: The k most probable tokens, int32 `[n, k]`, or None.
-        top_logprobs: The log-probabilities of `top_ids`, float32 `[n, k]`, or None.
-    """
-
-    num_tokens: int
-    logprobs: np.ndarray | None
-    top_ids: np.ndarray | None
-    top_logprobs: np.ndarray | None
-
-    def entries(self, token_ids: list[int]) -> list[TokenLogprobs]:
-        """The values that the caller gets, for these tokens."""
-        values = [float("nan")] * len(token_ids) if self.logprobs is None else self.logprobs.tolist()
-        tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
-        if self.top_ids is not None and self.top_logprobs is not None:
-            tops = [tuple(zip(*top, strict=True)) for top in zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)]
-        each = zip(token_ids, values, tops, strict=True)
-        return [TokenLogprobs(token_id=token, logprob=value, top=top) for token, value, top in each]
-
-
-def scores_of(
-    num_tokens: int, num_top: int, logprobs: np.ndarray | None, top_ids: np.ndarray | None = None, top_logprobs: np.ndarray | None = None
-) -> Scores:
-    """`Scores` with `num_top` of the most probable tokens. They are copies, because a step's arrays also hold the results of other rows."""
-    tops = [None if each is None or not num_top else each[:, :num_top].copy() for each in (top_ids, top_logprobs)]
-    return Scores(num_tokens, None if logprobs is None else logprobs.copy(), *tops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

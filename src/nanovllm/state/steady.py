@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.state.logprobs import scores_of
 from nanovllm.state.pool import Pool
-from nanovllm.state.request import Queue, Sequence, StopScan, scores_of
+from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.step_log import StepLog
+from nanovllm.state.stop_scan import StopScan
 from nanovllm.types import brief_fields
 
 

@@ -2,7 +2,8 @@
 
 from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints import engine_thread
-from nanovllm.entrypoints.engine_thread import Call, EngineThread
+from nanovllm.entrypoints.calls import Call
+from nanovllm.entrypoints.engine_thread import EngineThread
 from tests.entrypoints.async_machine import AsyncMachine
 from tests.property.faults.engine import Fault
 
