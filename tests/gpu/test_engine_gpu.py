@@ -43,6 +43,36 @@ def test_graphs_equal_eager_steps(model: nv.Model, contexts: list[list[int]]):
         require_same(model, prompt, a.token_ids, b.token_ids, LIMITS)
 
 
+WIDE: dict[str, Any] = {"num_pages": 600, "page_size": 16, "max_num_seqs": 12, "max_num_batched_tokens": 1024, "max_model_len": 512}
+
+
+def test_captured_prompts_equal_eager_ones(model: nv.Model):
+    prompts = random_prompts(model, 150, 192, 193, 400, 130, 140, 160, 170, 180, 190, 129, 131)
+    eager = nv.init_state(model, compile=False, **WIDE)
+    eager, want = nv.generate_many(model, eager, prompts, GREEDY)
+    for together in (False, True):
+        state = nv.init_state(model, **WIDE)
+        executor = state.runtime.executor
+        assert isinstance(executor, GraphExecutor) and executor._short is not None and len(executor._short.kinds) == 11
+        ran = []
+        run = executor._short.run
+        executor._short.run = lambda *args, run=run, ran=ran: ran.append(run(*args)) or ran[-1]
+        got = []
+        for batch in [prompts] if together else [[prompt] for prompt in prompts]:
+            state, replies = nv.generate_many(model, state, batch, GREEDY)
+            got += replies
+        nv.check(state)
+        assert any(logits is not None for logits in ran)
+        for prompt, a, b in zip(prompts, got, want, strict=True):
+            require_same(model, prompt, a.token_ids, b.token_ids, WIDE)
+        # Tokens after a chunk, by graphs that start behind filled pages.
+        more = random_prompts(model, 250)[0]
+        state, a = nv.generate(model, state, [got[0].chunk, more], GREEDY)
+        eager, b = nv.generate(model, eager, [want[0].chunk, more], GREEDY)
+        if got[0].token_ids == want[0].token_ids:
+            require_same(model, prompts[0] + want[0].token_ids + more, a.token_ids, b.token_ids, WIDE)
+
+
 def test_continuous_batching_and_preemption(model: nv.Model, contexts: list[list[int]]):
     alone = nv.init_state(model, **LIMITS)
     want = []

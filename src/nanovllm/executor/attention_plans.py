@@ -110,6 +110,10 @@ class Attention:
             plan.update(host.cu_seqlens, host.seq_lens, table, together=together)
         return PromptPlans(first=plans[0], windowed=plans[1] if len(plans) == 2 else None)
 
+    def shares(self, host: HostBatch) -> bool:
+        """Whether a batch of prompts shares pages that `plan_prompt` would read once."""
+        return self.policy is not None and self.policy.prompts(host) is not None
+
     def plan_prompt(self, host: HostBatch, *, together: bool) -> tuple[int, int]:
         """Plan for a batch of prompts.
 

@@ -94,7 +94,7 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
     torch._C._cuda_clearCublasWorkspaces()
     try:
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may allocate and wait meanwhile
             try:
                 yield
             finally:

@@ -7,7 +7,7 @@ Steps over the same rows need nothing from the host. So the next step is launche
 while the host post-processes them. A row that has ended becomes padding. If rows are added or pages change, the step that runs ahead is
 discarded.
 
-The last few tokens of a prompt whose other tokens are filled also run as rows of such a graph.
+The last few tokens of a prompt whose other tokens are filled also run as rows of such a graph. Short prompts have graphs of their own.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, exten
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.logits_graphs import LogitsGraphs
+from nanovllm.executor.prompt_graphs import PromptGraphs
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
 from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
@@ -129,6 +130,8 @@ class GraphExecutor:
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
         self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
+        captures = self._together and model.config.moe is None  # prompts through experts were not measured as graphs
+        self._short = PromptGraphs(model, limits, self._forward, warm=warm) if captures else None
         self._logits = LogitsGraphs(model, self._decode.forward)
         self._program = StepProgram(model, self._logits.forward)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}
@@ -143,13 +146,15 @@ class GraphExecutor:
     def prefill(
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
-        """Donates `kv`. Run prompt tokens: a few of them as rows of a captured step, more of them as one call of the model."""
+        """Donates `kv`. Run prompt tokens: a few of them as rows of a captured step, more by a graph of prompts, many by one call."""
         features = tensors.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
         if few and features in self._extend.usual and model.params is self._model.params and not processors_of([s for s, _ in rows]):
             return self._extension(kv, rows, features, draw, frames), kv
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
-        logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
+        logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
+        if logits is None:
+            logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
         return draw_first(logits, rows, model, self._decode.width) if draw else None, kv
 
     @_on_device
@@ -310,13 +315,21 @@ class GraphExecutor:
         prompts = sample_prompts(limits, FUSED_PROMPTS if self._together else COMPILED_PROMPTS, model.config)
         # The largest first: the others then reuse its memory from the graphs' pool.
         kinds = [(graphs, size) for graphs in (self._decode, self._extend) for size in reversed(graphs.sizes)]
+        short = [] if self._short is None else self._short.kinds[::-1]
         # None: tqdm stays quiet where stderr is not a terminal.
-        bar = tqdm(total=len(prompts) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress)
+        bar = tqdm(
+            total=len(prompts) + len(short) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress
+        )
         with bar:
             for graphs, rows in kinds:
                 bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
                 for features in graphs.usual:
                     graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way()))
+                bar.update()
+            for kind in short:
+                assert self._short is not None
+                bar.set_postfix_str(f"prompts of {kind.tokens}")
+                self._short.capture(kv, kind)
                 bar.update()
             for host in prompts:  # last: after steps over several plans, compiled layers are not compiled again per plan
                 bar.set_postfix_str(f"prompts {len(host.seq_lens)} x {host.seq_lens[0]}")

@@ -11,6 +11,7 @@ from nanovllm.executor.attention_plans import Attention
 from nanovllm.executor.batch import sample_prompts, to_device
 from nanovllm.executor.compiled import fused_forward
 from nanovllm.executor.device_memory import room
+from nanovllm.executor.prompt_graphs import prompt_kinds
 from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
@@ -29,8 +30,8 @@ CPU_KV_BYTES = 4 << 30  # the default on a CPU
 def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None) -> int:
     """Run the largest steps and return the most bytes that they hold at once, with room for captured graphs.
 
-    The steps are a full prefill, and sampling for `max_num_seqs` rows. Two layers of each form run, since a layer's memory is reused by the
-    next one. If some layers have a sliding window, all of them run.
+    The steps are a full prefill, of which captured prompts hold a part for good, and sampling for `max_num_seqs` rows. Two layers of each
+    form run, since a layer's memory is reused by the next one. If some layers have a sliding window, all of them run.
 
     Raises:
         torch.OutOfMemoryError: A step does not fit.
@@ -38,7 +39,8 @@ def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     """
     with torch.cuda.device(model.device):
         held = _held(model.device, lambda: _prompts(model, limits, choice, cuts)), _held(model.device, lambda: _draw(model, limits))
-        return max(held) + GRAPHS
+        captured = max([kind.tokens for kind in prompt_kinds(model, limits)], default=0)
+        return max(held) + held[0] * captured // limits.max_num_batched_tokens + GRAPHS
 
 
 def _held(device: torch.device, call: Callable[[], object]) -> int:

@@ -1,0 +1,88 @@
+"""Captured prompts: CUDA graphs by number of tokens, for prompts that take the GPU less time than the host needs to launch kernels.
+
+A step's prompts are filled into static buffers, with padding up to the tokens of the graph. Sampling is not part of the graph.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.config import EngineConfig
+from nanovllm.executor.batch import HostBatch, sample_prompts
+from nanovllm.executor.captured_step import recording
+from nanovllm.executor.executor import Forward
+from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
+from nanovllm.models.common.params import Params
+from nanovllm.models.model import Model
+from nanovllm.state.kv_cache import KVState, same_memory
+from nanovllm.types import Float, Tensor
+
+MOST_FLOPS = 4e12  # of a captured step: about 6 ms on an H200, less than it takes to launch the kernels one by one
+SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
+FEW_ROWS = 8  # prompts of the graphs that waste little on rows without a prompt
+WIDE_FROM = 512  # from so many tokens on, there are also graphs for as many prompts as the engine runs at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CapturedPrompts:
+    """A graph, the tensors that it reads, and the logits that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    buffers: PromptBuffers
+    logits: Float[Tensor, "R V"]
+
+
+def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
+    """The kinds that get a graph, ascending."""
+    weights = sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers) if isinstance(weight, Tensor))
+    most = min(limits.max_num_batched_tokens, int(MOST_FLOPS / (2 * weights)))
+    few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
+    sizes = [size for size in SIZES if size <= most]
+    return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size >= WIDE_FROM else (few,))})
+
+
+class PromptGraphs:
+    """The captured steps of prompts over the engine's weights and KV memory. They share their memory: only one of them runs at a time."""
+
+    def __init__(self, model: Model, limits: EngineConfig, forward: Forward, *, warm: Params[Tensor]) -> None:
+        """Choose the kinds. `warm` are the weights for the run before a step is recorded, with enough layers to load every kernel."""
+        self.kinds = prompt_kinds(model, limits)
+        self._model, self._limits, self._forward, self._warm = model, limits, forward, warm
+        self._tables = prompt_tables(model.config, limits, model.device) if self.kinds else []
+        self._steps: dict[PromptKind, CapturedPrompts] = {}
+        self._kv: KVState | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(model.device)
+
+    def run(self, params: Params[Tensor], kv: KVState, host: HostBatch) -> Float[Tensor, "R V"] | None:
+        """Run a batch of prompts by the smallest graph that holds it.
+
+        Returns:
+            The logits, which are valid until the next run. None if no graph holds the batch, or if the graphs are over other weights or
+            other memory.
+        """
+        tokens, rows = len(host.input_ids), len(host.seq_lens)
+        kind = next((kind for kind in self.kinds if kind.tokens >= tokens and kind.rows >= rows), None)
+        if kind is None or params is not self._model.params or self._kv is None or not same_memory(self._kv, kv):
+            return None
+        assert host.logit_indices is not None
+        step = self._steps[kind]
+        step.buffers.fill(host)
+        step.graph.replay()
+        return step.logits[: len(host.logit_indices)]
+
+    def capture(self, kv: KVState, kind: PromptKind) -> None:
+        """Warm a step up on a side stream, then record it. It runs prompts on the dummy page."""
+        model, here = self._model, torch.cuda.current_stream(self._model.device)
+        buffers = PromptBuffers(kind, self._tables, model.config, self._limits)
+        (host,) = sample_prompts(replace(self._limits, max_num_batched_tokens=kind.tokens), [(1, kind.tokens)], model.config)
+        buffers.fill(host)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            self._forward(self._warm, kv, buffers.batch, model.config)
+        here.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with recording(graph, self._pool, self._stream):
+            logits, _ = self._forward(model.params, kv, buffers.batch, model.config)
+        self._steps[kind], self._kv = CapturedPrompts(graph=graph, buffers=buffers, logits=logits), kv

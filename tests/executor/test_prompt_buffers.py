@@ -1,0 +1,80 @@
+"""A batch of prompts in the buffers of a captured step gives the logits and the KV of the batch itself."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import nanovllm as nv
+from nanovllm.config import EngineConfig
+from nanovllm.executor.batch import HostBatch, sample_prompts, to_device
+from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
+from nanovllm.executor.prompt_graphs import prompt_kinds
+from nanovllm.models import registry
+from nanovllm.state.kv_cache import init_kv
+from nanovllm.state.pool_sizes import dummies
+from nanovllm.testing.models import random_model, tiny_config
+
+LIMITS = EngineConfig(num_pages=60, page_size=4, max_num_seqs=6, max_num_batched_tokens=64, max_model_len=64, num_frames=60, seed=0)
+
+
+def batch_of(model: nv.Model, rows: list[tuple[int, int]], limits: EngineConfig, seed: int) -> HostBatch:
+    """Prompts with so many new tokens after so many older ones, on random pages."""
+    rng = np.random.default_rng(seed)
+    size, (_, frame) = limits.page_size, dummies(model.config, limits)
+    width = -(-max(map(sum, rows)) // size)
+    tables = [rng.permutation(limits.num_pages)[: len(rows) * width].reshape(len(rows), width).astype(np.int32) for _ in range(2)]
+    places = [np.arange(before, before + new, dtype=np.int32) for new, before in rows]
+    row_of = np.repeat(np.arange(len(rows)), [new for new, _ in rows])
+    flat, ends = np.concatenate(places), np.cumsum([new for new, _ in rows])
+    slots = [table[row_of, flat // size] * size + flat % size for table in tables]
+    return HostBatch(
+        input_ids=rng.integers(0, model.config.vocab_size, len(flat)).astype(np.int32),
+        positions=flat,
+        slots=slots[0],
+        page_tables=tables[0],
+        frame_tables=None if frame is None else tables[1],
+        frame_slots=None if frame is None else slots[1],
+        seq_lens=np.array([sum(row) for row in rows], np.int32),
+        page_counts=np.array([-(-sum(row) // size) for row in rows], np.int32),
+        cu_seqlens=np.concatenate(([0], ends)).astype(np.int32),
+        logit_indices=(ends - 1)[1:].astype(np.int32),
+    )
+
+
+@pytest.mark.parametrize("windows", [(), (5, 0)], ids=["one pool", "two pools"])
+def test_logits_and_kv_are_those_of_the_batch_itself(windows: tuple[int, ...]) -> None:
+    model = random_model(replace(tiny_config(), windows=windows))
+    config, params = model.config, model.params
+    where = {"page_size": LIMITS.page_size, "dtype": model.dtype, "device": model.device}
+    buffers = PromptBuffers(PromptKind(tokens=40, rows=5), prompt_tables(config, LIMITS, model.device), config, LIMITS)
+    own = {
+        name: tensor.data_ptr() for name in ("input_ids", "page_tables") if isinstance(tensor := getattr(buffers.batch, name), torch.Tensor)
+    }
+    for seed, rows in enumerate([[(13, 0), (7, 30), (1, 9)], [(40, 0)], [(5, 2), (5, 7), (1, 0), (3, 4), (9, 9)]]):
+        host = batch_of(model, rows, LIMITS, seed)
+        frames = None if host.frame_tables is None else LIMITS.num_frames
+        kv = init_kv(config, num_pages=LIMITS.num_pages, num_frames=frames, **where)
+        for pool in kv.pools:
+            pool.copy_(torch.randn_like(pool))
+        other = replace(kv, pools=tuple(pool.clone() for pool in kv.pools))
+        want, _ = registry.forward(params, kv, to_device(host, model.device), config)
+        buffers.fill(host)
+        got, _ = registry.forward(params, other, buffers.batch, config)
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got[: len(want)], want)
+        for a, b in zip(other.pools, kv.pools, strict=True):
+            torch.testing.assert_close(a[:, :-1], b[:, :-1])  # all but the dummy
+    assert own == {name: getattr(buffers.batch, name).data_ptr() for name in own}
+
+
+def test_the_sizes_of_graphs_fit_the_model_and_the_engine() -> None:
+    model = random_model(tiny_config())
+    kinds = prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=1024, max_num_seqs=256))
+    assert kinds == sorted(kinds) and kinds[-1] == PromptKind(tokens=1024, rows=256) and PromptKind(tokens=192, rows=8) in kinds
+    assert {kind.rows for kind in kinds} == {8, 256} and {kind.rows for kind in kinds if kind.tokens < 512} == {8}
+    assert {kind.rows for kind in prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=300, max_num_seqs=3))} == {3}
+    assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=100)) == []
+    (host,) = sample_prompts(replace(LIMITS, max_num_batched_tokens=kinds[0].tokens), [(1, kinds[0].tokens)], model.config)
+    assert len(host.input_ids) == LIMITS.max_model_len  # what `capture` runs fits into its buffers
