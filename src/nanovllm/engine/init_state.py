@@ -9,7 +9,7 @@ import torch
 from nanovllm.config import EngineConfig, loaded_for_short
 from nanovllm.engine.donation import model_key, require_model
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
-from nanovllm.executor.build_executor import build_executor, checked_choice, step_bytes_needed, tuned_cuts
+from nanovllm.executor.build_executor import build_executor, checked_choice, first_start, step_bytes_needed, tuned_cuts
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.kv_budget import device_budget
 from nanovllm.models.model import Model
@@ -124,10 +124,11 @@ def init_state(
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
     # The check needs memory for a moment, so it comes before the KV pool.
-    choice, cuts = checked_choice(model, limits, compile, check, cuts, tuning)
+    first = first_start(model, limits, compile, cuts)
+    choice, cuts = checked_choice(model, limits, compile, check, cuts, tuning, first)
     budget = None
     if num_pages is None:
-        needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
+        needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning, first)
         budget = device_budget(model, memory_fraction) - needed
     num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, model.dtype)
     limits = replace(limits, num_pages=num_pages, num_frames=frames)
@@ -138,7 +139,8 @@ def init_state(
         raise OutOfPagesError(
             f"num_pages={num_pages} needs {size / 2**30:.1f} GiB, more than {model.device} has free: set it lower"
         ) from error
-    executor, cuts = build_executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress)
+    executor, cuts = build_executor(model, limits, kv, compile, cascade, choice, cuts, tuning, progress, first)
+    first.completed()
     runtime = Runtime(Lease(model_key(model)), executor, cuts)
     windows = {"window": config.widest_window, "alone": config.all_windowed}
     pool = init_pool(num_pages, page_size, init_frames(frames, num_pages, **windows) if frames else None)

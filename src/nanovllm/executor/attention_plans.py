@@ -1,19 +1,30 @@
-"""The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all plans share."""
+"""The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all plans share.
 
+FlashInfer's kernels are built when they are first used on a machine, which takes one to two minutes. An engine whose decode steps run on
+our own kernels does not wait: until FlashInfer's kernels are there, prompts run on our own ones too.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.batch import EXTENSION, HostBatch
 from nanovllm.executor.cascade_policy import CascadePolicy
+from nanovllm.executor.flashinfer_loading import Loading, PlanShape, SharedPlans, shared_plans
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import Run
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
-from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
 from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
+from nanovllm.ops.attention.prompt_tiles import TilePlan
 from nanovllm.ops.backends import attention_backend
 from nanovllm.state.kv_cache import pages_for
+
+R = TypeVar("R")
 
 
 class AttentionUnavailableError(NanoVLLMError):
@@ -49,8 +60,8 @@ class DecodePlans:
 class PromptPlans:
     """The plans of one batch of prompts, which no other batch uses."""
 
-    first: PrefillPlan
-    windowed: PrefillPlan | None = None
+    first: PrefillPlan | TilePlan
+    windowed: PrefillPlan | TilePlan | None = None
 
     @property
     def handles(self) -> tuple[int, int]:
@@ -59,52 +70,75 @@ class PromptPlans:
 
 
 class Attention:
-    """The FlashInfer plans of one engine.
+    """The attention plans of one engine.
+
+    Args:
+        model: The model.
+        limits: The engine's limits.
+        policy: Decides which batches share pages. None: none.
+        beside: Whether our own kernels run prompts until FlashInfer's kernels are built, and for good if that fails. Otherwise the
+            constructor waits for FlashInfer's kernels.
 
     Raises:
         AttentionUnavailableError: FlashInfer cannot serve the model on this machine.
     """
 
-    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy | None):
+    def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy | None, *, beside: bool = False):
         c = model.config
         windows = tuple(dict.fromkeys(c.windows)) or (0,)
         if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
             raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} on this machine")
         self.policy = policy
-        self._shape = (
+        self._model = model
+        sizes = (
             pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
             model.device,
         )  # fmt: skip
-        self._workspace = AttentionWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.num_kv_heads, c.head_dim, model.device)
         # A plan holds page tables, so the layers of each pool need their own.
-        groups = [(0,), tuple(filter(None, windows))] if len(c.pool_sizes) == 2 else [windows]
-        self._groups, self._softcap = groups, c.attention_softcap
-        try:
-            windows, self._windowed = groups[0], None
-            self._prompt = self._prompt_plan(limits.max_num_seqs, windows)
-            if len(groups) == 2:
-                self._windowed = self._prompt_plan(limits.max_num_seqs, groups[1])
-            own, windowed = (self._prompt_plan(limits.max_num_seqs), self._prompt) if any(windows) else (self._prompt, None)
-            self._cascade = FlashInferCascade(own, self._prompt_plan(limits.max_num_seqs, causal=False), windowed)
-        except (ImportError, OSError, RuntimeError) as error:  # kernels cannot be built or loaded, such as without a compiler
-            raise AttentionUnavailableError(f"FlashInfer's kernels could not be built or loaded: {error}") from error
+        groups = ((0,), tuple(filter(None, windows))) if len(c.pool_sizes) == 2 else (windows,)
+        self._shape = PlanShape(workspace=workspace_of(model, limits), sizes=sizes, groups=groups, softcap=c.attention_softcap)
+        self._loading = Loading(self._shape, limits.max_num_seqs) if beside else None
+        self._tiles: PromptPlans | None = None  # of the last batch, whose kernels may still run
+        self._plans: SharedPlans | None = None
+        if self._loading is None:
+            self._plans = _available(partial(shared_plans, self._shape, limits.max_num_seqs))
 
-    def _prompt_plan(self, max_rows: int, windows: tuple[int, ...] = (0,), *, causal: bool = True) -> PrefillPlan:
-        options: dict[str, Any] = {"causal": causal, "windows": windows, "softcap": self._softcap}
-        try:
-            return PrefillPlan(self._workspace, max_rows, *self._shape, **options)
-        except (ImportError, OSError, RuntimeError):
-            return PrefillPlan(self._workspace, max_rows, *self._shape, backend="fa2", **options)
+    def settle(self, *, quiet: bool = False) -> None:
+        """Wait for FlashInfer's kernels if this machine has them. If they are built now, say so on stderr, unless `quiet`."""
+        if self._loading is None:
+            return
+        if not self._loading.builds():
+            self.ready()
+        elif not quiet:
+            print(
+                "nanovllm: FlashInfer's kernels are being built for this GPU, once, in one to two minutes; until then long prompts run on "
+                "slower kernels",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def ready(self) -> bool:
+        """Whether FlashInfer's kernels are there. If they cannot be built, warns once."""
+        if self._loading is not None and (self._loading.plans.done() or not self._loading.builds()):
+            loading, self._loading = self._loading, None
+            try:
+                self._plans = _available(loading.plans.result)
+            except AttentionUnavailableError as error:
+                warnings.warn(f"{error}; long prompts run on nanovllm's own kernels, which are slower", stacklevel=2)
+        return self._plans is not None
 
     def decode_plans(self, size: int) -> DecodePlans:
-        """Return new plans for decode batches of `size` rows."""
-        plans = [DecodePlan(self._workspace, size, *self._shape, windows, self._softcap) for windows in self._groups]
+        """Return new plans for decode batches of `size` rows. Waits for FlashInfer's kernels."""
+        make = partial(DecodePlan, self._shape.workspace, size, *self._shape.sizes)
+        plans = _available(lambda: [make(windows, self._shape.softcap) for windows in self._shape.groups])
         return DecodePlans(plans[0], plans[1] if len(plans) == 2 else None)
 
     def prompt_plans(self, host: HostBatch, *, together: bool) -> PromptPlans:
         """Return new plans for a batch of prompts, which stay valid. Arguments are as in `plan_prompt`."""
         assert host.cu_seqlens is not None
-        plans = [self._prompt_plan(len(host.seq_lens), windows) for windows in self._groups]
+        if not self.ready():
+            return own_plans(self._model, host)
+        plans = [self._shape.prompts(len(host.seq_lens), windows) for windows in self._shape.groups]
         for plan, table in zip(plans, (host.page_tables, host.frame_tables), strict=False):
             assert table is not None
             plan.update(host.cu_seqlens, host.seq_lens, table, together=together)
@@ -125,14 +159,41 @@ class Attention:
             The handles of the plans for the first KV pool and for the pool of layers with a sliding window.
         """
         assert host.cu_seqlens is not None
-        windowed = 0
-        if self._windowed is not None:
+        if not self.ready():
+            self._tiles = own_plans(self._model, host)
+            return self._tiles.handles
+        assert self._plans is not None
+        self._tiles, windowed = None, 0
+        if self._plans.windowed is not None:
             assert host.frame_tables is not None
-            self._windowed.update(host.cu_seqlens, host.seq_lens, host.frame_tables, together=together)
-            windowed = self._windowed.handle
+            self._plans.windowed.update(host.cu_seqlens, host.seq_lens, host.frame_tables, together=together)
+            windowed = self._plans.windowed.handle
         runs: list[Run] | None = None if self.policy is None else self.policy.prompts(host)
         if runs is not None:
-            self._cascade.update(host.seq_lens, host.cu_seqlens, host.page_tables, runs)
-            return self._cascade.handle, windowed
-        self._prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables, together=together)
-        return self._prompt.handle, windowed
+            self._plans.cascade.update(host.seq_lens, host.cu_seqlens, host.page_tables, runs)
+            return self._plans.cascade.handle, windowed
+        self._plans.prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables, together=together)
+        return self._plans.prompt.handle, windowed
+
+
+def workspace_of(model: Model, limits: EngineConfig) -> AttentionWorkspace:
+    """Allocate the scratch memory of FlashInfer's plans."""
+    c = model.config
+    return AttentionWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.num_kv_heads, c.head_dim, model.device)
+
+
+def own_plans(model: Model, host: HostBatch) -> PromptPlans:
+    """New plans of our own kernels for a batch of prompts. One plan serves both KV pools: page tables are not part of it."""
+    assert host.cu_seqlens is not None
+    c = model.config
+    plan = TilePlan(len(host.seq_lens), int(host.cu_seqlens[-1]), c.num_heads, c.num_kv_heads, model.device)
+    plan.update(host.cu_seqlens, host.seq_lens)
+    return PromptPlans(first=plan, windowed=plan if len(c.pool_sizes) == 2 else None)
+
+
+def _available(make: Callable[[], R]) -> R:
+    """The result of `make`. Raises `AttentionUnavailableError` if kernels cannot be built or loaded, such as without a compiler."""
+    try:
+        return make()
+    except (ImportError, OSError, RuntimeError) as error:
+        raise AttentionUnavailableError(f"FlashInfer's kernels could not be built or loaded: {error}") from error

@@ -22,7 +22,8 @@ from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for, plain
-from nanovllm.ops.backends import attention_backend
+from nanovllm.ops.backends import attention_backend, own_kernels
+from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.state.kv_cache import KVState
 
 R = TypeVar("R")
@@ -45,6 +46,12 @@ def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning:
     return cuts_for(model, tuning)
 
 
+def first_start(model: Model, limits: EngineConfig, compile: bool | None, cuts: Cuts | None) -> FirstStart:
+    """What compiles the kernels of this engine ahead. Mixtures of experts are left out: they index tensors with results of kernels."""
+    ahead = _captures(model, limits, compile) and model.config.moe is None and own_kernels(model.device, model.dtype)
+    return FirstStart(model.device if ahead else None, model.config, model.dtype, limits.max_num_seqs, limits.max_num_batched_tokens, cuts)
+
+
 def checked_choice(
     model: Model,
     limits: EngineConfig,
@@ -52,6 +59,7 @@ def checked_choice(
     check: bool | None,
     cuts: Cuts | None,
     tuning: bool | str | os.PathLike[str] | None,
+    first: FirstStart,
 ) -> tuple[FastChoice | None, Cuts | None]:
     """Compare the fast form of each layer with its plain form, and choose the layers whose error is within the bound.
 
@@ -65,6 +73,7 @@ def checked_choice(
     runs_fast = _captures(model, limits, compile) if cuda else compile is None  # otherwise compiled layers run
     if not (runs_fast and (cuda if check is None else check)):
         return None, cuts
+    first.rehearse(lambda: choose(model, limits.page_size, cuts))
     (choice, warning), cuts = _by_cuts(partial(_choose, model, limits), cuts, tuning)
     if cuts is not None and choice is not None and not choice.whole:
         warnings.warn(f"ignoring tuning file {cuts.source}, using the default tile configurations: with it, {warning}", stacklevel=4)
@@ -109,6 +118,7 @@ def build_executor(
     cuts: Cuts | None,
     tuning: bool | str | os.PathLike[str] | None,
     progress: bool | None,
+    first: FirstStart,
 ) -> tuple[Executor, Cuts | None]:
     """Build an engine's executor. Returns it with the tile configurations that it uses."""
     cuda = model.device.type == "cuda"
@@ -124,7 +134,7 @@ def build_executor(
 
     def captured(cuts: Cuts | None) -> Executor:
         with torch.cuda.device(model.device):
-            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, cuts=cuts, progress=progress)
+            return GraphExecutor(model, limits, kv, cascade=cascade, choice=choice, cuts=cuts, progress=progress, first=first)
 
     try:
         return _by_cuts(captured, cuts, tuning)
@@ -140,12 +150,14 @@ def step_bytes_needed(
     choice: FastChoice | None,
     cuts: Cuts | None,
     tuning: bool | str | os.PathLike[str] | None,
+    first: FirstStart,
 ) -> tuple[int, Cuts | None]:
     """Bytes that captured steps hold in addition to weights and KV, and the tile configurations by which kernels could be made."""
     if not _captures(model, limits, compile) or model.foreign:
         return 0, cuts
     from nanovllm.executor.kv_budget import measured
 
+    first.rehearse(lambda: measured(model, limits, choice, cuts))
     try:
         return _by_cuts(partial(measured, model, limits, choice), cuts, tuning)
     except AttentionUnavailableError:

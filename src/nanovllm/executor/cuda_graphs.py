@@ -146,8 +146,8 @@ class StepGraphs:
         """The number of rows of the smallest graph that holds `rows`."""
         return next(size for size in self.sizes if size >= rows)
 
-    def capture(self, kv: KVState, kind: StepKind) -> None:
-        """Warm a step up on a side stream, then record it. All its rows are padding, so only the dummy page is written.
+    def prepare(self, kv: KVState, kind: StepKind) -> DecodeCarry:
+        """Fill the carry of a step and warm it up on a side stream. All its rows are padding, so only the dummy page is written.
 
         Overwrites the buffers, and the plans of its size.
         """
@@ -176,6 +176,11 @@ class StepGraphs:
         with torch.cuda.stream(self._stream):
             self._run(carry, self._warm)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return carry
+
+    def capture(self, kv: KVState, kind: StepKind) -> None:
+        """Prepare a step, then record it."""
+        carry = self.prepare(kv, kind)
         try:
             graph, out = self._record(carry)
         except torch.OutOfMemoryError:
@@ -200,7 +205,7 @@ class StepGraphs:
             return "shared"
         if self._fused and self._fused_plan(size).serves(np.minimum(host.seq_lens, self._seen)):
             return "fused"
-        if self._attention is None:
+        if self._attention is None or (self._cascades is not None and not self._attention.ready()):
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for one run of pages per row")
             return "shared"

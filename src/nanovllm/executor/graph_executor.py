@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import InvalidRequestError
-from nanovllm.executor.attention_plans import Attention, DecodePlans, PromptPlans
+from nanovllm.executor.attention_plans import Attention, DecodePlans, PromptPlans, own_plans
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows, widened
 from nanovllm.executor.capture import Captured
 from nanovllm.executor.captured_step import CapturedStep, StepKind
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, sampling_rows
-from nanovllm.executor.cascade_policy import Cascades, cascade_policy
+from nanovllm.executor.cascade_policy import Cascades, cascade_policy, own_runs
 from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward, fused_forward
 from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, extension_sizes
 from nanovllm.executor.decode_carry import DecodeCarry
@@ -46,6 +46,7 @@ from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.sampling import tensors
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.state.kv_cache import KVState
@@ -94,6 +95,7 @@ class GraphExecutor:
         choice: FastChoice | None = None,
         cuts: Cuts | None = None,
         progress: bool | None = None,
+        first: FirstStart,
     ):
         """Capture the usual decode steps for every batch size.
 
@@ -108,6 +110,7 @@ class GraphExecutor:
             choice: The layers that the fused kernels may run. None: all.
             cuts: The tile configurations of the kernels. None: the defaults.
             progress: Whether to show a progress bar. None: only if stderr is a terminal.
+            first: Compiles kernels ahead.
         """
         self._device, self._model = model.device, model
         self._layout = {"page_size": limits.page_size, "dummy_page": dummies(model.config, limits)[0]}
@@ -116,11 +119,11 @@ class GraphExecutor:
         # If every layer has a sliding window, few tokens see shared pages, and shared pages may have no frames.
         apart = cascade is False or (cascade is None and model.config.all_windowed)
         policy = None if apart else cascade_policy(model, limits, always=bool(cascade))
-        self._attention = Attention(model, limits, policy)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
         # Plain layers cannot follow a fused plan, nor read the new keys and values of prompts from one tensor.
         self._together = served and (choice is None or choice.all_layers)
+        self._attention = Attention(model, limits, policy, beside=self._together and policy is not None)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
             model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
@@ -140,7 +143,7 @@ class GraphExecutor:
         self._captured: list[Captured] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step whose buffers are filled, and its rows in use
         self._ahead = RunAhead(limits.page_size)
-        self._warm_up(model, kv, limits, warm, progress)
+        self._warm_up(model, kv, limits, warm, progress, first)
 
     @_on_device
     def prefill(
@@ -272,6 +275,11 @@ class GraphExecutor:
             return shared.handle, shared.handle
         if self._decode.fuses(host):
             return 0, 0
+        if self._cascades is not None and not self._attention.ready():
+            alone = self._cascades.plan(len(host.input_ids))
+            if alone.update(own_runs(host.page_counts)):
+                self._sessions[ticket] = alone
+                return alone.handle, alone.handle
         plan = next((p for p in self._spare if p.batch_size == len(host.input_ids)), None)
         if plan is None:
             plan = self._attention.decode_plans(len(host.input_ids))
@@ -311,11 +319,15 @@ class GraphExecutor:
         return self._loaded
 
     @torch.no_grad()
-    def _warm_up(self, model: Model, kv: KVState, limits: EngineConfig, warm: Params[Tensor], progress: bool | None) -> None:
+    def _warm_up(
+        self, model: Model, kv: KVState, limits: EngineConfig, warm: Params[Tensor], progress: bool | None, first: FirstStart
+    ) -> None:
         prompts = sample_prompts(limits, FUSED_PROMPTS if self._together else COMPILED_PROMPTS, model.config)
         # The largest first: the others then reuse its memory from the graphs' pool.
         kinds = [(graphs, size) for graphs in (self._decode, self._extend) for size in reversed(graphs.sizes)]
         short = [] if self._short is None else self._short.kinds[::-1]
+        if self._together:
+            first.rehearse(lambda: self._rehearse(kv, kinds, prompts, warm))
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(
             total=len(prompts) + len(short) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress
@@ -331,12 +343,25 @@ class GraphExecutor:
                 bar.set_postfix_str(f"prompts of {kind.tokens}")
                 self._short.capture(kv, kind)
                 bar.update()
+            self._attention.settle(quiet=progress is False)
             for host in prompts:  # last: after steps over several plans, compiled layers are not compiled again per plan
                 bar.set_postfix_str(f"prompts {len(host.seq_lens)} x {host.seq_lens[0]}")
                 self._forward(warm, kv, self._prompt(host), model.config)
                 bar.update()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # graphs keep their memory; the rest was used by the warm-up runs
+
+    def _rehearse(self, kv: KVState, kinds: Seq[tuple[StepGraphs, int]], prompts: Seq[HostBatch], warm: Params[Tensor]) -> None:
+        """Do what the warm-up does, but record no graphs."""
+        for graphs, rows in kinds:
+            for features in graphs.usual:
+                graphs.prepare(kv, StepKind(size=rows, features=features, way=graphs.way()))
+        if self._short is not None:
+            for kind in self._short.kinds:
+                self._short.prepare(kv, kind)
+        for host in prompts:
+            plans = own_plans(self._model, host)
+            self._forward(warm, kv, to_device(host, self._device, *plans.handles), self._model.config)
 
 
 def _usual_features(model: Model) -> dict[tensors.Features, None]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.attention_plans import Attention
+from nanovllm.executor.attention_plans import Attention, own_plans, workspace_of
 from nanovllm.executor.batch import sample_prompts, to_device
 from nanovllm.executor.compiled import fused_forward
 from nanovllm.executor.device_memory import room
@@ -61,14 +61,18 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     small = replace(limits, num_pages=1, num_frames=min(1, limits.num_frames))
     served = fused.serves(model.params, model.config) and (choice is None or choice.all_layers)
     forward = fused_forward(model, choice, cuts) if served else model.spec.forward
-    attention = Attention(model, small, None)  # no rows share pages
+    # Our own kernels attend where they can: FlashInfer's may not be built yet, and hold no more than their workspace.
+    attention = None if served else Attention(model, small, None)  # no rows share pages
+    workspace = workspace_of(model, small) if served else None
     where = {"page_size": small.page_size, "dtype": model.dtype, "device": model.device}
     kv = init_kv(model.config, num_pages=1, num_frames=small.num_frames or None, **where)
     rows = -(-small.max_num_batched_tokens // small.max_model_len)
     for host in sample_prompts(small, [(rows, small.max_num_batched_tokens // rows)], model.config):
-        plan, windowed = attention.plan_prompt(host, together=served)
+        own = own_plans(model, host)
+        plan, windowed = own.handles if attention is None else attention.plan_prompt(host, together=False)
         params = model.params if model.config.windows else two_of_each(model.params)
         forward(params, kv, to_device(host, model.device, plan, windowed), model.config)
+    del workspace
 
 
 def _draw(model: Model, limits: EngineConfig) -> None:

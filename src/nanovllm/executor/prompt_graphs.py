@@ -72,8 +72,8 @@ class PromptGraphs:
         step.graph.replay()
         return step.logits[: len(host.logit_indices)]
 
-    def capture(self, kv: KVState, kind: PromptKind) -> None:
-        """Warm a step up on a side stream, then record it. It runs prompts on the dummy page."""
+    def prepare(self, kv: KVState, kind: PromptKind) -> PromptBuffers:
+        """Fill the buffers of a step and warm it up on a side stream. It runs prompts on the dummy page."""
         model, here = self._model, torch.cuda.current_stream(self._model.device)
         buffers = PromptBuffers(kind, self._tables, model.config, self._limits)
         (host,) = sample_prompts(replace(self._limits, max_num_batched_tokens=kind.tokens), [(1, kind.tokens)], model.config)
@@ -82,6 +82,11 @@ class PromptGraphs:
         with torch.cuda.stream(self._stream):
             self._forward(self._warm, kv, buffers.batch, model.config)
         here.wait_stream(self._stream)
+        return buffers
+
+    def capture(self, kv: KVState, kind: PromptKind) -> None:
+        """Prepare a step, then record it."""
+        buffers, model = self.prepare(kv, kind), self._model
         graph = torch.cuda.CUDAGraph()
         with recording(graph, self._pool, self._stream):
             logits, _ = self._forward(model.params, kv, buffers.batch, model.config)

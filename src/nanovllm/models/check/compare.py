@@ -9,6 +9,7 @@ Legend of shape suffixes: T tokens of the text · R rows of the decode batch · 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from nanovllm.models.fast.path import FastPath
 from nanovllm.models.model import Model
 from nanovllm.ops.elementwise.norm_rope import soft_cap
 from nanovllm.state.kv_cache import pages_for
-from nanovllm.types import Float, Int32, Tensor
+from nanovllm.types import Float, Int32, Int64, Tensor
 
 FACTOR = 1.5  # allowed error of the fast form, as a multiple of the plain form's error
 SUMS = 32  # additional allowed error in float32 spacings, because the order of sums differs
@@ -98,7 +99,12 @@ def relative_error(got: Tensor, want: Tensor, change: Tensor, *, routed: bool = 
 
 def spread_rows(model: Model, num_tokens: int, num_rows: int, page_size: int) -> Rows:
     """`num_rows` evenly spread tokens of a text, including the last. If there are more rows than tokens, some tokens have several rows."""
-    places = torch.linspace(num_tokens / num_rows, num_tokens, num_rows).round().long().clamp_min(1) - 1
+    return rows_at(model, torch.linspace(num_tokens / num_rows, num_tokens, num_rows).round().long().clamp_min(1) - 1, page_size)
+
+
+def rows_at(model: Model, places: Int64[Tensor, "R"], page_size: int) -> Rows:
+    """The tokens at these places of a text, on the CPU, as rows."""
+    num_rows = len(places)
     counts = (places // page_size + 1).tolist()
     first = torch.tensor([0, *counts]).cumsum(0)
     # The dummy page, the last, pads each row. The width is a multiple of 16, as in an engine: other widths compile other kernels.
@@ -133,6 +139,10 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     text = text_batch(ids, page_size)
     shape = (1, pages_for(len(token_ids), page_size), 2, config.num_kv_heads, page_size, config.head_dim)
     batches = [spread_rows(model, len(token_ids), count, page_size) for count in rows]
+    # The forms in plain torch do not depend on the number of rows: they run once, over the rows of all batches.
+    every = rows_at(model, torch.cat([each.tokens for each in batches]).long().cpu(), page_size)
+    ends = list(accumulate(rows))
+    spans = [slice(end - count, end) for count, end in zip(rows, ends, strict=True)]
     kept_plans = [None if fast is None else fast.plan(len(each.tokens)) for each in batches]  # the handles are valid while these live
     plans = [0 if plan is None else plan.handle for plan in kept_plans]
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]
@@ -141,17 +151,25 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
         wide = pytree.tree_map(lambda t: None if t is None else t.double(), w)
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
         y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, view, config)
-        for each, plan in zip(batches, plans, strict=True):
-            at = each.tokens
-            x_RM, own = x_TM[at].to(model.dtype), pages[:, each.source].to(model.dtype)
-            own[0, each.page, :, :, each.offset] = 0
-            angles = (cos[at], sin[at])
-            want, want_kv = _run(model.spec.layer, wide, x_RM.double(), own.double(), each, angles, config, view.window)
-            copies = [own.clone() for _ in forms]  # before any kernel: fused kernels read old keys before they wait for each other
-            want_by = want - x_RM.double()
-            for layer, copied in zip(forms, copies, strict=True):
-                got, got_kv = _run(layer, w, x_RM, copied, each, angles, config, view.window, 0 if layer is model.spec.layer else plan)
-                errors += [relative_error(got, want, want_by, routed=w.experts is not None), relative_error(got_kv, want_kv, want_kv)]
+        given = [
+            _inputs(x_TM, pages, each, model.dtype) for each in batches
+        ]  # first: fused kernels read old keys before they wait
+        all_RM, own = _inputs(x_TM, pages, every, model.dtype)
+        angles = (cos[every.tokens], sin[every.tokens])
+        want, want_kv = _run(model.spec.layer, wide, all_RM.double(), own.double(), every, angles, config, view.window)
+        want_by = want - all_RM.double()
+        plain = _run(model.spec.layer, w, all_RM, own, every, angles, config, view.window)
+        for each, plan, rows_of, (x_RM, copied) in zip(batches, plans, spans, given, strict=True):
+            results = [(plain[0][rows_of], plain[1][rows_of])]
+            if fast is not None:
+                angles = (cos[each.tokens], sin[each.tokens])
+                results.append(_run(fast.layer, w, x_RM, copied, each, angles, config, view.window, plan))
+            for got, got_kv in results:
+                wanted, wanted_kv = want[rows_of], want_kv[rows_of]
+                errors += [
+                    relative_error(got, wanted, want_by[rows_of], routed=w.experts is not None),
+                    relative_error(got_kv, wanted_kv, wanted_kv),
+                ]
         x_TM = y_TM
         del wide  # before the next layer: two layers in float64 would take twice the memory
     heads = [model.spec.head] if fast is None else [model.spec.head, fast.head]
@@ -166,6 +184,13 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
         fast_head=quick_head[0] if quick_head else None,
         final=x_TM,
     )
+
+
+def _inputs(x_TM: Tensor, pages: Tensor, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The input of a layer for rows, and the KV before them on pages of their own, both rounded to `dtype`."""
+    own = pages[:, rows.source].to(dtype)
+    own[0, rows.page, :, :, rows.offset] = 0
+    return x_TM[rows.tokens].to(dtype), own
 
 
 def text_batch(ids: Int32[Tensor, "T"], page_size: int) -> Batch:

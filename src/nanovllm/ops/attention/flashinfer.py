@@ -1,8 +1,8 @@
 """FlashInfer's batch attention over our pages: make its schedules, send them to the device and launch its kernels.
 
-This file is written for flashinfer-python 0.6.14 and is the only file that imports it. It calls the two functions that FlashInfer's
-`BatchPrefillWithPagedKVCacheWrapper` calls in the end. The wrapper itself is not used: its `plan` walks the batch in Python, and its
-buffers cannot alternate.
+This file and `flashinfer_build.py` are written for flashinfer-python 0.6.14, and no other file imports it. This one calls the two
+functions that FlashInfer's `BatchPrefillWithPagedKVCacheWrapper` calls in the end. The wrapper itself is not used: its `plan` walks the
+batch in Python, and its buffers cannot alternate.
 
 **Windows.** A schedule that splits rows depends on the number of parts of each row, which depends on the window. The kernel counts the
 parts again when it runs, and uses the count to place the parts of a row's second query. With another window the places would be wrong. So
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.ops.attention.flashinfer_build import Kernels, load
 from nanovllm.ops.attention.plan_table import PlanMismatchError, register
 from nanovllm.ops.backends import attention_backend
 from nanovllm.types import Tensor
@@ -98,15 +99,8 @@ class FlashInferPlan:
         self.handle = register(self)
 
     def load(self, backend: str) -> None:
-        """Load kernels, with windows and soft caps if the plan has any.
-
-        The first call for a dtype, a head_dim, windows and soft caps builds the kernels: fa2 in 30 to 45 seconds, fa3 in 90 to 110. They
-        are kept on disk.
-        """
-        from flashinfer.prefill import get_batch_prefill_module  # pyright: ignore[reportMissingImports]
-
-        dtypes, limits = (self.dtype, self.dtype, self.dtype, torch.int32), (any(self.windows), self.softcap > 0)
-        self.modules[backend] = get_batch_prefill_module(backend, *dtypes, self.head_dim, self.head_dim, 0, *limits, False)
+        """Load kernels, with windows and soft caps if the plan has any. They are built first if this machine has never done so."""
+        self.modules[backend] = load(Kernels(backend, self.dtype, self.head_dim, any(self.windows), self.softcap > 0))
 
     def next_staging(self) -> _Staging:
         self.staging = self.staging[::-1]

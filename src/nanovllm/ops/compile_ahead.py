@@ -1,0 +1,79 @@
+"""Compiling Triton kernels at the start of an engine, several at once.
+
+Triton compiles a kernel when it is first launched, one after the other: half a second each, of which most is spent in other programs. A
+rehearsal of the start finds the kernels first: launches of kernels that this process has not loaded are noted and left out. Then all are
+compiled in threads, and the real start finds them on disk.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+THREADS = 16
+
+
+class FirstStart:
+    """Whether an engine's start compiles kernels, as far as Triton's folder on disk tells.
+
+    A file in that folder tells that such a start has been completed. Whoever empties the folder removes the file too.
+
+    Args:
+        device: The GPU of the engine; None if no kernels are compiled ahead.
+        properties: Whatever decides which kernels are launched.
+    """
+
+    def __init__(self, device: torch.device | None, *properties: object) -> None:
+        self._file: Path | None = None
+        if device is not None:
+            import triton
+            from triton import knobs
+
+            key = hashlib.sha256(repr((triton.__version__, torch.cuda.get_device_properties(device).name, properties)).encode())
+            for source in sorted(Path(__file__).parent.rglob("triton_*.py")):
+                key.update(source.read_bytes())
+            self._file = Path(knobs.cache.dir) / f"nanovllm-{key.hexdigest()[:32]}.started"
+        self._needed = self._file is not None and not self._file.exists()
+
+    def rehearse(self, call: Callable[[], object]) -> None:
+        """Run `call` without the kernels that are not loaded, whose results are then garbage, and compile these."""
+        if not self._needed:
+            return
+        with noted() as kernels, suppress(Exception):  # the real call raises it again
+            call()
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+            for done in [threads.submit(function.preload, data) for function, data in kernels]:
+                with suppress(Exception):  # the real launch raises it again
+                    done.result()
+
+    def completed(self) -> None:
+        """Note on disk that the start has compiled its kernels."""
+        if self._file is not None and self._needed:
+            with suppress(OSError):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.touch()
+
+
+@contextmanager
+def noted() -> Iterator[list[tuple[Any, str]]]:
+    """Inside this block, launches of kernels that this process has not loaded are left out. Yields them: function, specialisation."""
+    from triton import knobs
+
+    found: dict[str, tuple[Any, str]] = {}
+
+    def note(*, key: str, fn: Any, compile: Any, **_: object) -> bool:
+        found.setdefault(f"{fn.module}.{fn.name} {key}", (fn.jit_function, compile["specialization_data"]))
+        return True  # Triton then neither compiles nor launches
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    kernels: list[tuple[Any, str]] = []
+    try:
+        yield kernels
+        kernels += found.values()
+    finally:
+        knobs.runtime.jit_cache_hook = before

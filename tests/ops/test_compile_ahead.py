@@ -1,0 +1,80 @@
+"""Kernels compiled ahead: what a rehearsal notes, what it leaves as it was, and when none is needed. Triton itself needs a GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.ops.compile_ahead import FirstStart, noted
+
+triton = pytest.importorskip("triton")
+knobs = pytest.importorskip("triton.knobs")
+
+
+class Kernel:
+    """Stands for a kernel: `launch` does what Triton does when no compiled kernel is loaded."""
+
+    def __init__(self, name: str, fails: bool = False) -> None:
+        self.name, self.fails, self.loaded, self.launched = name, fails, list[str](), 0
+
+    def launch(self, key: str) -> None:
+        hook: Callable[..., Any] | None = knobs.runtime.jit_cache_hook
+        about = SimpleNamespace(module="here", name=self.name, jit_function=self)
+        if hook is None or not hook(key=key, repr="", fn=about, compile={"specialization_data": key}, is_manual_warmup=False):
+            self.launched += 1
+
+    def preload(self, data: str) -> None:
+        if self.fails:
+            raise RuntimeError("does not compile")
+        self.loaded.append(data)
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FirstStart]:
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "triton"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="a GPU"))
+    return lambda *properties: FirstStart(torch.device("cuda"), *properties)
+
+
+def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(first: Callable[..., FirstStart]) -> None:
+    one, two, broken = Kernel("one"), Kernel("two"), Kernel("broken", fails=True)
+
+    def start() -> None:
+        for key in ("a", "b", "a"):
+            one.launch(key)
+        broken.launch("a")
+        two.launch("a")
+        raise ValueError("garbage")  # is raised again by the real start
+
+    first(1).rehearse(start)
+    assert sorted(one.loaded) == ["a", "b"] and two.loaded == ["a"] and not broken.loaded
+    assert not one.launched + two.launched + broken.launched
+    one.launch("c")
+    assert one.launched == 1 and knobs.runtime.jit_cache_hook is None
+
+
+def test_a_start_that_was_completed_is_not_rehearsed_again(first: Callable[..., FirstStart], tmp_path: Path) -> None:
+    kernel = Kernel("one")
+    first("small", 256).completed()
+    assert len([*(tmp_path / "triton").iterdir()]) == 1
+    first("small", 256).rehearse(lambda: kernel.launch("a"))
+    assert not kernel.loaded and not kernel.launched
+    first("large", 256).rehearse(lambda: kernel.launch("a"))
+    assert kernel.loaded == ["a"]
+    nothing = FirstStart(None, "small")
+    nothing.rehearse(lambda: kernel.launch("b"))
+    nothing.completed()
+    assert kernel.loaded == ["a"] and len([*(tmp_path / "triton").iterdir()]) == 1
+
+
+def test_the_hook_that_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **given: bool(calls.append(given["key"])))
+    with pytest.raises(ValueError), noted():
+        raise ValueError
+    kernel = Kernel("one")
+    kernel.launch("a")
+    assert calls == ["a"] and kernel.launched == 1
