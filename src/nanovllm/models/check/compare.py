@@ -151,9 +151,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
         wide = pytree.tree_map(lambda t: None if t is None else t.double(), w)
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
         y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, view, config)
-        given = [
-            _inputs(x_TM, pages, each, model.dtype) for each in batches
-        ]  # first: fused kernels read old keys before they wait
+        given = [_inputs(x_TM, pages, each, model.dtype) for each in batches]  # first: fused kernels read old keys before they wait
         all_RM, own = _inputs(x_TM, pages, every, model.dtype)
         angles = (cos[every.tokens], sin[every.tokens])
         want, want_kv = _run(model.spec.layer, wide, all_RM.double(), own.double(), every, angles, config, view.window)
