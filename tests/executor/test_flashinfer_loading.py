@@ -66,7 +66,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def start() -> Callable[..., Attention]:
-    return lambda beside=True: Attention(MODEL, LIMITS, None, beside=beside)
+    def started(beside: bool = True) -> Attention:
+        attention = Attention(MODEL, LIMITS, None, beside=beside)
+        assert attention.ready() != beside
+        attention.load()
+        return attention
+
+    return started
 
 
 def test_kernels_on_disk_are_waited_for(machine: Machine, start: Callable[..., Attention], capfd: pytest.CaptureFixture[str]) -> None:

@@ -123,12 +123,12 @@ def init_state(
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
+    first = first_start(model, limits, compile, check, cuts, sized=num_pages is None)
     # The check needs memory for a moment, so it comes before the KV pool.
-    first = first_start(model, limits, compile, cuts)
-    choice, cuts = checked_choice(model, limits, compile, check, cuts, tuning, first)
+    choice, cuts = checked_choice(model, limits, compile, check, cuts, tuning)
     budget = None
     if num_pages is None:
-        needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning, first)
+        needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
         budget = device_budget(model, memory_fraction) - needed
     num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, model.dtype)
     limits = replace(limits, num_pages=num_pages, num_frames=frames)

@@ -76,8 +76,8 @@ class Attention:
         model: The model.
         limits: The engine's limits.
         policy: Decides which batches share pages. None: none.
-        beside: Whether our own kernels run prompts until FlashInfer's kernels are built, and for good if that fails. Otherwise the
-            constructor waits for FlashInfer's kernels.
+        beside: Whether our own kernels run prompts until `load` has loaded FlashInfer's kernels, and for good if that fails. Otherwise
+            the constructor waits for FlashInfer's kernels.
 
     Raises:
         AttentionUnavailableError: FlashInfer cannot serve the model on this machine.
@@ -89,7 +89,7 @@ class Attention:
         if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
             raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} on this machine")
         self.policy = policy
-        self._model = model
+        self._model, self._max_rows = model, limits.max_num_seqs
         sizes = (
             pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
             model.device,
@@ -97,11 +97,16 @@ class Attention:
         # A plan holds page tables, so the layers of each pool need their own.
         groups = ((0,), tuple(filter(None, windows))) if len(c.pool_sizes) == 2 else (windows,)
         self._shape = PlanShape(workspace=workspace_of(model, limits), sizes=sizes, groups=groups, softcap=c.attention_softcap)
-        self._loading = Loading(self._shape, limits.max_num_seqs) if beside else None
+        self._loading: Loading | None = None
         self._tiles: PromptPlans | None = None  # of the last batch, whose kernels may still run
         self._plans: SharedPlans | None = None
-        if self._loading is None:
+        if not beside:
             self._plans = _available(partial(shared_plans, self._shape, limits.max_num_seqs))
+
+    def load(self) -> None:
+        """Start to load FlashInfer's kernels, unless they are there."""
+        if self._plans is None and self._loading is None:
+            self._loading = Loading(self._shape, self._max_rows)
 
     def settle(self, *, quiet: bool = False) -> None:
         """Wait for FlashInfer's kernels if this machine has them. If they are built now, say so on stderr, unless `quiet`."""

@@ -46,10 +46,34 @@ def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning:
     return cuts_for(model, tuning)
 
 
-def first_start(model: Model, limits: EngineConfig, compile: bool | None, cuts: Cuts | None) -> FirstStart:
-    """What compiles the kernels of this engine ahead. Mixtures of experts are left out: they index tensors with results of kernels."""
+def _checks(model: Model, limits: EngineConfig, compile: bool | None, check: bool | None) -> bool:
+    """Whether the start compares fast layers with plain ones."""
+    cuda = model.device.type == "cuda"
+    runs_fast = _captures(model, limits, compile) if cuda else compile is None  # otherwise compiled layers run
+    return runs_fast and (cuda if check is None else check)
+
+
+def first_start(
+    model: Model, limits: EngineConfig, compile: bool | None, check: bool | None, cuts: Cuts | None, *, sized: bool
+) -> FirstStart:
+    """Compile the kernels of the check, and of the largest steps if they are measured (`sized`). Returns what compiles the others.
+
+    Mixtures of experts are left out: they index tensors with the results of kernels, which a rehearsal leaves out.
+    """
     ahead = _captures(model, limits, compile) and model.config.moe is None and own_kernels(model.device, model.dtype)
-    return FirstStart(model.device if ahead else None, model.config, model.dtype, limits.max_num_seqs, limits.max_num_batched_tokens, cuts)
+    if not ahead:
+        return FirstStart(None)
+    from nanovllm.executor.kv_budget import measured
+
+    def start() -> None:
+        if _checks(model, limits, compile, check):
+            choose(model, limits.page_size, cuts)
+        if sized:
+            measured(model, limits, None, cuts)
+
+    first = FirstStart(model.device, model.config, model.dtype, limits.max_num_seqs, limits.max_num_batched_tokens, cuts)
+    first.rehearse(start)
+    return first
 
 
 def checked_choice(
@@ -59,7 +83,6 @@ def checked_choice(
     check: bool | None,
     cuts: Cuts | None,
     tuning: bool | str | os.PathLike[str] | None,
-    first: FirstStart,
 ) -> tuple[FastChoice | None, Cuts | None]:
     """Compare the fast form of each layer with its plain form, and choose the layers whose error is within the bound.
 
@@ -69,11 +92,8 @@ def checked_choice(
         The chosen layers, and the tile configurations. The choice is None if all layers pass, if none has a fast form here, or without a
         check.
     """
-    cuda = model.device.type == "cuda"
-    runs_fast = _captures(model, limits, compile) if cuda else compile is None  # otherwise compiled layers run
-    if not (runs_fast and (cuda if check is None else check)):
+    if not _checks(model, limits, compile, check):
         return None, cuts
-    first.rehearse(lambda: choose(model, limits.page_size, cuts))
     (choice, warning), cuts = _by_cuts(partial(_choose, model, limits), cuts, tuning)
     if cuts is not None and choice is not None and not choice.whole:
         warnings.warn(f"ignoring tuning file {cuts.source}, using the default tile configurations: with it, {warning}", stacklevel=4)
@@ -150,14 +170,12 @@ def step_bytes_needed(
     choice: FastChoice | None,
     cuts: Cuts | None,
     tuning: bool | str | os.PathLike[str] | None,
-    first: FirstStart,
 ) -> tuple[int, Cuts | None]:
     """Bytes that captured steps hold in addition to weights and KV, and the tile configurations by which kernels could be made."""
     if not _captures(model, limits, compile) or model.foreign:
         return 0, cuts
     from nanovllm.executor.kv_budget import measured
 
-    first.rehearse(lambda: measured(model, limits, choice, cuts))
     try:
         return _by_cuts(partial(measured, model, limits, choice), cuts, tuning)
     except AttentionUnavailableError:

@@ -328,6 +328,7 @@ class GraphExecutor:
         short = [] if self._short is None else self._short.kinds[::-1]
         if self._together:
             first.rehearse(lambda: self._rehearse(kv, kinds, prompts, warm))
+        self._attention.load()  # not before: to build FlashInfer's kernels takes all cores
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(
             total=len(prompts) + len(short) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress

@@ -187,7 +187,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(use, "machine_of", lambda model: H200)
     monkeypatch.setattr(building, "_captures", lambda model, limits, compile: compile is not False)
     monkeypatch.setattr(
-        init, "step_bytes_needed", lambda model, limits, compile, choice, cuts, tuning, first: (0, cuts)
+        init, "step_bytes_needed", lambda model, limits, compile, choice, cuts, tuning: (0, cuts)
     )  # there is no GPU to measure on
     path = default_path(key_of(MODEL))
     path.parent.mkdir(parents=True)
@@ -347,7 +347,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
         on_gpu = replace(MODEL, device=torch.device("cuda"))
         cuts = building.tuned_cuts(on_gpu, limits, None, tuning)
         if where == "look":
-            return building.checked_choice(on_gpu, limits, None, True, cuts, tuning, FirstStart(None))[1]
+            return building.checked_choice(on_gpu, limits, None, True, cuts, tuning)[1]
         return building.build_executor(on_gpu, limits, kv, None, None, None, cuts, tuning, False, FirstStart(None))[1]
 
     monkeypatch.setattr("nanovllm.executor.graph_executor.GraphExecutor", Graphs)
