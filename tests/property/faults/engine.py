@@ -414,5 +414,6 @@ FAULTS: tuple[Fault, ...] = (
         machine=CascadeMachine,
         targets=((session_rows, "finish_reason"),),
         faulty=_goes_on_after_the_end,
+        draw=3,
     ),
 )
