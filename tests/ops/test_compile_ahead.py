@@ -1,7 +1,9 @@
 """Kernels compiled ahead: what a rehearsal notes, what it leaves as it was, and when none is needed. Triton itself needs a GPU."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,7 @@ class Kernel:
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FirstStart]:
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "triton"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="a GPU"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return lambda *properties: FirstStart(torch.device("cuda"), *properties)
 
 
@@ -54,6 +57,20 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(first: Callable
     assert not one.launched + two.launched + broken.launched
     one.launch("c")
     assert one.launched == 1 and knobs.runtime.jit_cache_hook is None
+
+
+def test_other_threads_launch_during_a_rehearsal(first: Callable[..., FirstStart]) -> None:
+    mine, theirs = Kernel("mine"), Kernel("theirs")
+
+    def start() -> None:
+        mine.launch("a")
+        other = Thread(target=theirs.launch, args=("a",))
+        other.start()
+        other.join()
+
+    first(1).rehearse(start)
+    assert mine.loaded == ["a"] and not mine.launched
+    assert theirs.launched == 1 and not theirs.loaded
 
 
 def test_a_start_that_was_completed_is_not_rehearsed_again(first: Callable[..., FirstStart], tmp_path: Path) -> None:

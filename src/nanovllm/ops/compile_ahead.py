@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class FirstStart:
     """
 
     def __init__(self, device: torch.device | None, *properties: object) -> None:
+        self._device = device
         self._file: Path | None = None
         if device is not None:
             import triton
@@ -47,9 +49,13 @@ class FirstStart:
         with noted() as kernels, suppress(Exception):  # the real call raises it again
             call()
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            for done in [threads.submit(function.preload, data) for function, data in kernels]:
+            for done in [threads.submit(self._compile, function, data) for function, data in kernels]:
                 with suppress(Exception):  # the real launch raises it again
                     done.result()
+
+    def _compile(self, function: Any, data: str) -> None:
+        with torch.cuda.device(self._device):  # a new thread has the first GPU
+            function.preload(data)
 
     def completed(self) -> None:
         """Note on disk that the start has compiled its kernels."""
@@ -61,19 +67,25 @@ class FirstStart:
 
 @contextmanager
 def noted() -> Iterator[list[tuple[Any, str]]]:
-    """Inside this block, launches of kernels that this process has not loaded are left out. Yields them: function, specialisation."""
+    """Inside this block, launches of kernels that this process has not loaded are left out. Yields them: function, specialisation.
+
+    Triton has one hook for the whole process. Launches of other threads are compiled and launched as ever.
+    """
     from triton import knobs
 
     found: dict[str, tuple[Any, str]] = {}
+    thread, before = get_ident(), knobs.runtime.jit_cache_hook
 
-    def note(*, key: str, fn: Any, compile: Any, **_: object) -> bool:
+    def note(*, key: str, fn: Any, compile: Any, **rest: Any) -> bool:
+        if get_ident() != thread:
+            return False if before is None else bool(before(key=key, fn=fn, compile=compile, **rest))
         found.setdefault(f"{fn.module}.{fn.name} {key}", (fn.jit_function, compile["specialization_data"]))
         return True  # Triton then neither compiles nor launches
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    knobs.runtime.jit_cache_hook = note
     kernels: list[tuple[Any, str]] = []
     try:
         yield kernels
-        kernels += found.values()
     finally:
         knobs.runtime.jit_cache_hook = before
+        kernels += found.values()
