@@ -40,6 +40,7 @@ BRIEF = {
     "ttft_16k_cold_ms": "16k prompt to the first token, cold",
     "ttft_16k_warm_ms": "the same after its prefix was run",
     "start_s": "from the start of a process to its first token, caches warm",
+    "bare_start_s": "the same on a machine that has built no kernels",
 }
 
 EMBED = {

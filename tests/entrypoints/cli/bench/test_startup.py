@@ -83,6 +83,18 @@ def test_a_start_is_measured_in_a_process_of_its_own(tmp_path: Path, capsys: pyt
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+def test_a_bare_start_has_empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in start.CACHES:
+        monkeypatch.setenv(name, str(tmp_path / "mine"))
+    empty = f"import os; assert '/mine' not in str(os.environ) and not any(os.listdir(os.environ[name]) for name in {start.CACHES})\n"
+    monkeypatch.setattr(start, "PROGRAM", empty + start.PROGRAM)
+    assert cli.main(["bench", "--which", "bare", *WHERE, "--output", str(tmp_path / "run.json")]) == 0
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["bare_start_s"] == pytest.approx(sum(result["bare_start"].values())) and "start_s" not in result
+    assert "with empty caches" in capsys.readouterr().out
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = []
 
@@ -137,14 +149,14 @@ def test_a_start_is_by_the_cuts_that_were_asked_for(given: Path | bool | None, m
 def test_the_option_reaches_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
 
-    def fake(model: nv.Model, name: str, tuning: Path | bool | None) -> start.Start:
-        seen.append(tuning)
+    def fake(model: nv.Model, name: str, tuning: Path | bool | None, *, bare: bool) -> start.Start:
+        seen.append((tuning, bare))
         raise start.StartError("enough")
 
     monkeypatch.setattr(command, "measure_start", fake)
     for more in ([], ["--tuning", "off"]):
-        assert cli.main(["bench", "--which", "start", *WHERE, *more]) == 0
-    assert seen == [None, False] and "enough" in capsys.readouterr().err
+        assert cli.main(["bench", "--which", "start,bare", *WHERE, *more]) == 0
+    assert seen == [(None, False), (None, True), (False, False), (False, True)] and "enough" in capsys.readouterr().err
 
 
 def test_a_start_that_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +173,9 @@ def test_a_disk_without_room_is_told_first(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(start.shutil, "disk_usage", lambda _: usage(needed))
     assert command.find_workloads(None, "qwen3-8b", cuda=True) == (list(WORKLOADS), [])
     monkeypatch.setattr(start.shutil, "disk_usage", lambda _: usage(needed - 1))
-    which, (left,) = command.find_workloads(None, "qwen3-8b", cuda=True)
-    assert which == [name for name in WORKLOADS if name != "start"] and left["workload"] == "start"
+    which, (left, bare) = command.find_workloads(None, "qwen3-8b", cuda=True)
+    assert which == [name for name in WORKLOADS if name not in ("start", "bare")] and left["workload"] == "start"
+    assert bare == left | {"workload": "bare"}
     assert left["why"].startswith("its weights take 16.4 GB of disk, ") and "has 16.6 GB free; set TMPDIR" in left["why"]
     with pytest.raises(nv.InvalidRequestError, match="the workload 'start' cannot be run: its weights take"):
         command.find_workloads("start", "qwen3-8b", cuda=True)

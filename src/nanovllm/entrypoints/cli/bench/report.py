@@ -96,12 +96,13 @@ def sections(result: Mapping[str, Any]) -> Iterable[tuple[str, Cells, list[Cells
     if firsts:
         head = ("workload", "", "ms", "roofline ms", "of roofline", "host", *peers)
         yield "first token", head, [_first(one, peers) for one in firsts]
-    if "start" in result:
-        starts = {name: figures["start_s"] for name, figures in peers.items() if "start_s" in figures}
-        head = ("", "s", "imports", "weights", "engine", "first token", *starts)
-        parts = [f"{result['start'][name]:,.2f}" for name in ("imports_s", "weights_s", "engine_s", "first_token_s")]
-        cells = (f"{PROMPT} in, 1 out", f"{result['start_s']:,.2f}", *parts, *(f"{seconds:,.1f}" for seconds in starts.values()))
-        yield "from the start of a process to its first token, with warm caches", head, [cells]
+    for kind, caches in (("start", "warm caches"), ("bare_start", "empty caches, as on a new machine")):
+        if kind in result:
+            starts = {name: figures[f"{kind}_s"] for name, figures in peers.items() if f"{kind}_s" in figures}
+            head = ("", "s", "imports", "weights", "engine", "first token", *starts)
+            parts = [f"{result[kind][name]:,.2f}" for name in ("imports_s", "weights_s", "engine_s", "first_token_s")]
+            cells = (f"{PROMPT} in, 1 out", f"{result[f'{kind}_s']:,.2f}", *parts, *(f"{seconds:,.1f}" for seconds in starts.values()))
+            yield f"from the start of a process to its first token, with {caches}", head, [cells]
     hosts = [size for size in (1, 64) if f"b{size}_host_us" in result]
     if hosts:
         # In older files, without the key of the mean, these keys hold means.

@@ -1,6 +1,7 @@
 """The time from the start of a process to its first token, measured in a new process that loads a model and starts an engine."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ from nanovllm.types import dtype_of
 
 TIMEOUT = 600.0  # seconds until the first token
 SPARE = 1 << 28  # bytes of disk that stay free
+CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")  # where kernels are kept
 # The monotonic clock is the same in both processes, so the first interval includes the start of Python.
 PROGRAM = """\
 import json, sys, time
@@ -72,8 +74,10 @@ class Start:
         return round(self.imports_s + self.weights_s + self.engine_s + self.first_token_s, 3)
 
 
-def measure_start(model: Model, name: str, tuning: Path | bool | None = None) -> Start:
+def measure_start(model: Model, name: str, tuning: Path | bool | None = None, *, bare: bool = False) -> Start:
     """Measure the start of a process for a model. The process runs twice, and the second run counts, because the first fills caches.
+
+    With `bare` it runs once, as on a machine that has built no kernels: all caches are empty folders, which are removed at the end.
 
     Random weights are written to a temporary folder first, and removed at the end. `too_large` checks that they fit.
 
@@ -86,6 +90,9 @@ def measure_start(model: Model, name: str, tuning: Path | bool | None = None) ->
         StartError: The weights could not be written, or the process gave no token.
     """
     with _ended_in_order(), _folder(model, name) as folder:
+        if bare:
+            with tempfile.TemporaryDirectory(prefix="nanovllm-bare-", ignore_cleanup_errors=True) as empty:
+                return _run(model, folder, tuning, os.environ | dict.fromkeys(CACHES, empty))
         _run(model, folder, tuning)
         return _run(model, folder, tuning)
 
@@ -129,13 +136,13 @@ def _folder(model: Model, name: str) -> Iterator[Path]:
         yield folder
 
 
-def _run(model: Model, folder: Path, tuning: Path | bool | None) -> Start:
+def _run(model: Model, folder: Path, tuning: Path | bool | None, environment: Mapping[str, str] | None = None) -> Start:
     prompt = random_tokens(Random(6), PROMPT, model.config.vocab_size)
     where = (str(folder), str(model.device), str(model.dtype).removeprefix("torch."))
     given = (*where, model.tokenizer is not None, str(tuning) if isinstance(tuning, Path) else tuning, prompt)
     command = [sys.executable, "-c", PROGRAM, json.dumps((time.monotonic(), *given))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=environment)
     except subprocess.TimeoutExpired as error:
         raise StartError(f"a new process gave no token within {TIMEOUT:g} s") from error
     if done.returncode:

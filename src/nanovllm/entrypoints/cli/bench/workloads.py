@@ -15,7 +15,7 @@ from nanovllm.entrypoints.cli.bench.roofline import Work, decode_work, prompt_wo
 
 Generate = Callable[[list[list[int]], list[int], float], list[list[int]]]
 TIMED = ("b1", "b8", "b64", "offline", "prefix", "fewshot", "burst", "ttft")  # any engine can run these
-WORKLOADS = (*TIMED, "host", "growth", "start")
+WORKLOADS = (*TIMED, "host", "growth", "start", "bare")
 PROMPT, SHARED = 128, 16384  # tokens of a short prompt, and of the prefix
 EXAMPLES, QUESTIONS = 16, 8  # of `fewshot`: beginnings, and requests that go on from each
 SHOTS = 1000  # tokens of such a beginning
@@ -24,6 +24,7 @@ LENGTHS = (64, 256, 768, 1500, 3000)  # of `ttft`, in tokens
 LONGEST = {
     "b1": PROMPT + 512, "b8": PROMPT + 256, "b64": PROMPT + 256, "offline": 1024 + 1024, "prefix": SHARED + 32 + 256,
     "fewshot": SHOTS + 60 + 100, "burst": 300 + 500, "ttft": LENGTHS[-1] + 1, "host": 32 + 208, "start": PROMPT + 1,
+    "bare": PROMPT + 1,
 }  # fmt: skip
 
 
