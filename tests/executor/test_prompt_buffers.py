@@ -76,5 +76,15 @@ def test_the_sizes_of_graphs_fit_the_model_and_the_engine() -> None:
     assert {kind.rows for kind in kinds} == {8, 256} and {kind.rows for kind in kinds if kind.tokens < 512} == {8}
     assert {kind.rows for kind in prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=300, max_num_seqs=3))} == {3}
     assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=100)) == []
-    (host,) = sample_prompts(replace(LIMITS, max_num_batched_tokens=kinds[0].tokens), [(1, kinds[0].tokens)], model.config)
-    assert len(host.input_ids) == LIMITS.max_model_len  # what `capture` runs fits into its buffers
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 3, 4, 5, 64])
+def test_what_capture_runs_fits_into_its_buffers(max_model_len: int) -> None:
+    model, limits = random_model(tiny_config()), replace(LIMITS, max_model_len=max_model_len, max_num_batched_tokens=256)
+    kinds = prompt_kinds(model, limits)
+    assert bool(kinds) == (max_model_len > 1)
+    for kind in kinds:
+        buffers = PromptBuffers(kind, prompt_tables(model.config, limits, model.device), model.config, limits)
+        (host,) = sample_prompts(replace(limits, max_num_batched_tokens=kind.tokens), [(1, kind.tokens)], model.config)
+        buffers.fill(host)
+        assert len(host.input_ids) == min(kind.tokens, max_model_len)

@@ -46,7 +46,7 @@ def test_replies_while_kernels_are_built(monkeypatch: pytest.MonkeyPatch, capfd:
         may_end.set()
         loading = executor._attention._loading
         if loading is not None:
-            loading.plans.result(120)
+            loading.backend.result(120)
 
 
 def test_replies_without_kernels_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_replies_without_kernels_that_cannot_be_built(monkeypatch: pytest.Monkey
     prompts = random_prompts(model, *MANY)
     eager = nv.init_state(model, compile=False, **LIMITS)
     eager, want = nv.generate_many(model, eager, prompts, GREEDY)
-    monkeypatch.setattr(flashinfer_loading, "shared_plans", broken)
+    monkeypatch.setattr(flashinfer_loading, "load", broken)
     with pytest.warns(UserWarning, match="slower"):
         state = nv.init_state(model, **LIMITS)
     state, got = nv.generate_many(model, state, prompts, GREEDY)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +85,26 @@ def test_a_start_that_was_completed_is_not_rehearsed_again(first: Callable[..., 
     nothing.rehearse(lambda: kernel.launch("b"))
     nothing.completed()
     assert kernel.loaded == ["a"] and len([*(tmp_path / "triton").iterdir()]) == 1
+
+
+def test_overlapping_rehearsals_leave_nothing_behind() -> None:
+    kernel, inside, leave = Kernel("one"), Event(), Event()
+
+    def other() -> None:
+        with noted():
+            inside.set()
+            assert leave.wait(20)
+
+    thread = Thread(target=other)
+    with noted() as kernels:
+        thread.start()
+        assert inside.wait(20)
+        kernel.launch("a")
+    leave.set()
+    thread.join()
+    assert [data for _, data in kernels] == ["a"] and not kernel.launched
+    kernel.launch("b")
+    assert kernel.launched == 1
 
 
 def test_the_hook_that_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

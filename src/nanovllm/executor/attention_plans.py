@@ -1,13 +1,14 @@
 """The attention plans of one engine: which kernels serve its model, which batches share pages, and the memory that all plans share.
 
 FlashInfer's kernels are built when they are first used on a machine, which takes one to two minutes. An engine whose decode steps run on
-our own kernels does not wait: until FlashInfer's kernels are there, prompts run on our own ones too.
+our own kernels, and may share pages, does not wait: until FlashInfer's kernels are there, prompts run on our own ones too.
 """
 
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +26,11 @@ from nanovllm.ops.backends import attention_backend
 from nanovllm.state.kv_cache import pages_for
 
 R = TypeVar("R")
+PATIENCE = 10.0  # seconds that a start waits for FlashInfer's kernels on disk: loading them takes one or two, building them 90
+BUILDING = (
+    "nanovllm: FlashInfer's kernels are being built for this GPU, in one to two minutes; until then long prompts run on slower kernels"
+)
+FAILED = "FlashInfer's kernels could not be built or loaded; long prompts run on nanovllm's own kernels, which are slower"
 
 
 class AttentionUnavailableError(NanoVLLMError):
@@ -106,30 +112,30 @@ class Attention:
     def load(self) -> None:
         """Start to load FlashInfer's kernels, unless they are there."""
         if self._plans is None and self._loading is None:
-            self._loading = Loading(self._shape, self._max_rows)
+            self._loading = Loading(self._shape.kernels(), self._model.device)
 
     def settle(self, *, quiet: bool = False) -> None:
-        """Wait for FlashInfer's kernels if this machine has them. If they are built now, say so on stderr, unless `quiet`."""
+        """Wait for kernels that this machine has. If they are built now, which takes longer, say so on stderr, unless `quiet`."""
         if self._loading is None:
             return
-        if not self._loading.builds():
+        if not self._loading.builds.result() and wait([self._loading.backend], PATIENCE).done:
             self.ready()
         elif not quiet:
-            print(
-                "nanovllm: FlashInfer's kernels are being built for this GPU, once, in one to two minutes; until then long prompts run on "
-                "slower kernels",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(BUILDING, file=sys.stderr, flush=True)
 
     def ready(self) -> bool:
-        """Whether FlashInfer's kernels are there. If they cannot be built, warns once."""
-        if self._loading is not None and (self._loading.plans.done() or not self._loading.builds()):
+        """Whether FlashInfer's kernels are there. Takes them as soon as they are. If they cannot be built, warns once."""
+        if self._loading is not None and self._loading.backend.done():
             loading, self._loading = self._loading, None
-            try:
-                self._plans = _available(loading.plans.result)
-            except AttentionUnavailableError as error:
-                warnings.warn(f"{error}; long prompts run on nanovllm's own kernels, which are slower", stacklevel=2)
+            error = loading.backend.exception()
+            if error is None:
+                try:
+                    self._shape = replace(self._shape, backend=loading.backend.result())
+                    self._plans = _available(partial(shared_plans, self._shape, self._max_rows))
+                except AttentionUnavailableError as unavailable:
+                    error = unavailable
+            if error is not None:
+                warnings.warn(f"{FAILED} ({error!r})", stacklevel=2)
         return self._plans is not None
 
     def decode_plans(self, size: int) -> DecodePlans:

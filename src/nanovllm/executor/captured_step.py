@@ -1,10 +1,10 @@
 """`CapturedStep`: the CUDA graph of a decode step, the memory that it reads and writes, and its results on the host."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from nanovllm.sampling import tensors
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.types import Tensor
 
+R = TypeVar("R")
 RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # the results of a step that the host fetches
 MOVED = ("input_ids", "positions", "slots", "seq_lens")  # the tensors that a step updates for the next step
 Way = Literal["fused", "planned", "shared"]  # by `rope_attend`, by FlashInfer's plan, or reading shared pages once
@@ -103,6 +104,24 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
         torch._C._cuda_clearCublasWorkspaces()
         if collects:
             gc.enable()
+
+
+def recorded(pool: Any, stream: torch.cuda.Stream, run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
+    """Record what `run` launches. Returns the graph and the result of `run`.
+
+    PyTorch gives no cached memory back while a graph is recorded. So if memory does not suffice, it is given back, and the graph recorded
+    again.
+    """
+    for last in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with recording(graph, pool, stream):
+                return graph, run()
+        except torch.OutOfMemoryError:
+            if last:
+                raise
+        torch.cuda.empty_cache()
+    raise AssertionError("the second try returns or raises")
 
 
 def pinned_results(out: DecodeOutput) -> Fetched:

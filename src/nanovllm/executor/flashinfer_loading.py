@@ -1,32 +1,34 @@
-"""FlashInfer's plans that one engine needs, loaded in a thread, so that the engine starts before their kernels are built."""
+"""FlashInfer's kernels for one engine, built and loaded in a thread, so that the engine starts before they exist."""
 
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import torch
 
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
-from nanovllm.ops.attention.flashinfer_build import Kernels, build_apart, missing
+from nanovllm.ops.attention.flashinfer_build import Kernels, build_apart, load, missing
 from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
 from nanovllm.ops.attention.flashinfer_plans import PrefillPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanShape:
-    """What all plans of an engine have in common, and the windows of the layers of each KV pool."""
+    """What all plans of an engine have in common, the windows of the layers of each KV pool, and the `backend` of plans for prompts."""
 
     workspace: AttentionWorkspace
     sizes: tuple[Any, ...]
     groups: tuple[tuple[int, ...], ...]
     softcap: float
+    backend: str = "auto"
 
     def prompts(self, max_rows: int, windows: tuple[int, ...] = (0,), *, causal: bool = True) -> PrefillPlan:
         """Return a new plan for batches of up to `max_rows` prompts."""
         options: dict[str, Any] = {"causal": causal, "windows": windows, "softcap": self.softcap}
         try:
-            return PrefillPlan(self.workspace, max_rows, *self.sizes, **options)
+            return PrefillPlan(self.workspace, max_rows, *self.sizes, backend=self.backend, **options)
         except (ImportError, OSError, RuntimeError):
             return PrefillPlan(self.workspace, max_rows, *self.sizes, backend="fa2", **options)
 
@@ -58,28 +60,39 @@ def shared_plans(shape: PlanShape, max_rows: int) -> SharedPlans:
 
 
 class Loading:
-    """FlashInfer's plans on their way, in a thread of their own."""
+    """FlashInfer's kernels on their way, in a thread of their own, which touches neither the engine nor the memory of the GPU.
 
-    def __init__(self, shape: PlanShape, max_rows: int) -> None:
-        self.plans: Future[SharedPlans] = Future()
-        self._looked, self._builds = Event(), False
-        Thread(target=self._load, args=(shape, max_rows), name="nanovllm-flashinfer", daemon=True).start()
+    Attributes:
+        builds: Whether kernels are built, because this machine has none. Is known after a second or two.
+        backend: The option of `PlanShape`, as soon as plans find their kernels in memory. It has the exception if no kernels for prompts
+            can be built or loaded.
+    """
 
-    def builds(self) -> bool:
-        """Whether kernels are built now, because this machine has none. Waits until that is known, which is at most some seconds."""
-        self._looked.wait()
-        return self._builds and not self.plans.done()
+    def __init__(self, wanted: Seq[Kernels], device: torch.device) -> None:
+        self.builds: Future[bool] = Future()
+        self.backend: Future[str] = Future()
+        self._wanted, self._device = wanted, device
+        Thread(target=self._load, name="nanovllm-flashinfer", daemon=True).start()
 
-    def _load(self, shape: PlanShape, max_rows: int) -> None:
+    def _load(self) -> None:
         try:
-            absent = missing(shape.kernels())
-            self._builds = bool(absent)
-            self._looked.set()
-            if absent:
-                build_apart(absent)  # if that fails, the next line tells why
-            with torch.cuda.device(shape.workspace.buffer.device):
-                self.plans.set_result(shared_plans(shape, max_rows))
-        except BaseException as error:
-            self.plans.set_exception(error)
+            with torch.cuda.device(self._device):
+                absent = missing(self._wanted)
+                self.builds.set_result(bool(absent))
+                if absent:
+                    build_apart(absent)  # if that fails, the next lines tell why
+                backend = "auto"
+                for kernels in self._wanted:
+                    try:
+                        load(kernels)
+                    except Exception:
+                        if kernels.backend == "fa2":
+                            raise
+                        backend = "fa2"
+        except BaseException as error:  # SystemExit too, which must not end the thread that asks
+            self.backend.set_exception(error)
+        else:
+            self.backend.set_result(backend)
         finally:
-            self._looked.set()
+            if not self.builds.done():
+                self.builds.set_result(False)

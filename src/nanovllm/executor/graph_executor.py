@@ -34,7 +34,7 @@ from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, exten
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.logits_graphs import LogitsGraphs
-from nanovllm.executor.prompt_graphs import PromptGraphs
+from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
 from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
@@ -133,8 +133,7 @@ class GraphExecutor:
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
         self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
-        captures = self._together and model.config.moe is None  # prompts through experts were not measured as graphs
-        self._short = PromptGraphs(model, limits, self._forward, warm=warm) if captures else None
+        self._short = PromptGraphs(model, limits, self._forward, warm=warm) if captures_prompts(model, choice) else None
         self._logits = LogitsGraphs(model, self._decode.forward)
         self._program = StepProgram(model, self._logits.forward)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}

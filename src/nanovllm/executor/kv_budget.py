@@ -11,7 +11,7 @@ from nanovllm.executor.attention_plans import Attention, own_plans, workspace_of
 from nanovllm.executor.batch import sample_prompts, to_device
 from nanovllm.executor.compiled import fused_forward
 from nanovllm.executor.device_memory import room
-from nanovllm.executor.prompt_graphs import prompt_kinds
+from nanovllm.executor.prompt_graphs import captures_prompts, logits_bytes, prompt_kinds
 from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
@@ -39,8 +39,9 @@ def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     """
     with torch.cuda.device(model.device):
         held = _held(model.device, lambda: _prompts(model, limits, choice, cuts)), _held(model.device, lambda: _draw(model, limits))
-        captured = max([kind.tokens for kind in prompt_kinds(model, limits)], default=0)
-        return max(held) + held[0] * captured // limits.max_num_batched_tokens + GRAPHS
+        kinds = prompt_kinds(model, limits) if captures_prompts(model, choice) else []
+        captured = max([kind.tokens for kind in kinds], default=0)
+        return max(held) + held[0] * captured // limits.max_num_batched_tokens + logits_bytes(kinds, model) + GRAPHS
 
 
 def _held(device: torch.device, call: Callable[[], object]) -> int:

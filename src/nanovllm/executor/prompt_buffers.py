@@ -25,7 +25,7 @@ class PromptKind:
 
 def prompt_tables(config: ModelConfig, limits: EngineConfig, device: torch.device) -> list[Int32[Tensor, "B P"]]:
     """Make page tables for `max_num_seqs` rows: of pages, and of frames if there is a second KV pool. All kinds use them."""
-    shape = limits.max_num_seqs, pages_for(limits.max_model_len, limits.page_size)
+    shape = limits.max_num_seqs, max(2, pages_for(limits.max_model_len, limits.page_size))  # batches have at least two columns
     return [torch.full(shape, dummy, dtype=torch.int32, device=device) for dummy in dummies(config, limits) if dummy is not None]
 
 

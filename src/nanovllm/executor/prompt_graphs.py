@@ -3,6 +3,7 @@
 A step's prompts are filled into static buffers, with padding up to the tokens of the graph. Sampling is not part of the graph.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,10 +11,12 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.config import EngineConfig
 from nanovllm.executor.batch import HostBatch, sample_prompts
-from nanovllm.executor.captured_step import recording
+from nanovllm.executor.captured_step import recorded
 from nanovllm.executor.executor import Forward
 from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
 from nanovllm.models.common.params import Params
+from nanovllm.models.fast import fused
+from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState, same_memory
 from nanovllm.types import Float, Tensor
@@ -26,11 +29,16 @@ WIDE_FROM = 512  # from so many tokens on, there are also graphs for as many pro
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedPrompts:
-    """A graph, the tensors that it reads, and the logits that it writes."""
+    """A graph, and the tensors that it reads."""
 
     graph: torch.cuda.CUDAGraph
     buffers: PromptBuffers
-    logits: Float[Tensor, "R V"]
+
+
+def captures_prompts(model: Model, choice: FastChoice | None) -> bool:
+    """Whether an engine captures prompts: all layers are fused, and there are no experts, whose prompts were not measured as graphs."""
+    together = fused.serves(model.params, model.config) and (choice is None or choice.all_layers)
+    return together and model.config.moe is None
 
 
 def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
@@ -38,18 +46,27 @@ def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
     weights = sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers) if isinstance(weight, Tensor))
     most = min(limits.max_num_batched_tokens, int(MOST_FLOPS / (2 * weights)))
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
-    sizes = [size for size in SIZES if size <= most]
+    sizes = [size for size in SIZES if size <= most and limits.max_model_len > 1]
     return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size >= WIDE_FROM else (few,))})
 
 
+def logits_bytes(kinds: Seq[PromptKind], model: Model) -> int:
+    """The bytes of the logits that all kinds write to the same place."""
+    return max([kind.rows for kind in kinds], default=0) * model.config.vocab_size * model.dtype.itemsize
+
+
 class PromptGraphs:
-    """The captured steps of prompts over the engine's weights and KV memory. They share their memory: only one of them runs at a time."""
+    """The captured steps of prompts over the engine's weights and KV memory.
+
+    They share their memory and write their logits to the same place: only one of them runs at a time.
+    """
 
     def __init__(self, model: Model, limits: EngineConfig, forward: Forward, *, warm: Params[Tensor]) -> None:
         """Choose the kinds. `warm` are the weights for the run before a step is recorded, with enough layers to load every kernel."""
         self.kinds = prompt_kinds(model, limits)
         self._model, self._limits, self._forward, self._warm = model, limits, forward, warm
         self._tables = prompt_tables(model.config, limits, model.device) if self.kinds else []
+        self._logits: Float[Tensor, "R V"] | None = None
         self._steps: dict[PromptKind, CapturedPrompts] = {}
         self._kv: KVState | None = None
         self._pool = torch.cuda.graph_pool_handle()
@@ -70,7 +87,8 @@ class PromptGraphs:
         step = self._steps[kind]
         step.buffers.fill(host)
         step.graph.replay()
-        return step.logits[: len(host.logit_indices)]
+        assert self._logits is not None
+        return self._logits[: len(host.logit_indices)]
 
     def prepare(self, kv: KVState, kind: PromptKind) -> PromptBuffers:
         """Fill the buffers of a step and warm it up on a side stream. It runs prompts on the dummy page."""
@@ -80,14 +98,20 @@ class PromptGraphs:
         buffers.fill(host)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            self._forward(self._warm, kv, buffers.batch, model.config)
+            logits, _ = self._forward(self._warm, kv, buffers.batch, model.config)
+        if self._logits is None:
+            self._logits = logits.new_empty(max(kind.rows for kind in self.kinds), logits.shape[1])
         here.wait_stream(self._stream)
         return buffers
 
     def capture(self, kv: KVState, kind: PromptKind) -> None:
         """Prepare a step, then record it."""
-        buffers, model = self.prepare(kv, kind), self._model
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self._pool, self._stream):
+        buffers, model, to = self.prepare(kv, kind), self._model, self._logits
+        assert to is not None
+
+        def run() -> None:
             logits, _ = self._forward(model.params, kv, buffers.batch, model.config)
-        self._steps[kind], self._kv = CapturedPrompts(graph=graph, buffers=buffers, logits=logits), kv
+            to[: len(logits)] = logits
+
+        graph, _ = recorded(self._pool, self._stream, run)
+        self._steps[kind], self._kv = CapturedPrompts(graph=graph, buffers=buffers), kv

@@ -48,10 +48,13 @@ class FirstStart:
             return
         with noted() as kernels, suppress(Exception):  # the real call raises it again
             call()
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+        try:
             for done in [threads.submit(self._compile, function, data) for function, data in kernels]:
                 with suppress(Exception):  # the real launch raises it again
                     done.result()
+        finally:
+            threads.shutdown(cancel_futures=True)  # some are left only after Ctrl-C
 
     def _compile(self, function: Any, data: str) -> None:
         with torch.cuda.device(self._device):  # a new thread has the first GPU
@@ -69,15 +72,17 @@ class FirstStart:
 def noted() -> Iterator[list[tuple[Any, str]]]:
     """Inside this block, launches of kernels that this process has not loaded are left out. Yields them: function, specialisation.
 
-    Triton has one hook for the whole process. Launches of other threads are compiled and launched as ever.
+    Triton has one hook for the whole process. Launches of other threads are compiled and launched as ever. If two threads are inside such
+    blocks and the first one leaves first, the second one's end brings back a hook that does nothing any more.
     """
     from triton import knobs
 
     found: dict[str, tuple[Any, str]] = {}
-    thread, before = get_ident(), knobs.runtime.jit_cache_hook
+    before = knobs.runtime.jit_cache_hook
+    inside = {get_ident()}
 
     def note(*, key: str, fn: Any, compile: Any, **rest: Any) -> bool:
-        if get_ident() != thread:
+        if get_ident() not in inside:
             return False if before is None else bool(before(key=key, fn=fn, compile=compile, **rest))
         found.setdefault(f"{fn.module}.{fn.name} {key}", (fn.jit_function, compile["specialization_data"]))
         return True  # Triton then neither compiles nor launches
@@ -87,5 +92,7 @@ def noted() -> Iterator[list[tuple[Any, str]]]:
     try:
         yield kernels
     finally:
-        knobs.runtime.jit_cache_hook = before
+        inside.clear()
+        if knobs.runtime.jit_cache_hook is note:
+            knobs.runtime.jit_cache_hook = before
         kernels += found.values()

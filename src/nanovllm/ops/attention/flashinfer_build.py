@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+MARK = "NANOVLLM_BUILDS_FLASHINFER"  # in the environment of a process that builds
 NICENESS = 10  # of the process that builds, so that the engine beside it stays fast
 
 
@@ -46,10 +47,30 @@ def missing(wanted: Seq[Kernels]) -> list[Kernels]:
 
 
 def build_apart(wanted: Seq[Kernels]) -> bool:
-    """Build kernels in a process of their own, all at once, and wait for it. Returns False if it failed."""
+    """Build kernels in a process of their own, all at once, and wait for it.
+
+    Returns:
+        False if that failed, or if this program cannot start another Python: it is a frozen program, or such a process itself.
+    """
+    if MARK in os.environ or "frozen" in vars(sys) or not sys.executable:
+        return False
     given = json.dumps([[*each._replace(dtype=str(each.dtype).removeprefix("torch."))] for each in wanted])
-    command, nowhere = [sys.executable, "-m", __spec__.name, given], subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True).wait() == 0
+    path = os.pathsep.join(filter(None, sys.path))  # as changed by this program
+    command, nowhere = [sys.executable, "-P", "-m", __spec__.name, given], subprocess.DEVNULL
+    try:
+        return (
+            subprocess.Popen(
+                command,
+                env=os.environ | {MARK: "1", "PYTHONPATH": path},
+                stdin=nowhere,
+                stdout=nowhere,
+                stderr=nowhere,
+                start_new_session=True,
+            ).wait()
+            == 0
+        )
+    except (OSError, ValueError):
+        return False
 
 
 def _files(kernels: Kernels) -> Any:
