@@ -123,7 +123,7 @@ def init_state(
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
-    first = first_start(model, limits, compile, check, cuts, sized=num_pages is None)
+    first = first_start(model, limits, compile, cascade, check, cuts, sized=num_pages is None)
     # The check needs memory for a moment, so it comes before the KV pool.
     choice, cuts = checked_choice(model, limits, compile, check, cuts, tuning)
     budget = None

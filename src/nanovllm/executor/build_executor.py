@@ -54,7 +54,7 @@ def _checks(model: Model, limits: EngineConfig, compile: bool | None, check: boo
 
 
 def first_start(
-    model: Model, limits: EngineConfig, compile: bool | None, check: bool | None, cuts: Cuts | None, *, sized: bool
+    model: Model, limits: EngineConfig, compile: bool | None, cascade: bool | None, check: bool | None, cuts: Cuts | None, *, sized: bool
 ) -> FirstStart:
     """Compile the kernels of the check, and of the largest steps if they are measured (`sized`). Returns what compiles the others.
 
@@ -71,7 +71,8 @@ def first_start(
         if sized:
             measured(model, limits, None, cuts)
 
-    first = FirstStart(model.device, model.config, model.dtype, limits.max_num_seqs, limits.max_num_batched_tokens, cuts)
+    options = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size, cascade, check, sized, cuts
+    first = FirstStart(model.device, model.config, model.dtype, options)
     first.rehearse(start)
     return first
 

@@ -28,6 +28,7 @@ from nanovllm.types import Float, Int32, Int64, Tensor
 FACTOR = 1.5  # allowed error of the fast form, as a multiple of the plain form's error
 SUMS = 32  # additional allowed error in float32 spacings, because the order of sums differs
 TINY = 1e-30  # replaces a scale of zero: an exact zero that should be zero has no error
+MOST_ROWS = 64  # of several batches that run in plain torch together: KV in float64 takes memory
 BLOCK = 8192  # rows of the vocabulary that are converted to float64 at once
 
 
@@ -139,35 +140,36 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     text = text_batch(ids, page_size)
     shape = (1, pages_for(len(token_ids), page_size), 2, config.num_kv_heads, page_size, config.head_dim)
     batches = [spread_rows(model, len(token_ids), count, page_size) for count in rows]
-    # The forms in plain torch do not depend on the number of rows: they run once, over the rows of all batches.
-    every = rows_at(model, torch.cat([each.tokens for each in batches]).long().cpu(), page_size)
-    ends = list(accumulate(rows))
-    spans = [slice(end - count, end) for count, end in zip(rows, ends, strict=True)]
+    groups = _together(batches)
+    unions = [rows_at(model, torch.cat([each.tokens for each in group]).long().cpu(), page_size) for group in groups]
     kept_plans = [None if fast is None else fast.plan(len(each.tokens)) for each in batches]  # the handles are valid while these live
-    plans = [0 if plan is None else plan.handle for plan in kept_plans]
+    handles = iter([0 if plan is None else plan.handle for plan in kept_plans])
+    plans = [[next(handles) for _ in group] for group in groups]
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]
     x_TM, errors = layers.embed(params, text, config).double(), []
     for w, (cos, sin, view) in zip(params.layers, layers.given_each(params, text, config), strict=True):
         wide = pytree.tree_map(lambda t: None if t is None else t.double(), w)
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
         y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, view, config)
-        given = [_inputs(x_TM, pages, each, model.dtype) for each in batches]  # first: fused kernels read old keys before they wait
-        all_RM, own = _inputs(x_TM, pages, every, model.dtype)
-        angles = (cos[every.tokens], sin[every.tokens])
-        want, want_kv = _run(model.spec.layer, wide, all_RM.double(), own.double(), every, angles, config, view.window)
-        want_by = want - all_RM.double()
-        plain = _run(model.spec.layer, w, all_RM, own, every, angles, config, view.window)
-        for each, plan, rows_of, (x_RM, copied) in zip(batches, plans, spans, given, strict=True):
-            results = [(plain[0][rows_of], plain[1][rows_of])]
-            if fast is not None:
-                angles = (cos[each.tokens], sin[each.tokens])
-                results.append(_run(fast.layer, w, x_RM, copied, each, angles, config, view.window, plan))
-            for got, got_kv in results:
-                wanted, wanted_kv = want[rows_of], want_kv[rows_of]
-                errors += [
-                    relative_error(got, wanted, want_by[rows_of], routed=w.experts is not None),
-                    relative_error(got_kv, wanted_kv, wanted_kv),
-                ]
+        for every, group, planned in zip(unions, groups, plans, strict=True):
+            given = [_inputs(x_TM, pages, each, model.dtype) for each in group]  # first: fused kernels read old keys before they wait
+            all_RM, own = _inputs(x_TM, pages, every, model.dtype)
+            angles = (cos[every.tokens], sin[every.tokens])
+            want, want_kv = _run(model.spec.layer, wide, all_RM.double(), own.double(), every, angles, config, view.window)
+            want_by = want - all_RM.double()
+            plain = _run(model.spec.layer, w, all_RM, own, every, angles, config, view.window)
+            ends = accumulate(len(each.tokens) for each in group)
+            for each, plan, (x_RM, copied), end in zip(group, planned, given, ends, strict=True):
+                its = slice(end - len(each.tokens), end)
+                results = [(plain[0][its], plain[1][its])]
+                if fast is not None:
+                    angles = (cos[each.tokens], sin[each.tokens])
+                    results.append(_run(fast.layer, w, x_RM, copied, each, angles, config, view.window, plan))
+                for got, got_kv in results:
+                    errors += [
+                        relative_error(got, want[its], want_by[its], routed=w.experts is not None),
+                        relative_error(got_kv, want_kv[its], want_kv[its]),
+                    ]
         x_TM = y_TM
         del wide  # before the next layer: two layers in float64 would take twice the memory
     heads = [model.spec.head] if fast is None else [model.spec.head, fast.head]
@@ -182,6 +184,20 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
         fast_head=quick_head[0] if quick_head else None,
         final=x_TM,
     )
+
+
+def _together(batches: Seq[Rows]) -> list[list[Rows]]:
+    """Batches in groups of at most `MOST_ROWS` rows, or of one batch.
+
+    The forms in plain torch do not depend on the number of rows. So they run once for a group.
+    """
+    groups: list[list[Rows]] = []
+    for each in batches:
+        if groups and sum(len(one.tokens) for one in (*groups[-1], each)) <= MOST_ROWS:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return groups
 
 
 def _inputs(x_TM: Tensor, pages: Tensor, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
