@@ -34,7 +34,7 @@ class GrowingMachine(ScheduleMachine):
 
     @staticmethod
     def scheduler(*args):
-        with patch.object(scheduler, "SHARE", 2):
+        with patch.object(scheduler, "SMALL", 0):
             return scheduler.schedule(*args)
 
 
