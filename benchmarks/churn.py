@@ -21,9 +21,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
+from host import VOCABULARY, Nothing, engine_of
 
 import nanovllm as nv
-from benchmarks.host import VOCABULARY, Nothing, engine_of
 from nanovllm.entrypoints.arguments import positive, positives
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens

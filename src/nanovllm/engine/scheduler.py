@@ -6,7 +6,8 @@ on, prompts have a smaller budget, of which a long prompt leaves a part to a sho
 
 If the pool is full, the running sequence whose turn is last gives up its pages and returns to the queue. So the first sequence always
 advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so a request is admitted only
-if it and those that run can grow to their expected lengths (`can_grow`, `state/expected_reply.py`). A request that waits preempts nobody, whatever its priority.
+if it and those that run can grow to their expected lengths (`can_grow`, `state/expected_reply.py`). A request that waits preempts nobody,
+whatever its priority.
 
 Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
 does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
@@ -33,7 +34,6 @@ from nanovllm.state.sequence_pages import frames_of_copies, give_up_pages, num_b
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
-
 
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
@@ -317,7 +317,7 @@ class _Draft:
         self.num_preempted += 1
 
     def strip_waiting(self) -> bool:
-        """Take the pages of the waiting request that owns some and whose turn is last; it looks them up, or runs the tokens, again later."""
+        """Take the pages of the waiting request that owns some and whose turn is last; it looks them up, or runs them, again later."""
         holders = [s for s in self.waiting if len(s.pages)]
         if not holders:
             return False

@@ -76,9 +76,8 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_model_options` as arguments of `init_state`."""
-    limits = {
-        name: getattr(options, name) for name in ("num_pages", "num_frames", "max_model_len", "memory_fraction", "max_step_ms", "tuning")
-    }
+    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction", "max_step_ms", "tuning")
+    limits = {name: getattr(options, name) for name in names}
     return {**limits, "compile": False if options.eager else None}
 
 

@@ -345,7 +345,7 @@ class AsyncLLM:
                     contexts = _encoded(self.model, contexts)
                 else:
                     contexts = await asyncio.to_thread(_encoded, self.model, contexts)
-            self._engine.submit(call, contexts, params, priorities, processor)
+            self._engine.submit(call, contexts, params, processor, priorities)
         return call
 
     async def _pieces(

@@ -89,12 +89,12 @@ class EngineThread:
         call: Call,
         contexts: list[Context],
         params: list[SamplingParams | None],
-        priorities: list[int],
         processor: LogitsProcessor | None,
+        priorities: list[int] | None = None,
     ) -> None:
         """Queue the requests of a call before the next step. An error reaches the call."""
         self._queued.add(call)
-        self._inbox.put(partial(self._submit, call, contexts, params, priorities, processor))
+        self._inbox.put(partial(self._submit, call, contexts, params, processor, priorities))
         self.require_running()
 
     def apply(self, call: Call, function: Callable[[Model, EngineState], Any]) -> None:
@@ -230,8 +230,8 @@ class EngineThread:
         call: Call,
         contexts: list[Context],
         params: list[SamplingParams | None],
-        priorities: list[int],
         processor: LogitsProcessor | None,
+        priorities: list[int] | None = None,
     ) -> None:
         self._queued.discard(call)
         try:
