@@ -36,6 +36,7 @@ from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
 
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
+SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
 
 
@@ -156,7 +157,8 @@ class _Draft:
 
     def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int):
         self.pool, self.running, self.waiting, self.config = pool, running, waiting, config
-        self.expected_reply = expected_reply if config.num_pages * config.page_size >= SMALL else 0
+        tokens = config.num_pages * config.page_size
+        self.expected_reply = min(expected_reply, tokens // SHARE) if tokens >= SMALL else 0
         self.taken = Taken()
         self.copies: dict[int, list[tuple[int, int]]] = {}
         self.sources: list[int] = []  # released last, so that no page is reallocated before it was copied
