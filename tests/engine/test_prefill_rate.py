@@ -6,6 +6,7 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.engine import prefill_rate
+from nanovllm.engine import step as step_module
 from nanovllm.errors import InvalidRequestError
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -72,6 +73,16 @@ def test_what_was_measured_leaves_nothing_behind():
             state, (reply,) = nv.generate_many(model, state, [[1, 2, 3, 4, 5]], greedy)
             replies.append(reply.token_ids)
         assert replies[0] == replies[1]
+
+
+def test_a_call_that_returns_whole_replies_has_no_bound(monkeypatch):
+    plans, plain = [], step_module.schedule
+    monkeypatch.setattr(step_module, "schedule", lambda *args: plans.append(plain(*args)) or plans[-1])
+    state = engine(max_prefill_tokens=4, num_pages=64, max_num_seqs=2)
+    greedy = [nv.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 9, 2)]
+    state, _ = nv.generate_many(MODEL, state, [[1] * 40, [2] * 40, [3] * 40], greedy)
+    assert [count for plan in plans for _, count in plan.prefill] == [40, 40, 40]
+    assert state.config.max_prefill_tokens == 4
 
 
 @pytest.mark.parametrize("bad", [0, -1.5, math.nan, True, "30"])
