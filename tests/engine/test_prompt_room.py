@@ -116,7 +116,7 @@ def test_tokens_with_much_before_them_count_more(work, doubling, filled, todo):
         assert count % GRANULE == 0 and cost(count + GRANULE) > work
     left = room.after(prompt(filled, todo), count)
     assert left.tokens == 8192 - count and left.work is not None and 0 <= left.work <= max(0, work - count)
-    assert left.work >= work - cost(count) - 1
+    assert left.work >= work - cost(count) - 1 or (left.work == 0 and work - cost(count) < GRANULE)
 
 
 @pytest.mark.parametrize(

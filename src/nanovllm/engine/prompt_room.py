@@ -8,7 +8,7 @@ from nanovllm.state.request import Sequence
 
 LEAST = 256  # tokens of a piece of a prompt where context counts, because smaller pieces are inefficient
 GRANULE = 64  # larger pieces are a multiple of this many tokens, unless the prompt ends with them
-SHARE = 4  # a long prompt leaves this part of the bound to a short one behind it
+SHARE = 4  # a long prompt leaves the bound divided by this to a short one after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +52,19 @@ class PromptRoom:
         return min(most, count)
 
     def after(self, sequence: Sequence, count: int) -> "PromptRoom":
-        """The room that is left after so many tokens of a sequence, which are not filled in it yet."""
+        """The room that is left after so many tokens of a sequence, which are not filled in it yet. A rest of a few tokens is none."""
         if self.work is None:
             return replace(self, tokens=self.tokens - count)
         context = count * (2 * sequence.num_filled + count) // (2 * self.doubling) if self.doubling else 0
-        return replace(self, tokens=self.tokens - count, work=max(0, self.work - count - context))
+        left = self.work - count - context
+        return replace(self, tokens=self.tokens - count, work=left if left >= (GRANULE if self.doubling else 1) else 0)
 
     def is_short(self, num_tokens: int) -> bool:
         """Whether a prompt with so many tokens left is short: the bound has room for all of them."""
         return self.bound is not None and num_tokens <= self.bound
 
     def without_share(self) -> "PromptRoom":
-        """The room that a long prompt may use while a short one is behind it."""
+        """The room that a long prompt may use while a short one comes after it."""
         if self.work is None or self.bound is None:
             return self
         return replace(self, work=max(1, self.work - self.bound // SHARE))
