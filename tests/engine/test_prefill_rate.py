@@ -86,7 +86,7 @@ def test_a_call_that_returns_whole_replies_has_no_bound(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [0, -1.5, math.nan, True, "30"])
-def test_a_bad_time_is_named(bad):
+def test_a_bad_time_is_named(bad, untyped):
     with pytest.raises(InvalidRequestError, match=f"max_step_ms={bad!r} must be a number of milliseconds"):
         engine(max_step_ms=bad)
 

@@ -84,7 +84,7 @@ def test_no_reply_changes(num_pages, bound):
 
 
 @pytest.mark.parametrize("priority", [1.0, True, "1", None])
-def test_a_bad_priority_is_named(priority):
+def test_a_bad_priority_is_named(priority, untyped):
     state = engine()
     with pytest.raises(InvalidRequestError, match=f"priority={priority!r} must be an integer"):
         submit(MODEL, state, PROMPTS[0], greedy(1), priority=priority)

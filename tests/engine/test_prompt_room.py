@@ -128,7 +128,7 @@ def test_tokens_with_much_before_them_count_more(work, doubling, filled, todo):
         ({"context_doubling": -1}, "context_doubling=-1 must"),
     ],
 )
-def test_bad_bounds_are_named(given, named):
+def test_bad_bounds_are_named(given, named, untyped):
     with pytest.raises(InvalidRequestError, match=named):
         config(**given)
 

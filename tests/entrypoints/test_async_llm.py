@@ -417,7 +417,7 @@ def test_a_stream_that_was_never_read_was_never_queued():
 # Priorities
 
 
-def test_lower_priorities_run_first_and_bad_ones_are_refused():
+def test_lower_priorities_run_first_and_bad_ones_are_refused(untyped):
     async def main():
         llm, order = SteppedAsyncLLM(MUTE, num_pages=64, max_num_seqs=1), []
         params = nv.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -142,7 +142,7 @@ def test_streams_of_any_priority_read_their_own_tokens():
     require_idle(llm)
 
 
-def test_bad_priorities_are_refused():
+def test_bad_priorities_are_refused(untyped):
     llm = make()
     with pytest.raises(nv.InvalidRequestError, match="2 prompts and 3 priorities: pass one for all"):
         llm.generate(["ab", "cd"], GREEDY, priority=[0, 1, 2])

@@ -35,7 +35,7 @@ def init_state(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int | None = None,
-    max_step_ms: float | None = None,
+    max_step_ms: int | float | None = None,
     max_prefill_tokens: int | None = None,
     memory_fraction: float = 0.9,
     seed: int = 0,

@@ -94,7 +94,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
-        max_step_ms: float | None = None,
+        max_step_ms: int | float | None = None,
         max_prefill_tokens: int | None = None,
         seed: int = 0,
         compile: bool | None = None,
