@@ -296,6 +296,8 @@ class EngineConfig:
         max_num_batched_tokens: The maximum number of tokens per step.
         seed: The seed of requests that give none.
         num_frames: Frames, without the dummy frame; 0 if no layer has a window. A frame is the KV memory of a sliding-window page.
+        max_prefill_tokens: The maximum number of prompt tokens in a step in which replies go on; None: no other limit than that of a step.
+        context_doubling: Tokens of context with which a prompt token counts twice against `max_prefill_tokens`; 0: context does not count.
 
     Raises:
         InvalidRequestError: A limit is invalid.
@@ -312,6 +314,8 @@ class EngineConfig:
     max_num_batched_tokens: int
     seed: int
     num_frames: int = 0
+    max_prefill_tokens: int | None = None
+    context_doubling: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.num_frames, bool) or not isinstance(self.num_frames, int) or self.num_frames < 0:
@@ -320,5 +324,9 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequestError(f"{name}={value!r} must be an integer of at least 1")
+        if (most := self.max_prefill_tokens) is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise InvalidRequestError(f"max_prefill_tokens={most!r} must be an integer of at least 1, or None")
+        if isinstance(self.context_doubling, bool) or not isinstance(self.context_doubling, int) or self.context_doubling < 0:
+            raise InvalidRequestError(f"context_doubling={self.context_doubling!r} must be an integer of at least 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise InvalidRequestError(f"seed={self.seed!r} must be an integer in [0, 2**63)")

@@ -13,6 +13,7 @@ def parsed(given: str = "") -> argparse.Namespace:
 
 def test_every_option_of_the_engine_arrives() -> None:
     usual = {"num_pages": None, "num_frames": None, "max_model_len": None, "memory_fraction": 0.9, "tuning": None, "compile": None}
+    usual["max_step_ms"] = None
     assert engine_limits(parsed()) == usual
     for given, changed in (
         ("--num-pages 5", {"num_pages": 5}),
@@ -20,6 +21,7 @@ def test_every_option_of_the_engine_arrives() -> None:
         ("--max-model-len 7", {"max_model_len": 7}),
         ("--memory-fraction 0.5", {"memory_fraction": 0.5}),
         ("--tuning own.json", {"tuning": Path("own.json")}),
+        ("--max-step-ms 12.5", {"max_step_ms": 12.5}),
         ("--tuning off", {"tuning": False}),
         ("--eager", {"compile": False}),
     ):

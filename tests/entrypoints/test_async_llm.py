@@ -414,6 +414,51 @@ def test_a_stream_that_was_never_read_was_never_queued():
     run(main())
 
 
+# Priorities
+
+
+def test_lower_priorities_run_first_and_bad_ones_are_refused(untyped):
+    async def main():
+        llm, order = SteppedAsyncLLM(MUTE, num_pages=64, max_num_seqs=1), []
+        params = nv.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+        async def one(name, prompt, priority):
+            (output,) = await llm.generate([prompt], params, priority=priority)
+            order.append(name)
+            return output.token_ids
+
+        tasks = [asyncio.create_task(one(*given)) for given in (("low", [1], 5), ("high", [2], -1), ("usual", [3], [0]))]
+        bad = asyncio.create_task(llm.generate([[1], [2]], params, priority=[0, None]))
+        streamed = asyncio.create_task(anext(llm.stream([4], params, priority="x")))
+        await asyncio.sleep(0)
+        for _ in range(10):
+            llm.turn()
+            await asyncio.sleep(0)
+        replies = [await task for task in tasks]
+        assert order == ["high", "usual", "low"]
+        assert replies == [counted_reply([i], 3, 50) for i in (1, 2, 3)]
+        with pytest.raises(nv.InvalidRequestError, match="prompt 1: priority=None must be an integer"):
+            await bad
+        with pytest.raises(nv.InvalidRequestError, match="priority='x' must be an integer"):
+            await streamed
+        with pytest.raises(nv.InvalidRequestError, match="1 prompts and 2 priorities"):
+            await llm.generate([[1]], params, priority=[0, 1])
+
+    run(main())
+
+
+def test_the_time_of_a_step_is_bounded_on_a_gpu_only():
+    async def main():
+        async with make() as llm:
+            assert llm.state.config.max_prefill_tokens is None
+        async with make(max_prefill_tokens=7) as llm:
+            assert llm.state.config.max_prefill_tokens == 7
+        async with make(max_step_ms=5) as llm:
+            assert llm.state.config.max_prefill_tokens >= 256
+
+    run(main())
+
+
 # Hand-over
 
 

@@ -4,6 +4,7 @@ import inspect
 import signal
 import sys
 from itertools import zip_longest
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -90,7 +91,8 @@ def test_every_option_reaches_the_loader_or_the_engine(monkeypatch):
     where = {"revision": "abc", "download": True, "trust_remote_code": True}
     limits = {
         "num_pages": 5, "num_frames": 6, "page_size": 7, "memory_fraction": 0.5, "max_model_len": 8, "max_num_seqs": 9,
-        "max_num_batched_tokens": 10, "seed": 11, "compile": False, "cascade": True, "check": True, "tuning": "own.json",
+        "max_num_batched_tokens": 10, "max_step_ms": 12.5, "max_prefill_tokens": 13, "seed": 11, "compile": False, "cascade": True,
+        "check": True, "tuning": "own.json",
     }  # fmt: skip
     monkeypatch.setattr(shell, "load_model", lambda *given, **more: loads.append((given, more)) or MODEL)
     monkeypatch.setattr(shell, "init_state", lambda model, **given: engines.append(given) or real(model, num_pages=4))
@@ -100,6 +102,55 @@ def test_every_option_reaches_the_loader_or_the_engine(monkeypatch):
     for name, value in {"device": "cpu", "dtype": "float32", **where}.items():
         with pytest.raises(nv.InvalidRequestError, match="model is already loaded"):
             LLM(MODEL, **{name: value})
+
+
+def test_priorities_change_who_runs_first_and_no_reply():
+    prompts, order = ["ab", "cd", "ef"], []
+    alone = [out.token_ids for out in make().generate(prompts, GREEDY)]
+    llm = make(max_num_seqs=1)
+    plain = llm._step
+    for priority, first in ((0, [0, 1, 2]), ([2, 1, 0], [2, 1, 0]), ((0, 3, -1), [2, 0, 1])):
+        order.clear()
+        with patch.object(LLM, "_step", lambda self: noted(order, plain())):
+            outputs = llm.generate(prompts, GREEDY, priority=priority)
+        assert [out.token_ids for out in outputs] == alone
+        assert [request_id - outputs[0].request_id for request_id in order] == first
+    require_idle(llm)
+
+
+def noted(order, ended):
+    order.extend(ended)
+    return ended
+
+
+def test_streams_of_any_priority_read_their_own_tokens():
+    """Running requests are in the order of their ranks, which is not that of their ids."""
+    alone = [make().generate(text, GREEDY)[0].text for text in ("ab", "cd", "ef")]
+    llm = make()
+    streams = [llm.stream(text, GREEDY, priority=priority) for text, priority in (("ab", 1), ("cd", 2), ("ef", -4))]
+    texts = ["", "", ""]
+    left = dict(enumerate(streams))
+    while left:
+        for i, stream in [*left.items()]:
+            piece = next(stream, None)
+            if piece is None:
+                del left[i]
+            else:
+                texts[i] += piece.text
+    assert texts == alone
+    assert llm.chat(MESSAGES, GREEDY, priority=7).text == make().chat(MESSAGES, GREEDY).text
+    require_idle(llm)
+
+
+def test_bad_priorities_are_refused(untyped):
+    llm = make()
+    with pytest.raises(nv.InvalidRequestError, match="2 prompts and 3 priorities: pass one for all"):
+        llm.generate(["ab", "cd"], GREEDY, priority=[0, 1, 2])
+    with pytest.raises(nv.InvalidRequestError, match="prompt 1: priority='high' must be an integer"):
+        llm.generate(["ab", "cd"], GREEDY, priority=[0, "high"])
+    with pytest.raises(nv.InvalidRequestError, match=r"priority=0\.5 must be an integer"):
+        llm.stream("ab", GREEDY, priority=0.5)
+    require_idle(llm)
 
 
 def test_more_prompts_than_the_pool_holds_at_once():

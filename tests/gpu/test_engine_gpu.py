@@ -46,6 +46,33 @@ def test_graphs_equal_eager_steps(model: nv.Model, contexts: list[list[int]]):
 WIDE: dict[str, Any] = {"num_pages": 600, "page_size": 16, "max_num_seqs": 12, "max_num_batched_tokens": 1024, "max_model_len": 512}
 
 
+def test_steps_of_bounded_time(model: nv.Model):
+    """The bound is measured without a trace, and prompts that arrive while a reply goes on run in pieces."""
+    prompts = random_prompts(model, 20, 450, 30, 430)
+    unbounded = nv.init_state(model, **WIDE)
+    unbounded, want = nv.generate_many(model, unbounded, prompts, GREEDY)
+    for bound in ({"max_step_ms": 3.0}, {"max_prefill_tokens": 64}):
+        state = nv.init_state(model, **WIDE, **bound)
+        most = state.config.max_prefill_tokens
+        assert most is not None and (most % 256 == 0 or "max_prefill_tokens" in bound)
+        assert state.pages.num_free == WIDE["num_pages"]
+        state, first = nv.submit(model, state, prompts[0], GREEDY)
+        state, _ = nv.step(model, state)
+        ids = [first]
+        for prompt, priority in zip(prompts[1:], (0, -1, 1), strict=True):
+            state, request_id = nv.submit(model, state, prompt, GREEDY, priority=priority)
+            ids.append(request_id)
+        replies: dict[int, list[int]] = {}
+        while state.running or state.waiting:
+            before = state.stats.prefill_tokens
+            state, outputs = nv.step(model, state)
+            assert first in replies or state.stats.prefill_tokens - before <= most
+            replies.update({out.request_id: out.output.token_ids for out in outputs if out.output is not None})
+        nv.check(state)
+        for prompt, request_id, reply in zip(prompts, ids, want, strict=True):
+            require_same(model, prompt, replies[request_id], reply.token_ids, WIDE)
+
+
 def test_captured_prompts_equal_eager_ones(model: nv.Model):
     prompts = random_prompts(model, 150, 192, 193, 400, 130, 140, 160, 170, 180, 190, 129, 131)
     eager = nv.init_state(model, compile=False, **WIDE)

@@ -31,6 +31,11 @@ WINDOWS = ("tests/engine/test_windows.py",)
 STEADY = ("tests/state/test_steady.py",)
 REQUEST = ("tests/state/test_request.py",)
 SCHEDULER = ("tests/engine/test_scheduler.py",)
+PRIORITIES = ("tests/engine/test_priorities.py",)
+PROMPT_ROOM = ("tests/engine/test_prompt_room.py",)
+PREFILL_RATE = ("tests/engine/test_prefill_rate.py",)
+HEAP = ("tests/state/test_heap.py",)
+EXPECTED_REPLY = ("tests/state/test_expected_reply.py",)
 BEGINNINGS = ("tests/engine/test_shared_beginnings.py",)
 STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
@@ -172,12 +177,65 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/request.py",
         REQUEST,
+        ("the queue forgets the turn of a request", "turns, count = pushed(turns, request.turn), count + 1", "count = count + 1"),
         (
-            "the next oldest is searched for from id zero",
-            "items, head = self.items.delete(request_id), self.head",
-            "items, head = self.items.delete(request_id), 0",
+            "a turn without a request comes first",
+            "while turns is not None and turns.least[1] not in items:",
+            "if False and turns is not None:",
         ),
-        ("a pushed back request is not first", "head=min(self.head, rid) if self.items else rid", "head=self.head if self.items else rid"),
+        ("turns without requests pile up", "if count > 2 * len(items) + STALE:", "if count < 0:"),
+        (
+            "a queue lists its requests by id",
+            "key=lambda sequence: sequence.request.turn))",
+            "key=lambda sequence: sequence.request.request_id))",
+        ),
+    ),
+    *bugs(
+        "state/request.py",
+        PRIORITIES,
+        ("ageing is ignored", "return priority * AGEING + num_steps", "return (priority << 40) + num_steps"),
+        ("priorities are reversed", "return priority * AGEING + num_steps", "return num_steps - priority * AGEING"),
+        ("equals run in order of rank alone", "return self.rank, self.request_id", "return self.rank, -self.request_id"),
+    ),
+    *bugs(
+        "state/heap.py",
+        HEAP,
+        ("a heap that leans to the right", "if left is None or left.height < right.height:", "if left is None:"),
+        ("the greater key is on top", "if other.least < one.least:", "if other.least > one.least:"),
+    ),
+    *bugs(
+        "state/expected_reply.py",
+        EXPECTED_REPLY,
+        ("replies at their limits tell nothing", "return min(expected + expected // 16 + 1, longest)", "return expected"),
+        ("preemptions tell nothing", "        expected += expected // 8 + 1", "        expected += 0"),
+        ("early replies tell too much", "(num_generated * 2 // 3 - expected) // 16", "(num_generated - expected) // 16"),
+    ),
+    *bugs(
+        "engine/prompt_room.py",
+        PROMPT_ROOM,
+        (
+            "the bound holds although no reply goes on",
+            "bound = config.max_prefill_tokens if num_decoding else None",
+            "bound = config.max_prefill_tokens",
+        ),
+        ("the bound is ignored", "bound = config.max_prefill_tokens if num_decoding else None", "bound = None"),
+        ("context counts twice", "start = self.doubling + sequence.num_filled", "start = self.doubling + 2 * sequence.num_filled"),
+        ("a long prompt leaves nothing", "self.work - self.bound // SHARE", "self.work"),
+        (
+            "a long prompt leaves a part to a long one",
+            "return self.bound is not None and num_tokens <= self.bound",
+            "return self.bound is not None and num_tokens <= 7 * self.bound",
+        ),
+    ),
+    *bugs(
+        "engine/prefill_rate.py",
+        PREFILL_RATE,
+        ("the replies of a step take no time", "rest, count = max(0.0, max_step_ms - alone)", "rest, count = max(0.0, max_step_ms)"),
+        (
+            "the context is measured without one",
+            "_milliseconds(model, executor, kv, pool, context, count)",
+            "_milliseconds(model, executor, kv, pool, 0, count)",
+        ),
     ),
     *bugs(
         "state/window_frames.py",
@@ -263,6 +321,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tokens run again count as reused", "self.num_reused += max(0, reused - sequence.most_filled)", "self.num_reused += reused"),
         ("pages ahead of need while one waits to come back", "back = first is not None and first.most_filled > 0", "back = False"),
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
+    ),
+    *bugs(
+        "engine/scheduler.py",
+        PROMPT_ROOM,
+        ("nothing is left for the first prompt", "            most -= 1\n", "            most -= 0\n"),
+        (
+            "a long prompt in the queue has a part of the room",
+            "first is not None and room.is_short(first.todo) and",
+            "first is not None and",
+        ),
+    ),
+    *bugs(
+        "engine/requests.py",
+        PRIORITIES,
+        ("every request arrives in the first step", "rank=rank_of(priority, state.num_steps),", "rank=rank_of(priority, 0),"),
+        ("true is a priority", "if isinstance(priority, bool) or not isinstance(priority, int):", "if not isinstance(priority, int):"),
     ),
     *bugs(
         "engine/scheduler.py",
@@ -1052,8 +1126,9 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "entrypoints/arguments.py",
         ARGUMENTS,
-        ("--memory-fraction is dropped", '"max_model_len", "memory_fraction", "tuning")', '"max_model_len", "tuning")'),
-        ("--tuning is dropped", '"max_model_len", "memory_fraction", "tuning")', '"max_model_len", "memory_fraction")'),
+        ("--memory-fraction is dropped", '"max_model_len", "memory_fraction", "max_step_ms"', '"max_model_len", "max_step_ms"'),
+        ("--max-step-ms is dropped", '"memory_fraction", "max_step_ms", "tuning")', '"memory_fraction", "tuning")'),
+        ("--tuning is dropped", '"max_step_ms", "tuning")', '"max_step_ms")'),
         ("--eager is dropped", '"compile": False if options.eager else None', '"compile": None'),
         ("--revision is dropped", '"revision": options.revision', '"revision": None'),
     ),

@@ -34,7 +34,7 @@ class GrowingMachine(ScheduleMachine):
 
     @staticmethod
     def scheduler(*args):
-        with patch.object(scheduler, "SHARE", 2):
+        with patch.multiple(scheduler, SMALL=0, SHARE=1):
             return scheduler.schedule(*args)
 
 

@@ -15,6 +15,7 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pages as page_ops
 from nanovllm.state import prefix_cache as prefix_ops
 from nanovllm.state.chunk import Provenance
+from nanovllm.state.heap import popped
 from nanovllm.state.invariants import check
 from nanovllm.state.pages import PageState
 from nanovllm.state.pool import Pool
@@ -145,7 +146,7 @@ def running_and_waiting(state, chunk):
 
 
 def a_queue_that_misses_its_first(state, chunk):
-    return replace(state, waiting=Queue(items=state.waiting.items, head=state.waiting.head + 1))
+    return replace(state, waiting=Queue(items=state.waiting.items, turns=popped(state.waiting.turns)))
 
 
 def more_filled_than_pages_hold(state, chunk):

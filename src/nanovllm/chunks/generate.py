@@ -142,7 +142,8 @@ def _generated(
     sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:
         return commit_state(state), []
-    inner = replace(state, running=(), waiting=Queue())
+    # Nobody reads these replies before the call ends, so prompts need not be held back for them.
+    inner = replace(state, running=(), waiting=Queue(), config=replace(state.config, max_prefill_tokens=None))
     sequences = []
     for context, params in zip(contexts, sampling_params, strict=True):
         inner, sequence, _ = new_sequence(model, inner, context, params, keep=True)
@@ -186,7 +187,7 @@ def _generated(
                     error=out.error,
                 )
             )
-        return commit_state(inner, running=state.running, waiting=state.waiting, loaded=None), generations
+        return commit_state(inner, config=state.config, running=state.running, waiting=state.waiting, loaded=None), generations
 
 
 def _processed(
@@ -201,7 +202,7 @@ def _processed(
         for generation, sequence in zip(generations, sequences, strict=True):
             inner, chunk = without_thinking(model, inner, generation.chunk, sequence.request.num_prompt, retain, taken)
             kept.append(replace(generation, chunk=chunk))
-        return commit_state(inner, running=state.running, waiting=state.waiting, loaded=None), kept
+        return commit_state(inner, config=state.config, running=state.running, waiting=state.waiting, loaded=None), kept
 
 
 def _bounded(state: EngineState, sequences: list[Sequence]) -> list[Sequence]:

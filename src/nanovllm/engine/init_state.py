@@ -3,11 +3,13 @@
 import os
 import warnings
 from dataclasses import replace
+from math import isinf
 
 import torch
 
 from nanovllm.config import EngineConfig, loaded_for_short
 from nanovllm.engine.donation import model_key, require_model
+from nanovllm.engine.prefill_rate import bounded, require_step_ms
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.build_executor import build_executor, checked_choice, first_start, step_bytes_needed, tuned_cuts
 from nanovllm.executor.executor import Runtime
@@ -33,6 +35,8 @@ def init_state(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int | None = None,
+    max_step_ms: int | float | None = None,
+    max_prefill_tokens: int | None = None,
     memory_fraction: float = 0.9,
     seed: int = 0,
     compile: bool | None = None,
@@ -56,6 +60,11 @@ def init_state(
         max_num_seqs: The maximum number of requests that run at the same time.
         max_num_batched_tokens: The maximum number of tokens of one step. Longer prompts are prefilled in pieces. None: 8,192, or 16,896 on
             a GPU of 64 GiB or more.
+        max_step_ms: About how many milliseconds a step may take while replies go on, so that they need not wait long for their next
+            tokens. The engine measures at its start how many prompt tokens that allows, and how much longer tokens take that have many
+            others before them. While no reply goes on, prompts fill whole steps. None, or infinity: no bound.
+        max_prefill_tokens: Instead of `max_step_ms`: the maximum number of prompt tokens in a step in which replies go on. Nothing is
+            measured, so prompts are divided alike on every machine. None: no bound.
         memory_fraction: The fraction of a GPU's memory that may be used.
         seed: The seed of requests that have none of their own, in [0, 2**63).
         compile: True: fused kernels and CUDA graphs on a GPU, `torch.compile` for layers that the kernels do not serve. False: plain torch
@@ -110,6 +119,9 @@ def init_state(
         raise InvalidRequestError(f"num_frames={num_frames!r}: {model.name} has no sliding-window layers; leave it out")
     if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
         raise InvalidRequestError(f"num_frames={num_frames!r} must be an integer of at least 1")
+    require_step_ms(max_step_ms)
+    if max_step_ms is not None and max_prefill_tokens is not None:
+        raise InvalidRequestError(f"max_step_ms={max_step_ms!r} with max_prefill_tokens={max_prefill_tokens!r}: set only one of the two")
     limits = EngineConfig(
         num_pages=1 if num_pages is None else num_pages,
         num_frames=1 if num_frames is None and config.widest_window else num_frames or 0,
@@ -118,6 +130,7 @@ def init_state(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=default_tokens(model.device) if max_num_batched_tokens is None else max_num_batched_tokens,
         seed=seed,
+        max_prefill_tokens=max_prefill_tokens,
     )
     if max_model_len > config.max_position_embeddings:
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
@@ -144,6 +157,8 @@ def init_state(
     runtime = Runtime(Lease(model_key(model)), executor, cuts)
     windows = {"window": config.widest_window, "alone": config.all_windowed}
     pool = init_pool(num_pages, page_size, init_frames(frames, num_pages, **windows) if frames else None)
+    if max_step_ms is not None and not isinf(max_step_ms):
+        limits, kv = bounded(model, limits, executor, kv, pool, float(max_step_ms))
     return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)
 
 

@@ -1,5 +1,6 @@
 """The requests of an engine: `submit` and `submit_many` queue them, `cancel` drops them; sequences, capacity and seeds of requests."""
 
+import reprlib
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -19,7 +20,7 @@ from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk, offset_after
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.request import Request, Sequence
+from nanovllm.state.request import Request, Sequence, rank_of
 from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
@@ -33,6 +34,7 @@ def submit(
     context: Context,
     sampling_params: SamplingParams | None = None,
     *,
+    priority: int = 0,
     process_logits: LogitsProcessor | Callable[..., Any] | None = None,
 ) -> tuple[EngineState, int]:
     """Queue a request, to be run by calls of `step`.
@@ -44,6 +46,8 @@ def submit(
         state: The newest state of the engine.
         context: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
         sampling_params: The options. None: the model's `generation_config`.
+        priority: An integer; requests of lower numbers run first. A request that waits gains one level in 1,024 steps, so that nobody
+            waits for ever.
         process_logits: A pure function from the logits `[B, V]`, or from the logits and a `TokensSoFar`, to the logits to sample from; or
             a `LogitsProcessor`. The rows of a step come and go, so it must treat each row by itself. The rows of other requests that it
             gets are ignored. Pass the same function for many requests: they share one call per step. On a GPU it becomes part of the
@@ -69,7 +73,8 @@ def submit(
         '! How can I help you?'
     """
     state = enter_with(model, state)
-    state, sequence, _ = new_sequence(model, state, context, sampling_params, process_logits=as_processor(process_logits))
+    processor = as_processor(process_logits)
+    state, sequence, _ = new_sequence(model, state, context, sampling_params, priority=priority, process_logits=processor)
     if sequence.pages.length:
         state = replace(state, pool=pools.acquire(state.pool, sequence.pages, sequence.retired))
     return commit_state(state, waiting=state.waiting.push(sequence)), sequence.request.request_id
@@ -116,6 +121,7 @@ def new_sequence(
     sampling_params: SamplingParams | None,
     *,
     keep: bool = False,
+    priority: int = 0,
     process_logits: LogitsProcessor | None = None,
 ) -> tuple[EngineState, Sequence, Chunk | None]:
     """A sequence for a context, with the next request id, and its base chunk.
@@ -129,6 +135,8 @@ def new_sequence(
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
     validate_for(params, model.config.vocab_size)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority={reprlib.repr(priority)} must be an integer; requests of lower numbers run first")
     resolved = resolve(model, state, context)
     num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
     if num_prompt >= limit:
@@ -146,6 +154,8 @@ def new_sequence(
         arrival=time.perf_counter(),
         keep=keep,
         process_logits=process_logits,
+        priority=priority,
+        rank=rank_of(priority, state.num_steps),
     )
     if params.stop and model.tokenizer is None:
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, but this model has none: use stop_token_ids")
@@ -201,12 +211,14 @@ def submit_many(
     sampling_params: Seq[SamplingParams | None],
     *,
     keep: bool = False,
+    priorities: Seq[int] | None = None,
     process_logits: LogitsProcessor | None = None,
 ) -> tuple[EngineState, list[int]]:
     """Queue a request for each context and return their ids in order. If one is invalid, none is queued.
 
     Args:
         keep: Whether a request that ends keeps its pages until `detach`.
+        priorities: The priority of each, as in `submit`. None: 0.
         process_logits: The function between logits and samples of all of them.
 
     Raises:
@@ -214,9 +226,11 @@ def submit_many(
     """
     state = enter_with(model, state)
     ids = []
-    for place, (context, params) in enumerate(zip(contexts, sampling_params, strict=True)):
+    asked = {"keep": keep, "process_logits": process_logits}
+    ranked = zip(contexts, sampling_params, [0] * len(contexts) if priorities is None else priorities, strict=True)
+    for place, (context, params, priority) in enumerate(ranked):
         try:
-            state, sequence, _ = new_sequence(model, state, context, params, keep=keep, process_logits=process_logits)
+            state, sequence, _ = new_sequence(model, state, context, params, priority=priority, **asked)
         except NanoVLLMError as error:
             raise (error if len(contexts) == 1 else type(error)(f"prompt {place}: {error}")) from None
         if sequence.pages.length:

@@ -1,9 +1,13 @@
-"""The scheduler, a pure function: (pool, running, waiting, limits) -> plan.
+"""The scheduler, a pure function: (pool, running, waiting, limits, expected reply) -> plan.
 
-Requests are served in order of arrival. Each step first runs one token of every decoding sequence, then fills the rest of its token budget
-with prompts, in pieces. If the pool is full, the youngest running sequence gives up its pages and returns to the front of the queue. So
-the oldest sequence always advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so
-a request is admitted only if those that run can grow beside it for a while (`can_grow`).
+Requests are served in order of their turns: by rank, which is the priority with ageing (`rank_of`), and among equals in order of arrival.
+Each step first runs one token of every decoding sequence, then fills the rest of its token budget with prompts, in pieces. While replies go
+on, prompts have a smaller budget, of which a long prompt leaves a part to a short one (`prompt_room.py`).
+
+If the pool is full, the running sequence whose turn is last gives up its pages and returns to the queue. So the first sequence always
+advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so a request is admitted only
+if it and those that run can grow to their expected lengths (`can_grow`, `state/expected_reply.py`). A request that waits preempts nobody,
+whatever its priority.
 
 Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
 does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
@@ -17,8 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.prompt_room import PromptRoom
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state import pool as pools
+from nanovllm.state.expected_reply import EXPECTED_REPLY
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Pool, Taken
@@ -29,8 +35,9 @@ from nanovllm.state.steady import Steady
 from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
 
-HORIZON = 128  # tokens for which a request and those that run must be able to grow before it is admitted
-SHARE = 64  # in a small pool fewer: its tokens, divided by this
+SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
+SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
+LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,36 +80,46 @@ class Plan:
         return len(self.decode) == len(self.running) and not (self.stuck or self.num_preempted or self.num_reused)
 
 
-def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig) -> Plan:
-    """Choose the tokens of one step and find pages for them. The arguments do not change."""
-    draft = _Draft(pool, list(running), waiting, config)
+def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int = EXPECTED_REPLY) -> Plan:
+    """Choose the tokens of one step and find pages for them. The arguments do not change.
+
+    Args:
+        pool: The pool.
+        running: The running sequences, in order of their turns.
+        waiting: The queue.
+        config: The engine's limits.
+        expected_reply: How long a reply is expected to become, in tokens, if its limit is not nearer.
+    """
+    draft = _Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
-    # More than the budget can decode only after it was lowered. The youngest of them then wait, with their pages.
-    decoding = [s for s in draft.running if s.todo <= 1][: config.max_num_batched_tokens]
-    budget = config.max_num_batched_tokens - len(decoding)
+    decoding = draft.decoding()
+    room = PromptRoom.of(config, len(decoding))
     chosen = draft.place_decode(decoding) if decoding else set[int]()
     prefill: dict[int, int] = {}
-    for sequence in [s for s in draft.running if s.todo > 1]:
-        if budget and (count := draft.place_prefill(sequence, budget)):
+    prompts = [s for s in draft.running if s.todo > 1]
+    for place, sequence in enumerate(prompts):
+        part = room.without_share() if draft.must_share(sequence, prompts[place + 1 :], room) else room
+        if part and (count := draft.place_prefill(sequence, part)):
             prefill[_id(sequence)] = count
-            budget -= count
+            room = room.after(sequence, count)
     draft.offer([(s, prefill[_id(s)]) for s in draft.running if _id(s) in prefill] if prefill else ())
-    while budget and draft.may_admit():
-        admitted = draft.admit(budget)
+    while room and draft.may_admit():
+        admitted = draft.admit(room)
         if admitted is None:
             break
         sequence, count = admitted
         if sequence.todo <= 1:
             chosen.add(_id(sequence))
-            budget -= 1
         else:
             prefill[_id(sequence)] = count
             draft.offer([admitted])
-            budget -= count
+        room = room.after(sequence, max(1, count))
     return draft.finish(chosen, prefill)
 
 
-def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: EngineConfig) -> Steady | None:
+def steady(
+    pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: EngineConfig, expected_reply: int = EXPECTED_REPLY
+) -> Steady | None:
     """The sequences as a `Steady`, with the number of steps in which `schedule` would only choose one token of each.
 
     Returns:
@@ -121,7 +138,7 @@ def steady(pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: En
             return None
         if room - filled < steps and room < request.max_len - 1:  # the last token's KV is never needed
             steps = room - filled
-    if steps <= 0 or _Draft(pool, list(running), waiting, config).may_admit():
+    if steps <= 0 or _Draft(pool, list(running), waiting, config, expected_reply).may_admit():
         return None
     written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
     return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else None
@@ -131,11 +148,17 @@ def _id(sequence: Sequence) -> int:
     return sequence.request.request_id
 
 
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.turn
+
+
 class _Draft:
     """A plan under construction: mutable, and used only inside `schedule` and `steady`."""
 
-    def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig):
+    def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int):
         self.pool, self.running, self.waiting, self.config = pool, running, waiting, config
+        tokens = config.num_pages * config.page_size
+        self.expected_reply = min(expected_reply, tokens // SHARE) if tokens >= SMALL else 0
         self.taken = Taken()
         self.copies: dict[int, list[tuple[int, int]]] = {}
         self.sources: list[int] = []  # released last, so that no page is reallocated before it was copied
@@ -157,6 +180,25 @@ class _Draft:
                 self.running[at] = replace(s, retired=retired)
         if parts:
             self.pool = pools.retire(self.pool, joined(parts))
+
+    def decoding(self) -> list[Sequence]:
+        """The sequences that run one token each. More than the budget can decode only after it was lowered; the last then wait.
+
+        If the first sequence has a prompt to run, a token is left for it, so that it always advances.
+        """
+        most = self.config.max_num_batched_tokens
+        if self.running and self.running[0].todo > 1:
+            most -= 1
+        return [s for s in self.running if s.todo <= 1][:most]
+
+    def must_share(self, sequence: Sequence, behind: Seq[Sequence], room: PromptRoom) -> bool:
+        """Whether a prompt leaves a part of the room to a short one: it is long itself, and the next in order that can run is short."""
+        if room.bound is None or room.is_short(sequence.todo):
+            return False
+        if any(room.is_short(s.todo) for s in behind):
+            return True
+        first = self.waiting.first()
+        return first is not None and room.is_short(first.todo) and self.may_admit()
 
     def place_decode(self, decoding: list[Sequence]) -> set[int]:
         """Find room for one token of each decoding sequence; returns the ids of the sequences."""
@@ -210,16 +252,16 @@ class _Draft:
         self.taken.note(self.pool, fresh)
         return True
 
-    def place_prefill(self, sequence: Sequence, budget: int) -> int:
-        """The number of prompt tokens that run in this step, within budget and pool; the oldest sequence gets at least one."""
+    def place_prefill(self, sequence: Sequence, room: PromptRoom) -> int:
+        """The number of prompt tokens that run in this step, within room and pool; the first sequence gets at least one."""
         if self.find(sequence) is None:
             return 0
-        count = self.fitting(sequence, budget)
+        count = self.fitting(sequence, room)
         return count if self.make_room(sequence, sequence.num_filled + count) else 0
 
-    def fitting(self, sequence: Sequence, budget: int) -> int:
-        """The number of tokens that budget and pool allow a sequence to run now: at least one, if it has any left."""
-        size, count = self.config.page_size, min(sequence.todo, budget)
+    def fitting(self, sequence: Sequence, room: PromptRoom) -> int:
+        """The number of tokens that room and pool allow a sequence to run now: at least one, if it has any left."""
+        size, count = self.config.page_size, room.most(sequence)
         spare = self.pool.num_available - shares_tail(self.pool, sequence, size)
         if self.pool.frames is not None:  # a prompt soon gives back frames outside its window; leave some to decoding sequences
             spare -= min(len(self.running) - 1, spare // 2)
@@ -239,7 +281,7 @@ class _Draft:
             self.pool = pools.insert(self.pool, grown.tokens.array(0, grown.num_exact), grown.pages.array())
 
     def make_room(self, sequence: Sequence, length: int) -> bool:
-        """Reserve pages, preempting the youngest sequences first. False if `sequence` itself was preempted or is stuck."""
+        """Reserve pages, preempting those whose turn is last. False if `sequence` itself was preempted or is stuck."""
         while True:
             at = self.find(sequence)
             if at is None:
@@ -277,7 +319,7 @@ class _Draft:
         self.num_preempted += 1
 
     def strip_waiting(self) -> bool:
-        """Take the pages of the last waiting request that owns some; it looks them up, or runs the tokens, again later."""
+        """Take the pages of the waiting request that owns some and whose turn is last; it looks them up, or runs them, again later."""
         holders = [s for s in self.waiting if len(s.pages)]
         if not holders:
             return False
@@ -287,7 +329,7 @@ class _Draft:
         return True
 
     def may_admit(self) -> bool:
-        """Whether the oldest waiting request fits now. A step that preempted admits nothing."""
+        """Whether the first waiting request fits now. A step that preempted admits nothing."""
         first = self.waiting.first()
         if first is None or len(self.running) >= self.config.max_num_seqs or self.num_preempted or self.stuck:
             return False
@@ -308,20 +350,22 @@ class _Draft:
         return missing <= free - idle
 
     def can_grow(self, first: Sequence) -> bool:
-        """Whether the running sequences and this request can all grow for `HORIZON` tokens without preemption.
+        """Whether the running sequences and this request can all grow to their expected lengths without preemption.
 
-        The most pages are held right before a sequence reaches its limit. Then it gives back those that it did not get from others.
+        The most pages are held right before a sequence ends. Then it gives back those that it did not get from others.
         """
-        size, num_pages = self.config.page_size, self.config.num_pages
-        horizon, rows = min(HORIZON, num_pages * size // SHARE), [*self.running, first]
+        size, expected, rows = self.config.page_size, self.expected_reply, [*self.running, first]
         spare = self.pool.pages.num_free + self.pool.prefix.num_idle  # of frames a sequence seldom needs more: only for its windows
-        if not horizon or len(rows) * (horizon // size + 1) + pages_for(first.tokens.length, size) <= spare:
+        if not expected or len(rows) * (expected // size + 1) + pages_for(first.tokens.length, size) <= spare:
             return True
-        facts = np.array([(s.request.max_len - s.tokens.length, s.tokens.length, s.pages.length, s.num_cached) for s in rows])
-        facts[-1, 2] = max(first.pages.length, num_busy(self.pool, self.reusable(first)[0]))
-        left, length, held, cached = facts[facts[:, 0].argsort()].T
+        facts = np.array([(s.request.max_len, s.request.num_prompt, s.tokens.length, s.pages.length, s.num_cached) for s in rows])
+        facts[-1, 3] = max(first.pages.length, num_busy(self.pool, self.reusable(first)[0]))
+        limit, prompt, length, held, cached = facts.T
+        left = np.minimum(limit - length, np.maximum(prompt + expected - length, expected // LONGER))
+        order = left.argsort()
+        left, length, held, cached = left[order], length[order], held[order], cached[order]
         given_back, count = np.cumsum(held - cached // size), np.arange(len(rows), 0, -1)
-        grown = (length[::-1].cumsum()[::-1] + np.minimum(left, horizon) * count) / size + count / 2  # half of a last page is empty
+        grown = (length[::-1].cumsum()[::-1] + left * count) / size + count / 2  # half of a last page is empty
         more = grown - held[::-1].cumsum()[::-1]  # pages that each sequence and those that stay longer than it take
         return bool((more[1:] - given_back[:-1]).max(initial=more[0]) <= spare)
 
@@ -345,8 +389,8 @@ class _Draft:
         have = max(len(matched) - retired, len(sequence.pages) - sequence.retired)
         return wanted - have <= frames.num_available - int(spare)
 
-    def admit(self, budget: int) -> tuple[Sequence, int] | None:
-        """Move the oldest waiting request to the running ones, over pages of the index if they save more than its own.
+    def admit(self, room: PromptRoom) -> tuple[Sequence, int] | None:
+        """Move the first waiting request to the running ones, over pages of the index if they save more than its own.
 
         Returns:
             The sequence, and how many of its tokens run in this step. None if the pool has too few pages after all; then the request waits,
@@ -366,9 +410,9 @@ class _Draft:
         self.num_reused += max(0, reused - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else reused
         sequence = replace(sequence, most_filled=max(sequence.most_filled, reused), num_cached=cached)
-        at = bisect(self.running, _id(sequence), key=_id)
+        at = bisect(self.running, _turn(sequence), key=_turn)
         self.running.insert(at, sequence)
-        count = self.fitting(sequence, budget)
+        count = self.fitting(sequence, room)
         length = sequence.num_filled + count
         if len(self.running) == 1:
             return (self.running[at], count) if self.make_room(sequence, length) else None
@@ -380,9 +424,8 @@ class _Draft:
 
     def find(self, sequence: Sequence) -> int | None:
         """The index of a sequence in `running`, or None."""
-        rid = _id(sequence)
-        at = bisect(self.running, rid, key=_id) - 1
-        return at if at >= 0 and _id(self.running[at]) == rid else None
+        at = bisect(self.running, _turn(sequence), key=_turn) - 1
+        return at if at >= 0 and _id(self.running[at]) == _id(sequence) else None
 
     def finish(self, chosen: set[int], prefill: dict[int, int]) -> Plan:
         """The finished plan."""

@@ -20,6 +20,7 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn, executor_of
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.expected_reply import after_preemptions, after_reply
 from nanovllm.state.kv_cache import KVState, copy_pages
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence, StepOutput
@@ -93,7 +94,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         loaded, decoded = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded)
     limits = step_limits(state)
-    plan = schedule(state.pool, tuple(state.running), state.waiting, limits)
+    plan = schedule(state.pool, tuple(state.running), state.waiting, limits, state.expected_reply)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
@@ -108,7 +109,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
         # The device already runs the step, so this work on the host overlaps it.
-        if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, limits)) is not None:
+        if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, limits, state.expected_reply)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
     return _finish_step(model, state, plan, kv, prefilled, loaded, decoded)
 
@@ -123,6 +124,7 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
     token_ids = decoded.token_ids.astype(np.int32, copy=False)
     after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
     after, scans, failed = (after, {}, {}) if after.ends is None else scan_steady(after, token_ids)
+    expected = state.expected_reply
     if rows := sorted({*after.ending(tokens, scans), *failed}):
         gone, after = after.part(rows)
         for row, sequence in zip(rows, gone, strict=True):
@@ -130,11 +132,21 @@ def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: An
             error = unsearchable(sequence, token, failed[row]) if row in failed else None
             outputs[row] = last_output(model, sequence, (token,), reason, now, error)
             pool, kept = ended(pool, kept, sequence)
+            expected = _expected(expected, sequence, state)
         if isinstance(after, Steady):
             after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
     unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(decode_tokens=len(tokens) + unused, discarded_tokens=unused)
-    return replace(state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded), outputs
+    state = replace(
+        state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded, num_steps=state.num_steps + 1, expected_reply=expected
+    )  # fmt: skip
+    return state, outputs
+
+
+def _expected(expected: int, sequence: Sequence, state: EngineState) -> int:
+    """The expected length of a reply after the end of a sequence."""
+    at_limit, longest = sequence.tokens.length >= sequence.request.max_len, state.config.max_model_len
+    return after_reply(expected, sequence.num_generated, at_limit=at_limit, longest=longest)
 
 
 def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, pool: Pool, *, grew: bool = False):
@@ -192,6 +204,7 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
                 prompt_run, reply_run, rerun = prompt_run + prompt, reply_run - prompt, rerun + again
             moved[sequence.request.request_id] = draw(sequence, token, decoded, row, now, failed), token
     running, kept, outputs = [], state.kept, []
+    expected = after_preemptions(state.expected_reply, plan.num_preempted, state.config.max_model_len)
     for sequence in plan.running:
         rid = sequence.request.request_id
         grown, token = moved.get(rid) or (sequence, None)
@@ -205,6 +218,7 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
             continue
         outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid)))
         pool, kept = ended(pool, kept, grown)
+        expected = _expected(expected, grown, state)
     for sequence in plan.stuck:
         error = None if sequence.num_generated else out_of_pages(sequence, plan.pool)
         outputs.append(last_output(model, sequence, (), "length", now, error))
@@ -218,5 +232,8 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
         discarded_tokens=unused,
         preemptions=plan.num_preempted,
     )
-    state = replace(state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded)
+    state = replace(
+        state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded,
+        num_steps=state.num_steps + 1, expected_reply=expected,
+    )  # fmt: skip
     return state, outputs

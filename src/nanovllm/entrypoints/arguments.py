@@ -76,7 +76,8 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_model_options` as arguments of `init_state`."""
-    limits = {name: getattr(options, name) for name in ("num_pages", "num_frames", "max_model_len", "memory_fraction", "tuning")}
+    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction", "max_step_ms", "tuning")
+    limits = {name: getattr(options, name) for name in names}
     return {**limits, "compile": False if options.eager else None}
 
 
@@ -100,6 +101,8 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     group.add_argument("--num-frames", type=int, metavar="N", help=frames)
     group.add_argument("--max-model-len", type=int, metavar="N", help="maximum length of prompt and reply in tokens (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default: 0.9)")
+    bound = "about how long a step may take while replies go on, in milliseconds; longer prompts run in pieces (default: no bound)"
+    group.add_argument("--max-step-ms", type=float, metavar="X", help=bound)
     group.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
     group.add_argument(
         "--eager", action="store_true", help="plain torch without CUDA graphs and fast kernels: starts sooner, runs far slower"

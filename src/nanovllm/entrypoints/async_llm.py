@@ -10,8 +10,9 @@ from typing import Any, Self, TypeVar
 from nanovllm.engine.prompt import Context, encode, parts_of
 from nanovllm.entrypoints.calls import Call
 from nanovllm.entrypoints.engine_thread import EngineThread
-from nanovllm.entrypoints.llm import LLM, Piece, last_piece, pushed, whole, with_params
+from nanovllm.entrypoints.llm import LLM, Piece, last_piece, one_each, pushed, whole, with_params
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
@@ -23,6 +24,7 @@ from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
+STEP_MS = 35.0  # the default of `max_step_ms` on a GPU
 SHORT = 4096  # characters that are encoded in the event loop's own thread
 
 
@@ -55,7 +57,8 @@ class AsyncLLM:
             model: A folder, a repository or `"tiny"`, as `load_model` takes them, or a `Model`.
             max_num_waiting: How many requests may be in the engine beyond the `max_num_seqs` that run. Further ones raise `QueueFullError`.
                 None: any number.
-            **options: The other arguments of `LLM`.
+            **options: The other arguments of `LLM`. On a GPU `max_step_ms` is 35 unless you set it, or `max_prefill_tokens`. Infinity: no
+                bound.
 
         Raises:
             CheckpointError: The model cannot be loaded.
@@ -71,6 +74,9 @@ class AsyncLLM:
             isinstance(max_num_waiting, bool) or not isinstance(max_num_waiting, int) or max_num_waiting < 0
         ):
             raise InvalidRequestError(f"max_num_waiting={max_num_waiting!r} must be an integer of at least 0, or None")
+        if options.get("max_step_ms") is None and options.get("max_prefill_tokens") is None:
+            device = model.device if isinstance(model, Model) else resolve_device(options.get("device"))
+            options["max_step_ms"] = STEP_MS if device.type == "cuda" else None
         llm = LLM(model, **options)
         self._engine = EngineThread(llm.model, llm.state, max_num_waiting)
         self._engine.start()
@@ -105,6 +111,7 @@ class AsyncLLM:
         prompts: Any,
         sampling_params: SamplingParams | list[SamplingParams | None] | tuple[SamplingParams | None, ...] | None = None,
         *,
+        priority: int | list[int] | tuple[int, ...] = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate replies to one prompt or to a list of prompts, together with all other calls.
@@ -114,6 +121,7 @@ class AsyncLLM:
         Args:
             prompts: As in `LLM.generate`.
             sampling_params: As in `LLM.generate`.
+            priority: As in `LLM.generate`.
             process_logits: As in `LLM.generate`.
 
         Returns:
@@ -137,7 +145,7 @@ class AsyncLLM:
             '! How can I help you?'
         """
         contexts, params = with_params(prompts, sampling_params)
-        call = await self._submit(contexts, params, process_logits)
+        call = await self._submit(contexts, params, one_each(priority, len(contexts)), process_logits)
         try:
             await call.news()
             return [call.results[i] for i in sorted(call.results)]
@@ -150,6 +158,7 @@ class AsyncLLM:
         prompt: Context,
         sampling_params: SamplingParams | None = None,
         *,
+        priority: int = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Generate the reply to one prompt piece by piece.
@@ -161,6 +170,7 @@ class AsyncLLM:
         Args:
             prompt: As in `LLM.stream`.
             sampling_params: As in `LLM.stream`.
+            priority: As in `LLM.stream`.
             process_logits: As in `LLM.stream`.
 
         Returns:
@@ -185,7 +195,7 @@ class AsyncLLM:
             >>> asyncio.run(main())  # doctest: +ELLIPSIS
             !...
         """
-        return self._pieces(prompt, sampling_params, process_logits)
+        return self._pieces(prompt, sampling_params, priority, process_logits)
 
     @explain_unknown_keywords
     async def chat(
@@ -194,6 +204,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         enable_thinking: bool = True,
+        priority: int = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
     ) -> RequestOutput:
         """Generate the reply to a conversation. To stream it, give the tokens of `chat_tokens` to `stream`.
@@ -202,6 +213,7 @@ class AsyncLLM:
             messages: As in `LLM.chat`.
             sampling_params: As in `LLM.chat`.
             enable_thinking: As in `LLM.chat`.
+            priority: As in `LLM.chat`.
             process_logits: As in `LLM.chat`.
 
         Returns:
@@ -226,7 +238,7 @@ class AsyncLLM:
         """
         with self._engine.place_for(Call(1)):
             tokens = await self.chat_tokens(messages, enable_thinking=enable_thinking)
-        (output,) = await self.generate([tokens], sampling_params, process_logits=process_logits)
+        (output,) = await self.generate([tokens], sampling_params, priority=priority, process_logits=process_logits)
         return whole(output)
 
     @explain_unknown_keywords
@@ -321,7 +333,7 @@ class AsyncLLM:
         await self.close()
 
     async def _submit(
-        self, contexts: list[Context], params: list[SamplingParams | None], processor: Any, *, streamed: bool = False
+        self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: Any, *, streamed: bool = False
     ) -> Call:
         """Queue requests. Their texts are encoded here or, if they are long, in a thread of the loop's pool: not in the engine's thread."""
         call = Call(len(contexts), streamed=streamed)
@@ -333,11 +345,13 @@ class AsyncLLM:
                     contexts = _encoded(self.model, contexts)
                 else:
                     contexts = await asyncio.to_thread(_encoded, self.model, contexts)
-            self._engine.submit(call, contexts, params, processor)
+            self._engine.submit(call, contexts, params, processor, priorities)
         return call
 
-    async def _pieces(self, prompt: Context, sampling_params: SamplingParams | None, processor: Any) -> AsyncGenerator[Piece, None]:
-        call = await self._submit([prompt], [sampling_params], processor, streamed=True)
+    async def _pieces(
+        self, prompt: Context, sampling_params: SamplingParams | None, priority: int, processor: Any
+    ) -> AsyncGenerator[Piece, None]:
+        call = await self._submit([prompt], [sampling_params], [priority], processor, streamed=True)
         text, seen = None, 0
         try:
             while True:

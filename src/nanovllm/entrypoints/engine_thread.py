@@ -84,10 +84,17 @@ class EngineThread:
         finally:
             self._encoding.discard(call)
 
-    def submit(self, call: Call, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> None:
+    def submit(
+        self,
+        call: Call,
+        contexts: list[Context],
+        params: list[SamplingParams | None],
+        processor: LogitsProcessor | None,
+        priorities: list[int] | None = None,
+    ) -> None:
         """Queue the requests of a call before the next step. An error reaches the call."""
         self._queued.add(call)
-        self._inbox.put(partial(self._submit, call, contexts, params, processor))
+        self._inbox.put(partial(self._submit, call, contexts, params, processor, priorities))
         self.require_running()
 
     def apply(self, call: Call, function: Callable[[Model, EngineState], Any]) -> None:
@@ -218,11 +225,19 @@ class EngineThread:
 
     # What event loops ask for.
 
-    def _submit(self, call: Call, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> None:
+    def _submit(
+        self,
+        call: Call,
+        contexts: list[Context],
+        params: list[SamplingParams | None],
+        processor: LogitsProcessor | None,
+        priorities: list[int] | None = None,
+    ) -> None:
         self._queued.discard(call)
         try:
             self.require_room(call.count)
-            self.state, call.ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
+            asked = {"priorities": priorities, "process_logits": processor}
+            self.state, call.ids = submit_many(self.model, self.state, contexts, params, **asked)
         except BaseException as error:
             self._fail(call, error, "a call outside of it has taken its state: such calls belong into apply")
             return

@@ -94,6 +94,8 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
+        max_step_ms: int | float | None = None,
+        max_prefill_tokens: int | None = None,
         seed: int = 0,
         compile: bool | None = None,
         cascade: bool | None = None,
@@ -117,6 +119,8 @@ class LLM:
             max_model_len: The maximum number of tokens of a prompt and its reply together. None: the model's own limit.
             max_num_seqs: The maximum number of requests that run at the same time.
             max_num_batched_tokens: The maximum number of tokens of one step. None: 8,192, or 16,896 on a GPU of 64 GiB or more.
+            max_step_ms: About how many milliseconds a step may take while replies go on, as in `init_state`. None: no bound.
+            max_prefill_tokens: The maximum number of prompt tokens in a step in which replies go on. None: no bound.
             seed: The seed of requests that have none of their own.
             compile: Whether decode steps use fused kernels and CUDA graphs, or `torch.compile`. None: on a GPU; on a CPU they run in C.
             cascade: Whether pages that requests share are read once for all of them. None: if that is faster.
@@ -151,6 +155,8 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_step_ms=max_step_ms,
+            max_prefill_tokens=max_prefill_tokens,
             seed=seed,
             compile=compile,
             cascade=cascade,
@@ -173,6 +179,7 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParams | list[SamplingParams | None] | tuple[SamplingParams | None, ...] | None = None,
         *,
+        priority: int | list[int] | tuple[int, ...] = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate replies to one prompt or to a list of prompts, as a batch.
@@ -182,6 +189,7 @@ class LLM:
         Args:
             prompts: A text, token ids or a chunk; or a list of prompts. In a list, a prompt may also be a list of parts.
             sampling_params: Options for all prompts, or a list with one per prompt. None: the model's `generation_config`.
+            priority: The priority of all prompts, or a list with one per prompt, as in `submit`.
             process_logits: A function between the logits and the sample of all prompts, as in `submit`. To mix the rows of several prompts,
                 use `nv.generate_many`.
 
@@ -204,10 +212,11 @@ class LLM:
             [' is the national animal of Poner', ', a boy named Jonas lived in a']
         """
         contexts, params = with_params(prompts, sampling_params)
+        priorities = one_each(priority, len(contexts))
         ids: list[int] = []
         try:
             with uninterrupted():
-                ids = self._submit(contexts, params, as_processor(process_logits))
+                ids = self._submit(contexts, params, priorities, as_processor(process_logits))
             with bar(len(ids), "generate", "reply") as shown:
                 waited = set(ids)
                 while waited:
@@ -225,6 +234,7 @@ class LLM:
         prompt: Context,
         sampling_params: SamplingParams | None = None,
         *,
+        priority: int = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
     ) -> Iterator[Piece]:
         """Generate the reply to one prompt piece by piece.
@@ -236,6 +246,7 @@ class LLM:
         Args:
             prompt: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
             sampling_params: The options. None: the model's `generation_config`.
+            priority: Its priority, as in `submit`.
             process_logits: A function between the logits and the sample, as in `submit`.
 
         Returns:
@@ -255,9 +266,9 @@ class LLM:
             >>> [piece.text for piece in llm.stream("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=5))]
             [',', ' a', ' boy', ' named', ' Jonas']
         """
-        new_sequence(self.model, enter(self.state), prompt, sampling_params)  # only raises errors; nothing is committed
+        new_sequence(self.model, enter(self.state), prompt, sampling_params, priority=priority)  # only raises errors; nothing is committed
         params = from_generation_config(self.model.generation_config) if sampling_params is None else sampling_params
-        return self._pieces(prompt, params, as_processor(process_logits))
+        return self._pieces(prompt, params, priority, as_processor(process_logits))
 
     @explain_unknown_keywords
     def chat(
@@ -266,6 +277,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         enable_thinking: bool = True,
+        priority: int = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
     ) -> RequestOutput:
         """Generate the reply to a conversation.
@@ -276,6 +288,7 @@ class LLM:
             messages: A list of `{"role": "system" | "user" | "assistant", "content": text}`.
             sampling_params: The options. None: the model's `generation_config`.
             enable_thinking: False asks the chat template for a reply without a think block.
+            priority: Its priority, as in `submit`.
             process_logits: A function between the logits and the sample, as in `submit`.
 
         Returns:
@@ -296,7 +309,7 @@ class LLM:
             'Hello! How can I help you?'
         """
         tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)
-        (output,) = self.generate([tokens], sampling_params, process_logits=process_logits)
+        (output,) = self.generate([tokens], sampling_params, priority=priority, process_logits=process_logits)
         return whole(output)
 
     @explain_unknown_keywords
@@ -325,13 +338,13 @@ class LLM:
         most = self.model.config.max_position_embeddings
         return render(self.model.tokenizer, messages, enable_thinking=enable_thinking, most=most)
 
-    def _pieces(self, prompt: Context, params: SamplingParams, processor: LogitsProcessor | None) -> Iterator[Piece]:
+    def _pieces(self, prompt: Context, params: SamplingParams, priority: int, processor: LogitsProcessor | None) -> Iterator[Piece]:
         """The pieces of a reply, read from the state, so that steps of other calls count too."""
         ids: list[int] = []
         text, seen = TextStream.of(self.tokenizer, params.stop), 0
         try:
             with uninterrupted():
-                ids = self._submit([prompt], [params], processor)
+                ids = self._submit([prompt], [params], [priority], processor)
             while True:
                 output = self.inbox.get(ids[0])
                 if output is not None:
@@ -346,9 +359,11 @@ class LLM:
         finally:
             self._forget(ids)
 
-    def _submit(self, contexts: list[Context], params: list[SamplingParams | None], processor: LogitsProcessor | None) -> list[int]:
+    def _submit(
+        self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: LogitsProcessor | None
+    ) -> list[int]:
         """Queue requests and enter them in the inbox."""
-        self.state, ids = submit_many(self.model, self.state, contexts, params, process_logits=processor)
+        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=priorities, process_logits=processor)
         self.inbox = self.inbox.update(dict.fromkeys(ids))
         return ids
 
@@ -399,12 +414,16 @@ def sequence_of(state: EngineState, request_id: int) -> Sequence | None:
 
 
 def _row(running: tuple[Sequence, ...] | Steady, request_id: int) -> int | None:
-    """The row of a running request, or None. A search by halves: running sequences are in the order of their ids."""
+    """The row of a running request, or None. A search by halves first: without priorities the ids are in order."""
     if isinstance(running, Steady):
         row = bisect_left(running.ids, request_id)
-        return row if running.ids[row : row + 1] == (request_id,) else None
+        if running.ids[row : row + 1] == (request_id,):
+            return row
+        return running.ids.index(request_id) if request_id in running.ids else None
     row = bisect_left(running, request_id, key=lambda sequence: sequence.request.request_id)
-    return row if row < len(running) and running[row].request.request_id == request_id else None
+    if row < len(running) and running[row].request.request_id == request_id:
+        return row
+    return next((row for row, sequence in enumerate(running) if sequence.request.request_id == request_id), None)
 
 
 def pushed(text: TextStream, token_ids: list[int], request_id: int) -> tuple[TextStream, str]:
@@ -435,6 +454,18 @@ def with_params(prompts: Any, sampling_params: Any) -> tuple[list[Context], list
     if len(params) != len(contexts):
         raise InvalidRequestError(f"{len(contexts)} prompts and {len(params)} sampling_params: pass one for all, or one per prompt")
     return contexts, params
+
+
+def one_each(priority: Any, count: int) -> list[int]:
+    """The priority of each of `count` prompts.
+
+    Raises:
+        InvalidRequestError: There are several, and not one per prompt.
+    """
+    priorities = list(priority) if isinstance(priority, list | tuple) else [priority] * count
+    if len(priorities) != count:
+        raise InvalidRequestError(f"{count} prompts and {len(priorities)} priorities: pass one for all, or one per prompt")
+    return priorities
 
 
 def whole(output: RequestOutput) -> RequestOutput:

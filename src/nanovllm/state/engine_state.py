@@ -7,6 +7,7 @@ from immutables import Map
 
 from nanovllm.config import EngineConfig
 from nanovllm.state.chunk import Chunk
+from nanovllm.state.expected_reply import EXPECTED_REPLY
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Leased
 from nanovllm.state.pages import PageState
@@ -105,8 +106,8 @@ class EngineState:
         config: The engine's limits, such as `num_pages` and `max_num_seqs`.
         kv: The KV memory.
         pool: The pages with their owners, and the prefix index.
-        running: The running sequences, in order of arrival.
-        waiting: The waiting sequences, in order of arrival.
+        running: The running sequences, in order of their turns: by priority with ageing, then by arrival.
+        waiting: The waiting sequences, in the same order.
         chunks: The live chunks by their `liveness` number.
         sessions: The sequences between `begin` and `commit`, by session number.
         stats: Counts of tokens run, reused and discarded.
@@ -114,6 +115,8 @@ class EngineState:
         kept: Sequences that have ended but still hold their pages.
         loaded: The ids of the sequences in the executor's decode carry, in order. None if the carry must be loaded again.
         token_budget: The most tokens of a step while device memory is short; None: `config.max_num_batched_tokens`.
+        num_steps: How many steps the engine has run.
+        expected_reply: How long a reply is expected to become, in tokens, if its limit is not nearer; learned from those that ended.
         epoch: How many calls had taken over the memory when this state was made.
         runtime: The parts that cannot be values: the lease on the memory, and the executor.
 
@@ -137,6 +140,8 @@ class EngineState:
     kept: Map[int, Sequence] = field(default_factory=Map)
     loaded: Any = None
     token_budget: int | None = None
+    num_steps: int = 0
+    expected_reply: int = EXPECTED_REPLY
     epoch: int = 0
     runtime: Leased
 

@@ -36,7 +36,7 @@ INVARIANTS: Mapping[int, str] = MappingProxyType(
         10: "No page with approximate KV can be found in the prefix index.",
         11: "Idle pages are the pages that only the prefix index owns; they are evicted in the order in which they became idle.",
         12: "In a model with windows, each page that a chunk or a window of a request still needs has a sliding-window page of its own.",
-        13: "Requests run in order of arrival, at most `max_num_seqs` of them, and no request both runs and waits.",
+        13: "Requests run in order of rank, then of arrival, at most `max_num_seqs` of them, and no request both runs and waits.",
         14: "A chunk fits its pages, and its label is exact if and only if all its tokens are exact.",
         15: "Only the newest state of an engine can be used; a state that an earlier call donated is refused.",
     }
@@ -132,12 +132,13 @@ def check(state: EngineState) -> None:
         _require(labelled, "provenance", f"{chunk!r} counts {chunk.num_exact} exact tokens")
         if not chunk.provenance.exact:
             _check_exact(state, chunk.tokens, chunk.pages, chunk.num_exact)
-    ids = [s.request.request_id for s in state.running]
-    _require(all(a < b for a, b in pairwise(ids)), "order", f"running requests {ids} are not in order of arrival")
+    ids, turns = [s.request.request_id for s in state.running], [s.request.turn for s in state.running]
+    _require(all(a < b for a, b in pairwise(turns)), "order", f"running requests {ids} are not in order of rank and arrival")
     _require(not set(ids) & set(state.waiting.items), "order", "a request is both waiting and running")
     _require(len(ids) <= state.config.max_num_seqs, "limits", f"{len(ids)} requests run and max_num_seqs={state.config.max_num_seqs}")
-    first = min(state.waiting.items, default=state.waiting.head)
-    _require(first == state.waiting.head, "order", f"request {first} waits first and the queue's head is {state.waiting.head}")
+    first, turns = min((s.request.turn for s in state.waiting.items.values()), default=None), state.waiting.turns
+    head = None if turns is None else turns.least
+    _require(first == head, "order", f"the turn of the request that waits first is {first} and the queue's is {head}")
     _require(all(v >= 0 for v in vars_of(state.stats)), "stats", f"a counter is negative: {state.stats}")
 
 

@@ -11,10 +11,32 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
+from nanovllm.state.heap import Heap, popped, pushed
 from nanovllm.state.logprobs import Scores, TokenLogprobs
 from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
 from nanovllm.types import brief_fields
+
+AGEING = 1024  # steps in which a request that waits gains one level of priority
+STALE = 64  # entries of a queue's heap without a request, beyond as many as requests wait, before the heap is made again
+
+
+def rank_of(priority: int, num_steps: int) -> int:
+    """The rank of a request: requests run in order of rank, the lowest first, and among equals in order of arrival.
+
+    A request that waits gains one level of priority in `AGEING` steps. All that wait gain alike, so their order never changes, and the rank
+    is one number for the whole life of a request. A request of priority p that arrives at step t comes before every request of a lower
+    priority q that arrives from step `t + AGEING * (p - q)` on, so nobody waits for ever.
+
+    Args:
+        priority: The priority; lower comes first.
+        num_steps: How many steps the engine had run when the request arrived.
+
+    Examples:
+        >>> rank_of(0, 5000) < rank_of(2, 3000) < rank_of(0, 5100)
+        True
+    """
+    return priority * AGEING + num_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,6 +53,8 @@ class Request:
         arrival: When the request was submitted, in seconds of a monotonic clock.
         keep: Whether its pages stay in `EngineState.kept` when it ends.
         process_logits: The function between its logits and its samples, or None.
+        priority: Its priority; lower comes first.
+        rank: Its place among the requests, from `rank_of`.
     """
 
     request_id: int
@@ -42,9 +66,16 @@ class Request:
     arrival: float
     keep: bool = False
     process_logits: LogitsProcessor | None = None
+    priority: int = 0
+    rank: int = 0
 
     def __repr__(self) -> str:
         return brief_fields(self)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What requests are ordered by: the rank, and the id, which is the order of arrival."""
+        return self.rank, self.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,13 +184,19 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Queue:
-    """The waiting sequences in order of arrival, which is the order of their request ids.
+    """The waiting sequences in order of their requests' turns: by rank, and among equals in order of arrival.
 
-    A value never changes: each call returns a new one.
+    A value never changes: each call returns a new one, in O(log n).
+
+    Attributes:
+        items: The sequences by request id.
+        turns: The turns of the sequences, and of some that were taken out of the middle. Its least one is that of a sequence.
+        num_turns: The number of entries of `turns`.
     """
 
     items: Map[int, Sequence] = field(default_factory=Map)
-    head: int = 0  # the smallest id in `items`, unless it is empty
+    turns: Heap | None = None
+    num_turns: int = 0
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -168,23 +205,29 @@ class Queue:
         return len(self.items)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (self.items[i] for i in sorted(self.items))
+        return iter(sorted(self.items.values(), key=lambda sequence: sequence.request.turn))
 
     def push(self, sequence: Sequence) -> "Queue":
-        """The queue with one more sequence. A preempted sequence is older, so it comes before all that were never admitted."""
-        rid = sequence.request.request_id
-        return Queue(items=self.items.set(rid, sequence), head=min(self.head, rid) if self.items else rid)
+        """The queue with one more sequence, or with another value of one. A preempted sequence comes before all of higher rank."""
+        request, items, turns, count = sequence.request, self.items, self.turns, self.num_turns
+        if request.request_id not in items:
+            turns, count = pushed(turns, request.turn), count + 1
+        return Queue(items=items.set(request.request_id, sequence), turns=turns, num_turns=count)
 
     def first(self) -> Sequence | None:
-        """The oldest sequence, or None."""
-        return self.items[self.head] if self.items else None
+        """The sequence whose turn it is, or None."""
+        return None if self.turns is None else self.items[self.turns.least[1]]
 
     def pop(self, request_id: int) -> "Queue":
-        """The queue without one sequence. Each id is skipped at most once while the next head is searched."""
-        items, head = self.items.delete(request_id), self.head
-        while items and head not in items:
-            head += 1
-        return Queue(items=items, head=head)
+        """The queue without one sequence."""
+        items, turns, count = self.items.delete(request_id), self.turns, self.num_turns
+        if count > 2 * len(items) + STALE:
+            turns, count = None, len(items)
+            for sequence in items.values():
+                turns = pushed(turns, sequence.request.turn)
+        while turns is not None and turns.least[1] not in items:
+            turns, count = popped(turns), count - 1
+        return Queue(items=items, turns=turns, num_turns=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

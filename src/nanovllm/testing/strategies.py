@@ -24,6 +24,7 @@ class Limits:
     cascade: bool | None = None
     ahead: bool = False
     num_frames: int | None = None
+    max_prefill_tokens: int | None = None
 
     def config(self) -> EngineConfig:
         """Return the arguments as an `EngineConfig`, as an `EngineState` has it."""
@@ -72,6 +73,7 @@ def limits(
         cascade=st.sampled_from(cascade),
         ahead=st.sampled_from(ahead),
         num_frames=st.none() if num_frames is None else num_frames,
+        max_prefill_tokens=st.one_of(st.none(), st.integers(1, 8)),
     )
 
 

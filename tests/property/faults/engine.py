@@ -17,6 +17,7 @@ from nanovllm.chunks import generate, session_rows
 from nanovllm.chunks import prefill as fill
 from nanovllm.engine import requests, scheduler
 from nanovllm.engine import step as engine
+from nanovllm.engine.prompt_room import PromptRoom
 from nanovllm.executor import carry
 from nanovllm.state import pages, pool
 from nanovllm.state import prefix_cache as prefix
@@ -24,6 +25,7 @@ from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.lease import Lease
 from nanovllm.state.request import Queue
 from nanovllm.state.vector import IntVector
+from nanovllm.testing.machines import scheduler as schedules
 from nanovllm.testing.machines.cascade import CascadeMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.pages import PageMachine
@@ -240,6 +242,18 @@ def _waits_for_a_filler_that_is_gone(may_admit):
     return lambda draft: may_admit(draft) and (bool(draft.running) or draft.waiting.first().most_filled == 0)
 
 
+def _does_not_age(rank_of):
+    return lambda priority, num_steps: rank_of(priority << 20, num_steps)
+
+
+def _higher_first(rank_of):
+    return lambda priority, num_steps: rank_of(-priority, num_steps)
+
+
+def _bounds_nothing(of):
+    return lambda config, num_decoding: of(replace(config, max_prefill_tokens=None), num_decoding)
+
+
 def _newest_first(first):
     return lambda queue: queue.items[max(queue.items)] if queue.items else None
 
@@ -390,6 +404,9 @@ FAULTS: tuple[Fault, ...] = (
         draw=1,
     ),
     Fault(name="the newest admitted first", machine=ScheduleMachine, targets=((Queue, "first"),), faulty=_newest_first),
+    Fault(name="ageing ignored", machine=ScheduleMachine, targets=((schedules, "rank_of"),), faulty=_does_not_age),
+    Fault(name="priorities reversed", machine=ScheduleMachine, targets=((schedules, "rank_of"),), faulty=_higher_first),
+    Fault(name="the bound on prompts ignored", machine=ScheduleMachine, targets=((PromptRoom, "of"),), faulty=_bounds_nothing),
     Fault(name="pages lost on cancel", machine=EngineMachine, targets=((requests, "give_up_pages"),), faulty=_loses_pages_of_the_cancelled),
     Fault(name="a failed call forgotten", machine=EngineMachine, targets=((Lease, "lose"),), faulty=_forgets_failures),
     Fault(

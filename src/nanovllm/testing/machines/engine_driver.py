@@ -137,10 +137,11 @@ class EngineDriver(EngineHolder):
                 call = lambda: submit_many(self.world.model, self.state, [context], [params], keep=True)  # noqa: E731
                 return self._refused(InvalidRequestError, call)
             return self._refused(InvalidRequestError, lambda: submit(self.world.model, self.state, context, params))
+        priority = len(tokens) % 3 - 1  # which changes who runs first, and no reply
         if keep:
-            done = self._attempt(lambda: submit_many(self.world.model, self.state, [context], [params], keep=True))
+            done = self._attempt(lambda: submit_many(self.world.model, self.state, [context], [params], keep=True, priorities=[priority]))
         else:
-            done = self._attempt(lambda: submit(self.world.model, self.state, context, params))
+            done = self._attempt(lambda: submit(self.world.model, self.state, context, params, priority=priority))
         self.state, ids_or_id = done
         rid = ids_or_id[0] if isinstance(ids_or_id, list) else ids_or_id
         self.pending[rid] = Pending(self.state.waiting.items[rid].request, tokens)

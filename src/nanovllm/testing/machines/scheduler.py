@@ -1,8 +1,9 @@
-"""`ScheduleMachine`: drive the pure scheduler without a model; the KV memory is a dict (invariants 1 to 7, order of arrival)."""
+"""`ScheduleMachine`: drive the pure scheduler without a model; the KV memory is a dict (invariants 1 to 7, priorities)."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -15,11 +16,13 @@ from nanovllm.state import pool as pools
 from nanovllm.state.invariants import check_pool
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pool import Pool
-from nanovllm.state.request import Queue, Request, Sequence
+from nanovllm.state.request import AGEING, Queue, Request, Sequence, rank_of
 from nanovllm.state.sequence_pages import give_up_pages, reserve, written_pages
 from nanovllm.state.vector import IntVector
 from nanovllm.testing.shadows.memory import KeptValues, ShadowMemory, expect, indexed_runs
 from nanovllm.testing.strategies import Limits, limits, pick, token_ids
+
+STEP = AGEING // 4  # by how much the clock of the machine goes on in one of its steps, so that ageing shows in few of them
 
 
 @dataclass(slots=True)
@@ -37,8 +40,9 @@ class ScheduleMachine(RuleBasedStateMachine):
     tokens are the bits of a random number.
 
     Checks invariants 1 to 5, 6 (all requests end and all pages return) and 7 (tokens per request). Also checks that a plan respects the
-    limits and the order of arrival, and that the oldest request always advances. No request may run a page of tokens that the index has, or
-    that another request runs in the same step.
+    limits, that requests are admitted in the order of priority with ageing and then of arrival, that those preempted are the last in this
+    order, and that the first of those that run always advances. In a step in which a reply goes on, the bound on prompt tokens holds. No
+    request may run a page of tokens that the index has, or that another request runs in the same step.
 
     Attributes:
         scheduler: The function under test, with the signature of `nanovllm.engine.scheduler.schedule`, as a `staticmethod`.
@@ -65,7 +69,9 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.holds: list[Hold] = []
         self.keepers: set[int] = set()
         self.next_id = 0
-        self.oldest: tuple[int, int] | None = None  # id and filled tokens of the oldest running request
+        self.now = 0
+        self.arrived: dict[int, tuple[int, int]] = {}  # by request id: its priority, and when it arrived
+        self.oldest: tuple[int, int] | None = None  # id and filled tokens of the first running request
         self.kept = KeptValues()
         self.finished: set[int] = set()
 
@@ -75,11 +81,16 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.limits, self.memory = drawn, ShadowMemory(drawn.page_size)
         self.pool = pools.init_pool(drawn.num_pages, drawn.page_size)
 
-    @rule(prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4), max_tokens=st.integers(1, 8), keep=st.integers(0, 4))
-    def arrive(self, prompts: list[list[int]], max_tokens: int, keep: int) -> None:
+    @rule(
+        prompts=st.lists(token_ids(max_size=6), min_size=1, max_size=4),
+        max_tokens=st.integers(1, 8),
+        keep=st.integers(0, 4),
+        priority=st.integers(-1, 1),
+    )
+    def arrive(self, prompts: list[list[int]], max_tokens: int, keep: int, priority: int) -> None:
         """Submit requests for prompts."""
         for place, tokens in enumerate(prompts):
-            self._arrive(IntVector.of(tokens), IntVector.of(), 0, max_tokens, keep == place)
+            self._arrive(IntVector.of(tokens), IntVector.of(), 0, max_tokens, keep == place, priority)
 
     @precondition(lambda self: self.holds)
     @rule(
@@ -87,12 +98,13 @@ class ScheduleMachine(RuleBasedStateMachine):
         more=st.lists(token_ids(min_size=0, max_size=4), min_size=1, max_size=3),
         max_tokens=st.integers(1, 6),
         keep=st.integers(0, 3),
+        priority=st.integers(-1, 1),
     )
-    def arrive_on_context(self, data: st.DataObject, more: list[list[int]], max_tokens: int, keep: int) -> None:
+    def arrive_on_context(self, data: st.DataObject, more: list[list[int]], max_tokens: int, keep: int, priority: int) -> None:
         """Submit requests that continue filled pages, with or without more tokens."""
         hold = self.holds[data.draw(st.integers(0, len(self.holds) - 1))]
         for place, tokens in enumerate(more):
-            self._arrive(hold.tokens.extend(tokens), hold.pages, len(hold.tokens), max_tokens, keep == place)
+            self._arrive(hold.tokens.extend(tokens), hold.pages, len(hold.tokens), max_tokens, keep == place, priority)
 
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
@@ -150,6 +162,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         before = (*self.running, *self.waiting)
         plan = self.scheduler(self.pool, self.running, self.waiting, self.limits.config())
         self._check_plan(plan, before)
+        self._check_order(plan)
+        self.now += STEP
         self.memory.copy_pages(plan.copies)
         self._finish_step(plan, draws)
         self._check_progress(plan)
@@ -196,7 +210,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         available, size = self.pool.num_available, self.limits.num_pages
         expect(available == size, f"{available} of {size} pages came back", invariant=6)
 
-    def _arrive(self, tokens: IntVector, pages: IntVector, num_filled: int, max_tokens: int, keep: bool) -> None:
+    def _arrive(self, tokens: IntVector, pages: IntVector, num_filled: int, max_tokens: int, keep: bool, priority: int) -> None:
         limit = min(self.limits.max_model_len, self.limits.num_pages * self.limits.page_size)
         if len(tokens) >= limit:
             return
@@ -208,7 +222,10 @@ class ScheduleMachine(RuleBasedStateMachine):
             max_len=min(len(tokens) + max_tokens, limit),
             stop_ids=frozenset(),
             arrival=0.0,
+            priority=priority,
+            rank=rank_of(priority, self.now),
         )
+        self.arrived[self.next_id] = priority, self.now
         if keep:
             self.keepers.add(self.next_id)
         self.next_id += 1
@@ -223,7 +240,6 @@ class ScheduleMachine(RuleBasedStateMachine):
         expect(len(set(ids)) == len(ids) and set(ids) <= set(running), f"the plan runs requests {ids}, but {running} are running")
         everyone = [*running, *waiting, *(s.request.request_id for s in plan.stuck)]
         expect(sorted(everyone) == sorted(old), f"requests {sorted(old)} became {everyone}")
-        expect(all(a < b for a, b in pairwise(running + waiting)), f"running {running} and waiting {waiting} are not in order of arrival")
         expect(len(running) <= self.limits.max_num_seqs, f"{len(running)} requests run")
         expect(sum(count for _, count in rows) <= self.limits.max_num_batched_tokens, f"the budget is exceeded: {[c for _, c in rows]}")
         writers = dict[int, Sequence]()
@@ -243,6 +259,22 @@ class ScheduleMachine(RuleBasedStateMachine):
             expect(alone, f"request {sequence.request.request_id} was given up while others have pages")
             nothing = reserve(plan.pool, sequence, sequence.num_filled + min(1, sequence.todo), size) is None
             expect(nothing, f"request {sequence.request.request_id} was given up although it could go on")
+
+    def _check_order(self, plan: Plan) -> None:
+        """Check who was admitted and who was preempted, by the priorities as they have aged until now, and the bound on prompt tokens."""
+        turns = {rid: (priority - Fraction(self.now - since, AGEING), rid) for rid, (priority, since) in self.arrived.items()}
+        old, running, waiting = ([_id(s) for s in group] for group in (self.running, plan.running, plan.waiting))
+        in_order = all(turns[a] < turns[b] for group in (running, waiting) for a, b in pairwise(group))
+        expect(in_order, f"running {running} and waiting {waiting} are not in order of priority and arrival")
+        for one in set(running) - set(old):
+            late = [other for other in waiting if other not in old and turns[other] < turns[one]]
+            expect(not late, f"request {one} was admitted before requests {late}, whose turn was first")
+        for one in set(waiting) & set(old):
+            late = [other for other in running if turns[one] < turns[other] and other in old]
+            expect(not late, f"request {one} was preempted before requests {late}, whose turn was last")
+        bound, count = self.limits.max_prefill_tokens, sum(count for _, count in plan.prefill)
+        goes_on = any(_id(s) in old for s in plan.decode)
+        expect(bound is None or not goes_on or count <= bound, f"{count} prompt tokens run while replies go on, more than {bound}")
 
     def _check_sharing(self, plan: Plan, writers: dict[int, Sequence]) -> None:
         """Check who else holds a page that is written, and that no page is filled twice or although the index has its tokens."""
@@ -301,7 +333,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             self.oldest = None
             return
         oldest = (self.running[0].request.request_id, len(self.running[0].tokens) + self.running[0].num_filled)
-        expect(oldest != self.oldest, f"the oldest request {oldest[0]} stood still", invariant=6)
+        expect(oldest != self.oldest, f"request {oldest[0]}, the first of those that run, stood still", invariant=6)
         self.oldest = oldest
 
     def _pinned(self) -> int:

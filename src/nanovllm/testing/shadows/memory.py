@@ -62,7 +62,7 @@ def freeze(value: Any) -> Any:
         case Running():
             return freeze(value.tokens), freeze(value.pages), value.num_filled, value.most_filled, value.retired
         case Queue():
-            return tuple((s.request.request_id, freeze(s)) for s in value), value.head
+            return tuple((s.request.request_id, freeze(s)) for s in value), value.turns, value.num_turns
         case list() | tuple() | Steady():
             return tuple(freeze(part) for part in value)
         case _:

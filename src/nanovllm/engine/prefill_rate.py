@@ -1,0 +1,92 @@
+"""How many prompt tokens take how long: measured once, at the start of an engine that is asked for steps of bounded time."""
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.prompt_room import LEAST
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import Executor
+from nanovllm.models.model import Model
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state import pool as pools
+from nanovllm.state.kv_cache import KVState, pages_for
+from nanovllm.state.pool import Pool
+from nanovllm.state.request import Request, Sequence
+from nanovllm.state.vector import IntVector
+
+REPEATS = 2  # of each measurement, whose least counts: the first one may compile
+CONTEXT = 8192  # tokens of context with which a piece is measured again
+FAINT = 1 << 20  # the tokens of context with which a token counts twice, where context hardly matters
+
+
+def require_step_ms(max_step_ms: Any) -> None:
+    """Require a time for a step, or None.
+
+    Raises:
+        InvalidRequestError: It is no positive number.
+    """
+    if max_step_ms is None:
+        return
+    if isinstance(max_step_ms, bool) or not isinstance(max_step_ms, int | float) or not max_step_ms > 0:
+        raise InvalidRequestError(f"max_step_ms={max_step_ms!r} must be a number of milliseconds above 0, infinity, or None")
+
+
+@torch.no_grad()
+def bounded(
+    model: Model, limits: EngineConfig, executor: Executor, kv: KVState, pool: Pool, max_step_ms: float
+) -> tuple[EngineConfig, KVState]:
+    """Donates `kv`. The limits with a bound on prompt tokens by which a step takes about `max_step_ms` milliseconds.
+
+    A step for one token tells what the replies of a step take. Pieces of a prompt are doubled from `LEAST` tokens on until one takes as
+    long as the rest of the step may, and this piece is run again after `CONTEXT` tokens. What is written is in free pages.
+
+    Returns:
+        The limits, and the KV memory. The bound is a multiple of `LEAST` tokens, and at least so many.
+    """
+    longest = min(limits.max_model_len, pool.num_available * limits.page_size) - 1
+    most = min(limits.max_num_batched_tokens, longest)
+    if most < 1:
+        return replace(limits, max_prefill_tokens=LEAST), kv
+    alone, kv = _milliseconds(model, executor, kv, pool, 0, 1)
+    rest, count = max(0.0, max_step_ms - alone), min(LEAST, most)
+    took, kv = _milliseconds(model, executor, kv, pool, 0, count)
+    while took < rest and count < most:
+        count = min(2 * count, most)
+        took, kv = _milliseconds(model, executor, kv, pool, 0, count)
+    doubling, context = 0, min(CONTEXT, longest - count)
+    if pool.frames is None and context >= LEAST:
+        longer, kv = _milliseconds(model, executor, kv, pool, context, count)
+        doubling = _doubling(took, longer, context)
+    tokens = int(rest * count / took) // LEAST * LEAST
+    return replace(limits, max_prefill_tokens=max(LEAST, tokens), context_doubling=doubling), kv
+
+
+def _doubling(took: float, longer: float, context: int) -> int:
+    """The tokens of context with which a token takes twice as long as without, given the times of a piece without and with a context."""
+    return FAINT if longer <= took else min(FAINT, max(1, math.ceil(context * took / (longer - took))))
+
+
+def _milliseconds(model: Model, executor: Executor, kv: KVState, pool: Pool, context: int, count: int) -> tuple[float, KVState]:
+    """Donates `kv`. The time of a prompt of `count` tokens after `context` others, and the KV memory."""
+    taken = pools.allocate(pool, pages_for(context + count + 1, pool.prefix.page_size))
+    assert taken is not None
+    pool, pages = taken
+    sampling, times = SamplingParams(temperature=0.0, max_tokens=1), []
+    for _ in range(REPEATS):
+        request = Request(
+            request_id=-1, num_prompt=context + count, sampling=sampling, seed=0, max_len=context + count + 1, stop_ids=frozenset(),
+            arrival=0.0,
+        )  # fmt: skip
+        tokens = IntVector.of(np.zeros(context + count, np.int32))
+        row = Sequence(request=request, tokens=tokens, pages=IntVector.of(pages), num_filled=context)
+        start = time.perf_counter()
+        drawn, kv = executor.prefill(model, kv, [(row, count)], frames=pool.frames)
+        assert drawn is not None  # the token is on the host, so the device has ended
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times), kv

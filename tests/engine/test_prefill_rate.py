@@ -1,0 +1,96 @@
+"""The bound on prompt tokens that an engine finds at its start, over a clock that is simulated."""
+
+import math
+
+import pytest
+
+import nanovllm as nv
+from nanovllm.engine import prefill_rate
+from nanovllm.engine import step as step_module
+from nanovllm.errors import InvalidRequestError
+from nanovllm.testing.models import random_model, tiny_config
+
+MODEL = random_model(tiny_config(vocab_size=50, max_position_embeddings=32768))
+
+
+def engine(**limits):
+    return nv.init_state(MODEL, **{"num_pages": 4096, "max_num_batched_tokens": 16896, **limits})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A device on which a step costs 5 ms and a prompt token 0.028 ms, and twice as much after 20,000 others."""
+    asked = []
+
+    def milliseconds(model, executor, kv, pool, context, count):
+        asked.append((context, count))
+        return 5 + 0.028 * count * (1 + context / 20_000), kv
+
+    monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
+    return asked
+
+
+@pytest.mark.parametrize(("max_step_ms", "tokens"), [(35, 768), (45, 1280), (80, 2560), (6, 256), (1, 256)])
+def test_the_bound_fits_the_time(clock, max_step_ms, tokens):
+    limits = engine(max_step_ms=max_step_ms).config
+    assert limits.max_prefill_tokens == tokens
+    most = max(count for _, count in clock)
+    assert clock[-1] == (8192, most) and 5 + 0.028 * most >= max_step_ms - 5 - 1e-9
+    took = 5 + 0.028 * most  # what does not grow with the context counts as if it did: the bound is a little lower for short pieces
+    assert limits.context_doubling == math.ceil(20_000 * took / (took - 5))
+
+
+def test_a_device_on_which_context_costs_nothing(clock, monkeypatch):
+    monkeypatch.setattr(prefill_rate, "_milliseconds", lambda model, executor, kv, pool, context, count: (count / 100, kv))
+    assert engine(max_step_ms=30).config.context_doubling == prefill_rate.FAINT
+
+
+def test_no_bound_is_measured_where_none_is_asked_for(clock):
+    for given in ({}, {"max_step_ms": None}, {"max_step_ms": math.inf}, {"max_prefill_tokens": 512}):
+        limits = engine(**given).config
+        assert limits.max_prefill_tokens == given.get("max_prefill_tokens") and limits.context_doubling == 0
+    assert clock == []
+
+
+@pytest.mark.parametrize(
+    "limits", [{"num_pages": 1, "page_size": 1}, {"num_pages": 4}, {"max_model_len": 2}, {"max_num_batched_tokens": 1}]
+)
+def test_small_engines_are_measured(limits):
+    state = engine(**limits, max_step_ms=5)
+    assert state.config.max_prefill_tokens is not None and state.config.max_prefill_tokens >= 256
+    nv.check(state)
+
+
+def test_what_was_measured_leaves_nothing_behind():
+    greedy = nv.SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for windows in ((), (4, 0)):
+        model = random_model(tiny_config(vocab_size=50, windows=windows))
+        replies = []
+        for given in ({}, {"max_step_ms": 3}):
+            state = nv.init_state(model, num_pages=64, **given)
+            nv.check(state)
+            assert state.pages.num_free == 64
+            state, (reply,) = nv.generate_many(model, state, [[1, 2, 3, 4, 5]], greedy)
+            replies.append(reply.token_ids)
+        assert replies[0] == replies[1]
+
+
+def test_a_call_that_returns_whole_replies_has_no_bound(monkeypatch):
+    plans, plain = [], step_module.schedule
+    monkeypatch.setattr(step_module, "schedule", lambda *args: plans.append(plain(*args)) or plans[-1])
+    state = engine(max_prefill_tokens=4, num_pages=64, max_num_seqs=2)
+    greedy = [nv.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 9, 2)]
+    state, _ = nv.generate_many(MODEL, state, [[1] * 40, [2] * 40, [3] * 40], greedy)
+    assert [count for plan in plans for _, count in plan.prefill] == [40, 40, 40]
+    assert state.config.max_prefill_tokens == 4
+
+
+@pytest.mark.parametrize("bad", [0, -1.5, math.nan, True, "30"])
+def test_a_bad_time_is_named(bad, untyped):
+    with pytest.raises(InvalidRequestError, match=f"max_step_ms={bad!r} must be a number of milliseconds"):
+        engine(max_step_ms=bad)
+
+
+def test_two_bounds_are_refused():
+    with pytest.raises(InvalidRequestError, match="max_step_ms=30 with max_prefill_tokens=512: set only one"):
+        engine(max_step_ms=30, max_prefill_tokens=512)
