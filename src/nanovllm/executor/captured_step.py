@@ -128,6 +128,6 @@ def pinned_results(out: DecodeOutput) -> Fetched:
     """Pinned memory for a step's results."""
 
     def pinned(tensor: Tensor | None) -> Any:
-        return None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
     return Fetched(event=torch.cuda.Event(), **{name: pinned(getattr(out, name)) for name in RESULTS})

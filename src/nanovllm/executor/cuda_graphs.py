@@ -15,7 +15,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
-from nanovllm.executor.captured_step import MOVED, CapturedStep, StepKind, Way, moving_tensors, pinned_results, recording
+from nanovllm.executor.captured_step import MOVED, CapturedStep, StepKind, Way, moving_tensors, pinned_results, recorded
 from nanovllm.executor.cascade_policy import Cascades, own_runs
 from nanovllm.executor.decode import decode_step
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
@@ -146,11 +146,13 @@ class StepGraphs:
         """The number of rows of the smallest graph that holds `rows`."""
         return next(size for size in self.sizes if size >= rows)
 
-    def prepare(self, kv: KVState, kind: StepKind) -> DecodeCarry:
-        """Fill the carry of a step and warm it up on a side stream. All its rows are padding, so only the dummy page is written.
+    def rehearse(self, kv: KVState, size: int) -> None:
+        """Run the model as `capture` does, but record nothing. Nothing is sampled: a token that no kernel has written may be no token."""
+        carry = self._padding(kv, StepKind(size=size, features=GREEDY, way=self.way()))
+        self._forward(self._warm, kv, carry.batch, self._model.config)
 
-        Overwrites the buffers, and the plans of its size.
-        """
+    def _padding(self, kv: KVState, kind: StepKind) -> DecodeCarry:
+        """The carry of a step, filled with rows of padding. Overwrites the buffers, and the plans of its size."""
         size, dummy, page_size = kind.size, self._layout["dummy_page"], self._layout["page_size"]
         frame = self._layout.get("dummy_frame")
         nothing = HostBatch(
@@ -172,26 +174,17 @@ class StepGraphs:
                 pass
         carry = self._carry(kv, kind)
         self._fill(carry, nothing, 0)
+        return carry
+
+    def capture(self, kv: KVState, kind: StepKind) -> None:
+        """Run a step on a side stream, then record it. All its rows are padding, so only the dummy page is written."""
+        carry = self._padding(kv, kind)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._run(carry, self._warm)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return carry
-
-    def capture(self, kv: KVState, kind: StepKind) -> None:
-        """Prepare a step, then record it."""
-        carry = self.prepare(kv, kind)
-        try:
-            graph, out = self._record(carry)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch gives no memory back while a graph is recorded
-            graph, out = self._record(carry)
+        graph, out = recorded(self._pool, self._stream, lambda: self._run(carry, self._model.params))
         self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=pinned_results(out))
-
-    def _record(self, carry: DecodeCarry) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self._pool, self._stream):
-            return graph, self._run(carry, self._model.params)
 
     def way(self) -> Way:
         """The way to attend for rows that share nothing and are not long."""

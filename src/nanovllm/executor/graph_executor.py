@@ -352,10 +352,9 @@ class GraphExecutor:
         torch.cuda.empty_cache()  # graphs keep their memory; the rest was used by the warm-up runs
 
     def _rehearse(self, kv: KVState, kinds: Seq[tuple[StepGraphs, int]], prompts: Seq[HostBatch], warm: Params[Tensor]) -> None:
-        """Do what the warm-up does, but record no graphs."""
+        """Do what the warm-up does, but record no graphs, and sample nothing."""
         for graphs, rows in kinds:
-            for features in graphs.usual:
-                graphs.prepare(kv, StepKind(size=rows, features=features, way=graphs.way()))
+            graphs.rehearse(kv, rows)
         if self._short is not None:
             for kind in self._short.kinds:
                 self._short.prepare(kv, kind)
