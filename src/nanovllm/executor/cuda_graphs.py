@@ -116,9 +116,9 @@ class StepGraphs:
         size = self.size(rows)
         host = padded(host, size, **self._layout)
         kind = StepKind(size=size, features=features, way=self._follow(host), processors=processors_of(processed))
-        if kind not in self._steps:
-            self.capture(kv, kind)
-            self._follow(host)
+        while kind not in self._steps:
+            self.capture(kv, kind)  # makes another plan; FlashInfer's kernels may arrive meanwhile
+            kind = replace(kind, way=self._follow(host))
         step = self._steps[kind]
         self._note_use(features, kind.processors)
         self._fill(step.carry, host, rows)
