@@ -133,7 +133,7 @@ def test_figures_are_what_the_handles_say(data, page_size, num_pages):
                 case "step":
                     state, _ = nv.step(MODEL, state)
                 case "cancel" if state.waiting:
-                    state = nv.cancel(state, state.waiting.head)
+                    state = nv.cancel(state, next(iter(state.waiting)).request.request_id)
                 case "begin":
                     state, _ = nv.begin(MODEL, state, [context, context], greedy(2), room=2)
                 case _ if chunk is None:
