@@ -318,28 +318,3 @@ def test_the_budget_never_falls_short_of_those_that_decode():
         assert 0 < len(plan.decode) + sum(count for _, count in plan.prefill) <= 2
         assert sum(s.todo <= 1 for s in plan.running) <= 2
         pool, running, left = settled(plan)
-
-
-def test_places_are_given_away_several_at_a_time():
-    """Of 64 places two are given away together, unless only one request waits, a prompt runs anyway, or the request is urgent."""
-    limits = config(num_pages=400, page_size=4, max_model_len=16, max_num_seqs=64, max_num_batched_tokens=256)
-    pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(64 + 5)]))
-    assert len(running) == 64 and len(left) == 5
-
-    def gone(count):
-        after = pool
-        for sequence in running[:count]:
-            after = give_up_pages(after, sequence)
-        return after, running[count:]
-
-    def admitted(count, queue):
-        return ids([s for s, _ in schedule(*gone(count), queue, limits).prefill])
-
-    assert admitted(1, left) == [] and steady(gone(1)[0], tuple(gone(1)[1]), left, limits) is not None
-    assert admitted(2, left) == [64, 65] and steady(gone(2)[0], tuple(gone(2)[1]), left, limits) is None
-    assert admitted(1, queue(waiting(99, 3))) == [99]
-    urgent = waiting(99, 3)
-    assert admitted(1, left.push(replace(urgent, request=replace(urgent.request, rank=-1)))) == [99]
-    after, others = gone(2)
-    plan = schedule(after, [*others, waiting(98, 2)], left, limits)  # one place is free, and a prompt runs
-    assert ids([s for s, _ in plan.prefill]) == [98, 64]

@@ -321,8 +321,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tokens run again count as reused", "self.num_reused += max(0, reused - sequence.most_filled)", "self.num_reused += reused"),
         ("pages ahead of need while one waits to come back", "back = first is not None and first.most_filled > 0", "back = False"),
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
-        ("each free place is given away at once", "opens = bool(prefill) or draft.enough_places()", "opens = True"),
-        ("an urgent request waits for places", "return _turn(first) < _turn(self.running[-1])", "return False"),
     ),
     *bugs(
         "engine/scheduler.py",

@@ -7,7 +7,7 @@ on, prompts have a smaller budget, of which a long prompt leaves a part to a sho
 If the pool is full, the running sequence whose turn is last gives up its pages and returns to the queue. So the first sequence always
 advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so a request is admitted only
 if it and those that run can grow to their expected lengths (`can_grow`, `state/expected_reply.py`). A request that waits preempts nobody,
-whatever its priority. An engine whose places were all taken gives them away again several at a time (`enough_places`).
+whatever its priority.
 
 Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
 does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
@@ -35,7 +35,6 @@ from nanovllm.state.steady import Steady
 from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
 
-PLACES = 32  # places that become free are given away together: one of so many places of the engine
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
@@ -104,8 +103,7 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
             prefill[_id(sequence)] = count
             room = room.after(sequence, count)
     draft.offer([(s, prefill[_id(s)]) for s in draft.running if _id(s) in prefill] if prefill else ())
-    opens = bool(prefill) or draft.enough_places()
-    while opens and room and draft.may_admit():
+    while room and draft.may_admit():
         admitted = draft.admit(room)
         if admitted is None:
             break
@@ -140,8 +138,7 @@ def steady(
             return None
         if room - filled < steps and room < request.max_len - 1:  # the last token's KV is never needed
             steps = room - filled
-    draft = _Draft(pool, list(running), waiting, config, expected_reply)
-    if steps <= 0 or (draft.enough_places() and draft.may_admit()):
+    if steps <= 0 or _Draft(pool, list(running), waiting, config, expected_reply).may_admit():
         return None
     written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
     return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else None
@@ -330,17 +327,6 @@ class _Draft:
         self.pool = give_up_pages(self.pool, last)
         self.waiting = self.waiting.push(_without_pages(last))
         return True
-
-    def enough_places(self) -> bool:
-        """Whether a step that runs no prompt so far may begin to admit requests.
-
-        A step with one short prompt takes nearly as long as a step with several. So if all places were taken, those that become free wait
-        until there are several, or one for each request that waits. A request that comes before one that runs does not wait for that.
-        """
-        first, places = self.waiting.first(), self.config.max_num_seqs - len(self.running)
-        if first is None or not self.running or places >= min(self.config.max_num_seqs // PLACES, len(self.waiting)):
-            return True
-        return _turn(first) < _turn(self.running[-1])
 
     def may_admit(self) -> bool:
         """Whether the first waiting request fits now. A step that preempted admits nothing."""
