@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 import nanovllm as nv
 from nanovllm.engine import prefill_rate
@@ -85,10 +86,33 @@ def test_a_call_that_returns_whole_replies_has_no_bound(monkeypatch):
     assert state.config.max_prefill_tokens == 4
 
 
-@pytest.mark.parametrize("bad", [0, -1.5, math.nan, True, "30"])
+@pytest.mark.parametrize("bad", [0, -1.5, math.nan, True, "30", 1e306, 2 * 10**9])
 def test_a_bad_time_is_named(bad, untyped):
     with pytest.raises(InvalidRequestError, match=f"max_step_ms={bad!r} must be a number of milliseconds"):
         engine(max_step_ms=bad)
+
+
+def test_a_huge_integer_is_no_time(untyped):
+    with pytest.raises(InvalidRequestError, match=r"max_step_ms=10+\.\.\.0+ must be a number"):
+        engine(max_step_ms=10**400)
+    assert engine(max_step_ms=1e9, num_pages=64).config.max_prefill_tokens is not None
+
+
+@pytest.mark.parametrize(
+    ("fits", "tokens", "doubling"), [(0, 256, 0), (255, 256, 0), (600, 1024, 0), (8192, 1024, 0), (1 << 20, 1024, 20_000)]
+)
+def test_memory_ends_the_measurement(clock, monkeypatch, fits, tokens, doubling):
+    """The largest piece that fits is measured, and the time without memory counts for nothing."""
+    plain = prefill_rate._milliseconds
+
+    def milliseconds(model, executor, kv, pool, context, count):
+        if context + count > fits:
+            raise torch.OutOfMemoryError
+        return plain(model, executor, kv, pool, context, count)
+
+    monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
+    found = engine(max_step_ms=42).config
+    assert (found.max_prefill_tokens, found.context_doubling) == (tokens, pytest.approx(doubling, abs=2))
 
 
 def test_two_bounds_are_refused():

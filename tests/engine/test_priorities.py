@@ -83,7 +83,7 @@ def test_no_reply_changes(num_pages, bound):
         assert ended(state) == alone
 
 
-@pytest.mark.parametrize("priority", [1.0, True, "1", None])
+@pytest.mark.parametrize("priority", [1.0, True, "1", None, 1 << 53, -(1 << 53)])
 def test_a_bad_priority_is_named(priority, untyped):
     state = engine()
     with pytest.raises(InvalidRequestError, match=f"priority={priority!r} must be an integer"):

@@ -1,6 +1,7 @@
 """How many prompt tokens take how long: measured once, at the start of an engine that is asked for steps of bounded time."""
 
 import math
+import reprlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from nanovllm.state.vector import IntVector
 
 REPEATS = 2  # of each measurement, whose least counts: the first one may compile
 CONTEXT = 8192  # tokens of context with which a piece is measured again
+MOST_MS = 1e9  # eleven days: whoever wants longer steps wants no bound
 FAINT = 1 << 20  # the tokens of context with which a token counts twice, where context hardly matters
 
 
@@ -29,12 +31,14 @@ def require_step_ms(max_step_ms: Any) -> None:
     """Require a time for a step, or None.
 
     Raises:
-        InvalidRequestError: It is no positive number.
+        InvalidRequestError: It is no positive number, or neither infinity nor at most `MOST_MS`.
     """
     if max_step_ms is None:
         return
-    if isinstance(max_step_ms, bool) or not isinstance(max_step_ms, int | float) or not max_step_ms > 0:
-        raise InvalidRequestError(f"max_step_ms={max_step_ms!r} must be a number of milliseconds above 0, infinity, or None")
+    number = isinstance(max_step_ms, int | float) and not isinstance(max_step_ms, bool)
+    if not number or not (0 < max_step_ms <= MOST_MS or max_step_ms == math.inf):
+        given = reprlib.repr(max_step_ms)
+        raise InvalidRequestError(f"max_step_ms={given} must be a number of milliseconds above 0 up to {MOST_MS:.0e}, infinity, or None")
 
 
 @torch.no_grad()
@@ -53,16 +57,21 @@ def bounded(
     most = min(limits.max_num_batched_tokens, longest)
     if most < 1:
         return replace(limits, max_prefill_tokens=LEAST), kv
-    alone, kv = _milliseconds(model, executor, kv, pool, 0, 1)
-    rest, count = max(0.0, max_step_ms - alone), min(LEAST, most)
-    took, kv = _milliseconds(model, executor, kv, pool, 0, count)
-    while took < rest and count < most:
-        count = min(2 * count, most)
+    count, took, rest, doubling = min(LEAST, most), 0.0, 0.0, 0
+    try:
+        alone, kv = _milliseconds(model, executor, kv, pool, 0, 1)
+        rest = max(0.0, max_step_ms - alone)
         took, kv = _milliseconds(model, executor, kv, pool, 0, count)
-    doubling, context = 0, min(CONTEXT, longest - count)
-    if pool.frames is None and context >= LEAST:
-        longer, kv = _milliseconds(model, executor, kv, pool, context, count)
-        doubling = _doubling(took, longer, context)
+        while took < rest and count < most:
+            longer, kv = _milliseconds(model, executor, kv, pool, 0, min(2 * count, most))
+            count, took = min(2 * count, most), longer
+        context = min(CONTEXT, longest - count)
+        if pool.frames is None and context >= LEAST:
+            longer, kv = _milliseconds(model, executor, kv, pool, context, count)
+            doubling = _doubling(took, longer, context)
+    except torch.OutOfMemoryError:  # the last piece that fits is the largest one
+        if not took:
+            return replace(limits, max_prefill_tokens=LEAST), kv
     tokens = int(rest * count / took) // LEAST * LEAST
     return replace(limits, max_prefill_tokens=max(LEAST, tokens), context_doubling=doubling), kv
 

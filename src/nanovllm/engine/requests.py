@@ -26,6 +26,8 @@ from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import least_frames, num_retired
 
+MOST_PRIORITY = 1 << 53  # priorities are below it, and above its negative
+
 
 @explain_unknown_keywords
 def submit(
@@ -135,8 +137,9 @@ def new_sequence(
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
     validate_for(params, model.config.vocab_size)
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError(f"priority={reprlib.repr(priority)} must be an integer; requests of lower numbers run first")
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= MOST_PRIORITY:
+        given = reprlib.repr(priority)
+        raise InvalidRequestError(f"priority={given} must be an integer between -2**53 and 2**53; requests of lower numbers run first")
     resolved = resolve(model, state, context)
     num_prompt, limit = len(resolved.tokens), capacity(state, resolved.base, whole=keep)
     if num_prompt >= limit:
