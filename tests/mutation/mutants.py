@@ -336,7 +336,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/requests.py",
         PRIORITIES,
         ("every request arrives in the first step", "rank=rank_of(priority, state.num_steps),", "rank=rank_of(priority, 0),"),
-        ("true is a priority", "if isinstance(priority, bool) or not isinstance(priority, int):", "if not isinstance(priority, int):"),
+        ("true is a priority", "if isinstance(priority, bool) or not isinstance(priority, int) or", "if not isinstance(priority, int) or"),
+        ("priorities have no bound", " or abs(priority) >= MOST_PRIORITY:", ":"),
     ),
     *bugs(
         "engine/scheduler.py",
