@@ -230,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/prefill_rate.py",
         PREFILL_RATE,
-        ("the replies of a step take no time", "rest, count = max(0.0, max_step_ms - alone)", "rest, count = max(0.0, max_step_ms)"),
+        ("the replies of a step take no time", "rest = max(0.0, max_step_ms - alone)", "rest = max(0.0, max_step_ms)"),
         (
             "the context is measured without one",
             "_milliseconds(model, executor, kv, pool, context, count)",
