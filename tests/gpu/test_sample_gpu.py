@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from nanovllm.ops.sampling.draw import draw
+from nanovllm.ops.sampling.least_kept import least_kept
 from nanovllm.ops.sampling.uniforms import uniforms
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.sampler import record, sample
@@ -71,6 +72,28 @@ def test_strided_logits():
     logits, keys = logits_of(8, 301).cuda(), torch.arange(16).view(8, 2).cuda()
     for view in (torch.cat((logits, logits), 1)[:, :301], logits.t().contiguous().t()):
         assert torch.equal(draw(view, torch.ones(8).cuda(), None, keys), draw(logits, torch.ones(8).cuda(), None, keys))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 97, 4100, 9001, 32000, QWEN3_VOCAB])
+def test_the_least_kept_logits_are_bitwise_the_cpus(vocab, dtype):
+    """All filters over rows of every kind: sharp, flat, of ties, of equal logits (more than there is room for), and without a maximum."""
+    draw_options, rows = np.random.default_rng(vocab), 24
+    for spread in (0.01, 1.0, 3.0, 30.0):
+        x = logits_of(rows, vocab, dtype, seed=int(spread)) * spread
+        x[1], x[2], x[3, ::2], x[4, -1], x[5], x[6, 0] = 0, torch.round(x[2] * 2) / 2, -torch.inf, torch.nan, -torch.inf, torch.inf
+        x[7] = x[7] - 50.0
+
+        def of(*values, kind=torch.float32, count=rows):
+            return torch.tensor(draw_options.choice(values, count), dtype=kind)
+
+        for on in ((1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0)):
+            temperature = of(0.0, 0.3, 0.6, 1.0, 2.0, 100.0)
+            options = of(0, 1, 20, 50, 1000, 10**6, kind=torch.int32), of(1.0, 1e-9, 0.5, 0.9, 0.95, 0.9999), of(0.0, 1.0)
+            options = [option if used else None for option, used in zip(options, on, strict=True)]
+            want = least_kept(x, temperature, *options)
+            got = least_kept(x.cuda(), temperature.cuda(), *(None if option is None else option.cuda() for option in options))
+            assert torch.equal(got.cpu(), want), (spread, on, (got.cpu() != want).nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("vocab", [257, QWEN3_VOCAB])
