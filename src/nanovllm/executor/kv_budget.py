@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.executor.attention_plans import Attention
-from nanovllm.executor.batch import sample_prompts, to_device
+from nanovllm.executor.batch import aligned, sample_prompts, to_device
 from nanovllm.executor.compiled import fused_forward
 from nanovllm.executor.device_memory import room
 from nanovllm.executor.prompt_graphs import prompt_kinds
@@ -17,12 +17,11 @@ from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
-from nanovllm.sampling import sampler, tensors
-from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
+from nanovllm.sampling.row_options import KINDS, LINES, pack, row_options
 from nanovllm.state.kv_cache import init_kv
 
 GRAPHS = 576 << 20  # bytes for later: captured graphs, with cuBLAS workspaces of their own, and kernels that are loaded when they first run
-FILTERED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  # the sampling that needs the most memory
 CPU_KV_BYTES = 4 << 30  # the default on a CPU
 
 
@@ -30,17 +29,21 @@ CPU_KV_BYTES = 4 << 30  # the default on a CPU
 def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None) -> int:
     """Run the largest steps and return the most bytes that they hold at once, with room for captured graphs.
 
-    The steps are a full prefill, of which captured prompts hold a part for good, and sampling for `max_num_seqs` rows. Two layers of each
-    form run, since a layer's memory is reused by the next one. If some layers have a sliding window, all of them run.
+    The steps are a full prefill, of which captured prompts hold a part for good, and sampling for `max_num_seqs` rows, whose captured form
+    holds as much once more, next to the tables of penalties and biases. Two layers of each form run, since a layer's memory is reused by
+    the next one. If some layers have a sliding window, all of them run.
 
     Raises:
         torch.OutOfMemoryError: A step does not fit.
         AttentionUnavailableError: FlashInfer cannot serve the model on this machine.
     """
     with torch.cuda.device(model.device):
-        held = _held(model.device, lambda: _prompts(model, limits, choice, cuts)), _held(model.device, lambda: _draw(model, limits))
+        prompts = _held(model.device, lambda: _prompts(model, limits, choice, cuts))
+        tables = PenaltyTables.empty(limits.max_num_seqs, model.config.vocab_size, model.device)
+        draws = _held(model.device, lambda: _draw(model, limits, tables))
         captured = max([kind.tokens for kind in prompt_kinds(model, limits)], default=0)
-        return max(held) + held[0] * captured // limits.max_num_batched_tokens + GRAPHS
+        for_good = prompts * captured // limits.max_num_batched_tokens + draws + tables.num_bytes + GRAPHS
+        return max(prompts, draws) + for_good
 
 
 def _held(device: torch.device, call: Callable[[], object]) -> int:
@@ -71,13 +74,15 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
         forward(params, kv, to_device(host, model.device, plan, windowed), model.config)
 
 
-def _draw(model: Model, limits: EngineConfig) -> None:
-    """Sample for as many rows as may run at once."""
-    row: tensors.Row = (FILTERED, 0, tensors.NO_IDS, tensors.NO_IDS)
-    sampling = tensors.build([row] * limits.max_num_seqs, model.config.vocab_size, model.device)
-    logits = torch.zeros(limits.max_num_seqs, model.config.vocab_size, dtype=model.dtype, device=model.device)
-    positions = torch.from_numpy(np.ones(limits.max_num_seqs, np.int32)).to(model.device)
-    sampler.sample(logits, sampling, positions)
+def _draw(model: Model, limits: EngineConfig, tables: PenaltyTables) -> None:
+    """Sample for as many rows as may run at once, by every kind of sampling."""
+    rows = limits.max_num_seqs
+    host = np.zeros((LINES, aligned(rows)), np.int32)
+    pack([], host)
+    options, ones = row_options(torch.from_numpy(host).to(model.device), rows), torch.ones(rows, dtype=torch.int32, device=model.device)
+    logits = torch.zeros(rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
+    for kind in KINDS:
+        draw_rows(kind, logits, options, tables, ones, ones)
 
 
 def device_budget(model: Model, memory_fraction: float) -> int:

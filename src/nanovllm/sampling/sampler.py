@@ -64,12 +64,17 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
         ids = draw(x_BV, sampling.temperature, _least_kept(x_BV, sampling, sampling.temperature), keys)
     if sampling.num_logprobs is None:
         return Sampled(token_ids=ids)
+    return with_logprobs(logits, ids, sampling.num_logprobs)
+
+
+def with_logprobs(logits: Float[Tensor, "B V"], token_ids: Int32[Tensor, "B"], num: int) -> Sampled:
+    """Sampled tokens with their log-probabilities, and with those of the `num` most probable tokens."""
     logprobs_BV = logits.float().log_softmax(1)
-    logprobs = logprobs_BV.gather(1, ids.long().unsqueeze(1)).squeeze(1)
-    if sampling.num_logprobs == 0:
-        return Sampled(token_ids=ids, logprobs=logprobs)
-    top = logprobs_BV.topk(min(sampling.num_logprobs, logprobs_BV.shape[1]), 1)
-    return Sampled(token_ids=ids, logprobs=logprobs, top_ids=top.indices.int(), top_logprobs=top.values)
+    logprobs = logprobs_BV.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
+    if num == 0:
+        return Sampled(token_ids=token_ids, logprobs=logprobs)
+    top = logprobs_BV.topk(min(num, logprobs_BV.shape[1]), 1)
+    return Sampled(token_ids=token_ids, logprobs=logprobs, top_ids=top.indices.int(), top_logprobs=top.values)
 
 
 def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:

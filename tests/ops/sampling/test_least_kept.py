@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.ops.sampling.least_kept import fixed_weights, least_kept, reference
+from nanovllm.ops.sampling.fixed_weights import fixed_weights
+from nanovllm.ops.sampling.least_kept import least_kept, reference
 
 INF, NAN = float("inf"), float("nan")
 FILTERS = [

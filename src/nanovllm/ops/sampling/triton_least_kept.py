@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.sampling.least_kept import COLDEST, LOG2E, POWERS
+from nanovllm.ops.sampling.fixed_weights import COLDEST, LOG2E, POWERS
 
 CHUNK, SUB = 4096, 64  # logits per program; per stored largest logit
 LIMITS = 16  # masses per launch of `_weigh`
@@ -56,7 +56,7 @@ def _key(x, SHIFT: tl.constexpr):
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
     """The float32 of a key. The lowest bits of a 16-bit logit are zeros, which are ones in the key of a negative one."""
-    whole = (key << SHIFT) | ((key >> 31) & ((1 << SHIFT) - 1))
+    whole = (key << SHIFT) | ((key >> 31) & ((1 << SHIFT) - 1))  # pyright: ignore[reportOperatorIssue]
     return (whole ^ ((whole >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -78,7 +78,7 @@ def _survey(
 ):  # fmt: skip
     """Program (chunk, row) stores the largest of every `SUB` logits, +inf for NaN, and the smallest of the chunk that is not -inf."""
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    _, _, _, _, on = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)
+    _, _, _, _, on = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)  # pyright: ignore[reportGeneralTypeIssues]
     if on:
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
@@ -95,7 +95,7 @@ def _bound(
 ):  # fmt: skip
     """Program (row) writes the facts of its row, and its result if neither top-k nor top-p is needed."""
     row = tl.program_id(0).to(tl.int64)
-    t, k, p, low, on = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)
+    t, k, p, low, on = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)  # pyright: ignore[reportGeneralTypeIssues]
     way, result = tl.full((), _NONE, tl.int32), tl.full((), -float("inf"), tl.float32)
     if on:
         index = tl.arange(0, TOPS)
@@ -143,7 +143,7 @@ def _narrowed(row, facts, sums, p, ROUNDS: tl.constexpr):
     each, at = tl.arange(0, _LIMITS), sums + row * _SUMS + 1
     wanted, above = tl.full((), 1, tl.int64), tl.full((), 0, tl.int64)
     bottom, top = tl.full((), 1, tl.int1), tl.full((), 1, tl.int1)
-    for turn in tl.static_range(ROUNDS):
+    for turn in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
         masses = tl.load(at + turn * _LIMITS + each)
         if turn == 0:
             wanted = tl.maximum((p.to(tl.float64) * tl.max(masses, 0).to(tl.float64)).to(tl.int64), 1)
@@ -162,14 +162,14 @@ def _weigh(logits, stride, top_p, facts, sums, num, CHUNK: tl.constexpr, TURN: t
     """Program (chunk, row) adds the masses of its logits from each of 16 limits on; the first limit is the lower end of the interval."""
     row = tl.program_id(1).to(tl.int64)
     if tl.load(facts + row * _FACTS + 4) == _BY_MASS:
-        lower, upper, _, _, bottom, _ = _narrowed(row, facts, sums, tl.load(top_p + row), TURN)
+        lower, upper, _, _, bottom, _ = _narrowed(row, facts, sums, tl.load(top_p + row), TURN)  # pyright: ignore[reportGeneralTypeIssues]
         largest, inverse = tl.load(facts + row * _FACTS), tl.load(facts + row * _FACTS + 1)
         index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
         weights = tl.where((index < num) & (x >= tl.load(facts + row * _FACTS + 2)), _weights(x, largest, inverse), 0)
         each = tl.arange(0, _LIMITS)
         masses = tl.zeros((_LIMITS,), tl.int64)
-        for i in tl.static_range(_LIMITS):
+        for i in tl.static_range(_LIMITS):  # pyright: ignore[reportGeneralTypeIssues]
             inside = x >= lower + (upper - lower) * (i * _HALVING)
             if i == 0:
                 inside = inside | bottom
@@ -190,7 +190,7 @@ def _gather(
         take = (index < num) & (x >= tl.load(facts + row * _FACTS + 3))
         if HAS_P:  # noqa: SIM102 - known when the kernel is compiled
             if way == _BY_MASS:
-                lower, upper, _, _, bottom, top = _narrowed(row, facts, sums, tl.load(top_p + row), 2)
+                lower, upper, _, _, bottom, top = _narrowed(row, facts, sums, tl.load(top_p + row), 2)  # pyright: ignore[reportGeneralTypeIssues]
                 take = (index < num) & ((x >= lower) | bottom) & ((x < upper) | top)
         count = tl.sum(take.to(tl.int32), 0)
         if count > 0:
@@ -260,13 +260,13 @@ def _solve(
     row = tl.program_id(0).to(tl.int64)
     way = tl.load(facts + row * _FACTS + 4)
     if way != _NONE:
-        _, k, p, _, _ = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)
+        _, k, p, _, _ = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)  # pyright: ignore[reportGeneralTypeIssues]
         largest, inverse = tl.load(facts + row * _FACTS), tl.load(facts + row * _FACTS + 1)
         floor, count = tl.load(facts + row * _FACTS + 2), tl.load(sums + row * _SUMS).to(tl.int32)
         wanted, above = tl.full((), 1, tl.int64), tl.full((), 0, tl.int64)
         if HAS_P:  # noqa: SIM102 - known when the kernel is compiled
             if way == _BY_MASS:
-                _, _, wanted, above, _, _ = _narrowed(row, facts, sums, p, 2)
+                _, _, wanted, above, _, _ = _narrowed(row, facts, sums, p, 2)  # pyright: ignore[reportGeneralTypeIssues]
         if count <= ROOM:
             key = _search(candidates + row * ROOM, count, k, p, wanted, above, largest, inverse, floor, SHIFT, BLOCK)
         else:
@@ -291,7 +291,7 @@ def launch(
         unused if min_p is None else min_p.contiguous().log(),
     )
     has = {"HAS_K": top_k is not None, "HAS_P": top_p is not None, "HAS_MIN": min_p is not None}
-    chunks = triton.cdiv(num, CHUNK)
+    chunks = -(-num // CHUNK)
     num_tops, grid, plain = chunks * (CHUNK // SUB), (chunks, rows), {"enable_fp_fusion": False}
     tops = torch.empty((rows, num_tops + chunks), dtype=torch.float32, device=device)
     tops, bottoms = tops.view(-1)[: rows * num_tops], tops.view(-1)[rows * num_tops :]
