@@ -253,9 +253,10 @@ def test_memory_rows_and_sampling(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_filters(compiled: Compiled, dtype: torch.dtype) -> None:
-    from nanovllm.ops.sampling import triton_least_kept
+    from nanovllm.ops.sampling import triton_least_kept, triton_penalised
 
     logits, ones, some = torch.zeros(3, 151936, dtype=dtype), torch.ones(3), torch.ones(3, dtype=torch.int32)
     for filters in ((some, ones, ones), (None, ones, None), (some, None, None), (None, None, ones)):
         triton_least_kept.launch(logits, ones, *filters)
+    triton_penalised.launch(logits, some, torch.zeros(3, 151936, dtype=torch.int32), torch.zeros(3, 151936), ones, ones, ones)
     compiled.check()

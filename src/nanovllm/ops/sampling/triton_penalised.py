@@ -21,9 +21,12 @@ def _penalise(logits, stride, slots, marks, biases, repetition, presence, freque
         mark = tl.load(marks + slot * num + index, mask=on, other=0)
         r, p, f = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
         x = tl.where(bias != 0, x + bias, x)
-        x = tl.where((mark > 0) & (r != 1), tl.where(x > 0, tl.div_rn(x, r), x * r), x)
-        x = tl.where((mark > 1) & (f != 0), x - f * (mark >> 1).to(tl.float32), x)
-        x = tl.where((mark > 1) & (p != 0), x - p, x)
+        if r != 1:
+            x = tl.where(mark > 0, tl.where(x > 0, tl.div_rn(x, r), x * r), x)
+        if f != 0:
+            x = tl.where(mark > 1, x - f * (mark >> 1).to(tl.float32), x)
+        if p != 0:
+            x = tl.where(mark > 1, x - p, x)
     tl.store(out + row * num + index, x, mask=on)
 
 
