@@ -13,6 +13,7 @@ import nanovllm as nv
 from nanovllm.executor.captured_step import CapturedStep
 from nanovllm.executor.cuda_graphs import StepGraphs
 from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.sampling.row_options import KINDS
 from nanovllm.testing.models import random_model, tiny_config
 from tests.gpu.small import SMALL, random_prompts, require_same
 
@@ -88,9 +89,7 @@ def test_nothing_is_captured_while_serving(model: nv.Model) -> None:
             ended = {out.request_id for out in outs if out.output is not None}
             live = [rid for rid in live if rid not in ended]
     assert not made, f"{len(made)} graphs were captured in {steps} steps"
-    assert {way for way, _ in kinds} == {"fused", "planned", "shared"} and {each for _, each in kinds} == {
-        "greedy", "random", "everything", "logprobs",
-    }  # fmt: skip
+    assert {way for way, _ in kinds} == {"fused", "planned", "shared"} and {each for _, each in kinds} == set(KINDS)
     nv.check(state)
 
 

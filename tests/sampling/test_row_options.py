@@ -58,6 +58,8 @@ def test_a_tiny_repetition_penalty_is_no_division_by_zero() -> None:
 def test_kinds_are_the_least_that_serve_all_rows() -> None:
     greedy, random = SamplingParams(temperature=0.0, top_k=3), SamplingParams()
     assert kind_of([]) == kind_of([greedy]) == "greedy" and kind_of([greedy, random]) == "random"
+    for filtered in (SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)):
+        assert kind_of([random, filtered]) == "filtered"
     for tabled in (SamplingParams(temperature=0.0, presence_penalty=1.0), SamplingParams(logit_bias={1: 1.0})):
         assert needs_tables(tabled) and kind_of([greedy, tabled, random]) == "everything"
     assert kind_of([greedy, SamplingParams(logprobs=0)]) == "logprobs" and not needs_tables(random)

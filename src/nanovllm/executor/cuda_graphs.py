@@ -34,7 +34,7 @@ from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.process_logits import LogitsProcessor, tokens_of
-from nanovllm.sampling.row_options import KINDS, LINES, Kind, Row, pack, row_options
+from nanovllm.sampling.row_options import KINDS, LINES, TABLED, Kind, Row, pack, row_options
 from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool_sizes import dummies
@@ -352,7 +352,7 @@ class StepGraphs:
         lines = self._lines(size)
         newest, lengths = lines[self._num_lines - 1, :size], batch.seq_lens - 1  # the step has moved on by one token
         sampled = draw_rows(sampling, logits, row_options(lines[self._num_lines :], size), self._sampling, newest, lengths)
-        targets = [batch.input_ids] if sampling == "random" else [batch.input_ids, newest]
+        targets = [batch.input_ids, newest] if sampling in TABLED else [batch.input_ids]
         torch._foreach_copy_(targets, [sampled.token_ids] * len(targets))  # pyright: ignore[reportPrivateImportUsage]
         if carry.token_ids is not None:
             last = lengths.long().unsqueeze(1).clamp(max=carry.token_ids.shape[1] - 1)

@@ -100,15 +100,15 @@ def draw_rows(
     """
     if kind == "greedy":
         return Sampled(token_ids=highest(logits))
-    if kind == "random":
-        return sample(logits, options.drawing(), lengths)
+    if kind in ("random", "filtered"):
+        return sample(logits, options.random() if kind == "random" else options.filtered(), lengths)
     tables.count(options.slots, token_ids, lengths)
     pieces = []
     for start in range(0, len(logits), PIECE):
         on = slice(start, start + PIECE)
         own = options.repetition[on], options.presence[on], options.frequency[on]
         x_BV = penalised(logits[on], options.slots[on], tables.marks, tables.biases, *own)
-        drawn = sample(x_BV, options.drawing(start, start + PIECE), lengths[on])
+        drawn = sample(x_BV, options.filtered(start, start + PIECE), lengths[on])
         pieces.append(with_logprobs(logits[on], drawn.token_ids, MAX_LOGPROBS) if kind == "logprobs" else drawn)
     return pieces[0] if len(pieces) == 1 else _joined(pieces)
 

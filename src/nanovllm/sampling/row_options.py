@@ -15,9 +15,10 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.tensors import Sampling, penalises
 from nanovllm.types import Float32, Int32, Int64, Tensor
 
-Kind = Literal["greedy", "random", "everything", "logprobs"]
-# Ascending: each also does what those before it do. `random` has a temperature and filters, `everything` also penalties and biases.
-KINDS: tuple[Kind, ...] = ("greedy", "random", "everything", "logprobs")
+Kind = Literal["greedy", "random", "filtered", "everything", "logprobs"]
+# Ascending: each also does what those before it do. `random` has temperatures, `filtered` also top-k, top-p and min-p, `everything` also
+# penalties and biases.
+KINDS: tuple[Kind, ...] = ("greedy", "random", "filtered", "everything", "logprobs")
 TABLED: tuple[Kind, ...] = ("everything", "logprobs")  # the kinds that read the tables of penalties and biases
 Row = tuple[SamplingParams, int, int]  # options, seed, and slot in the tables of penalties and biases (-1: none)
 LINES = 10  # of int32 per row; the first two are a seed of 64 bits
@@ -51,8 +52,12 @@ class RowOptions:
     frequency: Float32[Tensor, "B"]
     slots: Int32[Tensor, "B"]
 
-    def drawing(self, start: int = 0, stop: int | None = None) -> Sampling:
-        """The seeds, the temperature and the filters of rows `start` to `stop`."""
+    def random(self) -> Sampling:
+        """The seeds and the temperatures."""
+        return Sampling(seeds=self.seeds, temperature=self.temperature)
+
+    def filtered(self, start: int = 0, stop: int | None = None) -> Sampling:
+        """The seeds, the temperatures and the filters of rows `start` to `stop`."""
         on = slice(start, stop)
         return Sampling(
             seeds=self.seeds[on], temperature=self.temperature[on], top_k=self.top_k[on], top_p=self.top_p[on], min_p=self.min_p[on]
@@ -65,7 +70,13 @@ def kind_of(params: Iterable[SamplingParams]) -> Kind:
 
 
 def _rank(p: SamplingParams) -> int:
-    return 3 if p.logprobs is not None else 2 if needs_tables(p) else 1 if p.temperature > 0 else 0
+    if p.logprobs is not None:
+        return 4
+    if needs_tables(p):
+        return 3
+    if p.temperature == 0:
+        return 0
+    return 2 if p.top_k > 0 or p.top_p < 1 or p.min_p > 0 else 1
 
 
 def needs_tables(p: SamplingParams) -> bool:
