@@ -13,6 +13,7 @@ from nanovllm.executor.executor import Runtime
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.sampling import penalty_tables
 from nanovllm.sampling.penalty_tables import PenaltyTables
+from nanovllm.sampling.row_options import KINDS
 from nanovllm.testing.models import random_model, tiny_config
 from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
 
@@ -77,7 +78,7 @@ def test_replies_are_those_of_plain_steps(seed: int, num_pages: int, cascade: bo
     state, executor = compared(seed, num_pages, cascade)
     steps = executor._decode._steps, executor._extend._steps
     assert [len(made) for made in steps] == [
-        4 * sum(len(graphs.ways(size)) for size in graphs.sizes) for graphs in (executor._decode, executor._extend)
+        len(KINDS) * sum(len(graphs.ways(size)) for size in graphs.sizes) for graphs in (executor._decode, executor._extend)
     ]
     assert state.stats.discarded_tokens > 0 and (num_pages > 14 or state.stats.preemptions > 0)
 
