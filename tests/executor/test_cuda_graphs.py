@@ -16,6 +16,8 @@ from nanovllm.sampling.row_options import row_options
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # objects of torch.cuda are replaced by None
+
 PAGE, NUM_PAGES, LONGEST = 4, 40, 48
 LAYOUT = {"page_size": PAGE, "dummy_page": NUM_PAGES}
 MOVED = ("input_ids", "positions", "slots", "seq_lens")

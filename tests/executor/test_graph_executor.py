@@ -17,6 +17,8 @@ from nanovllm.sampling.row_options import KINDS
 from nanovllm.testing.models import random_model, tiny_config
 from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
 
+pytestmark = pytest.mark.unhooked  # objects of torch.cuda are replaced by others
+
 MODEL = random_model(tiny_config(vocab_size=60))
 PLAIN = nv.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 CLIENTS = (

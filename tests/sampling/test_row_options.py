@@ -13,17 +13,18 @@ from nanovllm.sampling.tensors import build
 
 VOCAB = 37
 NONE = np.empty(0, np.int32)
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 1.0]),
-    top_k=st.sampled_from([0, 1, 5, 10**6]),
-    top_p=st.sampled_from([0.3, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.1]),
-    repetition_penalty=st.sampled_from([1.0, 1.3]),
-    presence_penalty=st.sampled_from([0.0, 0.5]),
-    frequency_penalty=st.sampled_from([0.0, 0.4]),
-    logit_bias=st.sampled_from([None, {3: 2.0, 5: -100.0}]),
-    logprobs=st.sampled_from([None, 0, 3]),
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0]),
+        "top_k": st.sampled_from([0, 1, 5, 10**6]),
+        "top_p": st.sampled_from([0.3, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.1]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "presence_penalty": st.sampled_from([0.0, 0.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.4]),
+        "logit_bias": st.sampled_from([None, {3: 2.0, 5: -100.0}]),
+        "logprobs": st.sampled_from([None, 0, 3]),
+    }
 )
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=6).map(lambda ids: np.array(ids, np.int32))
 
@@ -36,7 +37,8 @@ def options_of(rows: list[Row], size: int) -> RowOptions:
 
 @given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), st.integers(-1, 5)), max_size=5), st.integers(0, 3))
 @settings(deadline=None)
-def test_what_is_packed_is_what_a_step_reads(rows: list[Row], extra: int) -> None:
+def test_what_is_packed_is_what_a_step_reads(drawn: list, extra: int) -> None:
+    rows: list[Row] = [(SamplingParams(**options), *rest) for options, *rest in drawn]
     size = len(rows) + extra
     options = options_of(rows, size)
     for name, neutral in (("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0)):
@@ -67,8 +69,9 @@ def test_kinds_are_the_least_that_serve_all_rows() -> None:
 
 @given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), IDS, IDS), min_size=1, max_size=4), st.integers(0, 2**32), st.booleans())
 @settings(deadline=None)
-def test_steps_of_every_kind_draw_what_the_sampler_draws(rows: list, noise: int, half: bool) -> None:
+def test_steps_of_every_kind_draw_what_the_sampler_draws(drawn: list, noise: int, half: bool) -> None:
     """Three steps by tables that are counted on the device, one of them twice, equal the sampler's, whose counts the host makes."""
+    rows: list = [(SamplingParams(**options), *rest) for options, *rest in drawn]
     random, size = torch.Generator().manual_seed(noise), len(rows)
     tables = PenaltyTables.empty(size + 1, VOCAB, torch.device("cpu"))
     tables.marks.fill_(9)  # of other sequences
