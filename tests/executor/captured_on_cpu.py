@@ -1,6 +1,6 @@
 """A `GraphExecutor` on a CPU: its graphs are calls of the functions that a GPU would record, and read the same buffers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from nanovllm import models
 from nanovllm.executor import graph_executor
 from nanovllm.executor.captured_step import CapturedStep, StepKind, Way
 from nanovllm.executor.cuda_graphs import StepGraphs
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.sampling.row_options import KINDS, Kind
@@ -50,22 +51,24 @@ class Call:
 
 
 def capture(
-    self: StepGraphs, kv: Any, size: int, way: Way, processors: tuple[LogitsProcessor, ...] = (), kinds: tuple[Kind, ...] = KINDS
+    self: StepGraphs, kv: Any, size: int, ways: Sequence[Way], processors: tuple[LogitsProcessor, ...] = (), kinds: Sequence[Kind] = KINDS
 ) -> None:
     """Stands for `StepGraphs.capture`."""
-    carry, logits = self._carry(kv, size, way, processors), []
+    logits = torch.zeros(size, self._model.config.vocab_size)
+    for way in ways:
+        carry = self._padding(kv, size, way, processors)
 
-    def model() -> None:
-        logits[:] = [self._run(carry, self._model.params)]
+        def model(carry: DecodeCarry = carry) -> None:
+            self._run(carry, self._model.params, logits)
 
-    for sampling in kinds:
+        for sampling in kinds:
 
-        def draw(sampling: Kind = sampling) -> None:
-            self._draw(carry, logits[0], sampling)
+            def draw(carry: DecodeCarry = carry, sampling: Kind = sampling) -> None:
+                self._draw(carry, logits, sampling)
 
-        kind = StepKind(size=size, way=way, sampling=sampling, processors=processors)
-        graphs: Any = (Call(model),) if sampling == "greedy" else (Call(model), Call(draw))
-        self._steps[kind] = CapturedStep(kind=kind, graphs=graphs, carry=carry, results=self._results)
+            kind = StepKind(size=size, way=way, sampling=sampling, processors=processors)
+            graphs: Any = (Call(model),) if sampling == "greedy" else (Call(model), Call(draw))
+            self._steps[kind] = CapturedStep(kind=kind, graphs=graphs, carry=carry, results=self._results)
 
 
 @contextmanager

@@ -158,12 +158,13 @@ def test_new_rows_wait_for_nothing(model: nv.Model, name: str) -> None:
 
     def watched(call: Any) -> Any:
         def run(*args: Any, **options: Any) -> Any:
+            before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:
                 loads.append(1)
                 return call(*args, **options)
             finally:
-                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.set_sync_debug_mode(before)
 
         return run
 

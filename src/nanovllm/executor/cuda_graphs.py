@@ -1,15 +1,17 @@
 """Captured decode steps: CUDA graphs by batch size, way to attend and kind of sampling, all made before the first request.
 
-For each size and way there is one graph of the model, which also samples greedily, and one graph for each other kind of sampling, which
-reads the same logits and replaces the tokens. The options of the rows are data of these graphs. Steps with a caller's functions between
-logits and samples are captured when they are first needed.
+For each size and way there is one graph of the model, which also samples greedily. For each size and other kind of sampling there is one
+graph that reads the logits and replaces the tokens. The options of the rows are data of these graphs. Steps with a caller's functions
+between logits and samples are captured when they are first needed.
 
 The buffers of all graphs are views of one set of buffers, sized for the largest batch. A step moves positions, lengths and slots to the
 next token, and feeds the sampled tokens back.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +43,7 @@ from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.types import Int64, Tensor
 
+R = TypeVar("R")
 KEPT = 4  # sets of a caller's functions whose graphs are kept
 
 
@@ -117,7 +120,7 @@ class StepGraphs:
         host = padded(host, size, **self._layout)
         kind = StepKind(size=size, way=self._follow(host), sampling=sampling, processors=processors_of(processed))
         if kind not in self._steps:
-            self.capture(kv, size, kind.way, kind.processors, (sampling,))
+            self.capture(kv, size, (kind.way,), kind.processors, (sampling,))
             self._follow(host)
         step = self._steps[kind]
         self._fill(step.carry, host, rows, None if sampling == "greedy" else drawing)
@@ -155,11 +158,53 @@ class StepGraphs:
             ways.append("shared")
         return ways
 
-    def capture(self, kv: KVState, size: int, way: Way, processors: tuple[LogitsProcessor, ...] = (), kinds: Seq[Kind] = KINDS) -> None:
-        """Run the steps of one size and way on a side stream, then record them. All rows are padding, so only the dummy page is written.
+    def capture(
+        self, kv: KVState, size: int, ways: Seq[Way], processors: tuple[LogitsProcessor, ...] = (), kinds: Seq[Kind] = KINDS
+    ) -> None:
+        """Run the steps of one size on a side stream, then record them. All rows are padding, so only the dummy page is written.
 
-        Overwrites the buffers, and the plans of the size.
+        Overwrites the buffers, and the plans of the size. The graphs of sampling are the same for all ways, because all ways leave their
+        logits in the memory of the first one's. It must not be used by another graph of this size. Afterwards graphs of other sizes use
+        it, since only one step runs at a time.
         """
+        here, logits = torch.cuda.current_stream(self._device), None
+        drawing: dict[Kind, tuple[torch.cuda.CUDAGraph, ...]] = {"greedy": ()}
+        for way in ways:
+            carry = self._padding(kv, size, way, processors)
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                tried = self._run(carry, self._warm)
+                for sampling in kinds if logits is None else ():
+                    self._draw(carry, tried, sampling)
+                del tried
+            here.wait_stream(self._stream)
+            model, found = self._record(lambda carry=carry, into=logits: self._run(carry, self._model.params, into))
+            if logits is None:
+                logits = found
+                for sampling in kinds:
+                    if sampling != "greedy":
+                        graph, _ = self._record(lambda carry=carry, logits=found, sampling=sampling: self._draw(carry, logits, sampling))
+                        drawing[sampling] = (graph,)
+            for sampling in kinds:
+                kind = StepKind(size=size, way=way, sampling=sampling, processors=processors)
+                self._steps[kind] = CapturedStep(kind=kind, graphs=(model, *drawing[sampling]), carry=carry, results=self._results)
+
+    def _record(self, call: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
+        """Record a call. Returns the graph, and what the call returned."""
+
+        def recorded() -> tuple[torch.cuda.CUDAGraph, R]:
+            graph = torch.cuda.CUDAGraph()
+            with recording(graph, self._pool, self._stream):
+                return graph, call()
+
+        try:
+            return recorded()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # torch gives no memory back while a graph is recorded
+            return recorded()
+
+    def _padding(self, kv: KVState, size: int, way: Way, processors: tuple[LogitsProcessor, ...]) -> DecodeCarry:
+        """The carry of a size and a way, filled with rows of padding. Their plan is made, too."""
         dummy, page_size = self._layout["dummy_page"], self._layout["page_size"]
         frame = self._layout.get("dummy_frame")
         nothing = HostBatch(
@@ -181,42 +226,7 @@ class StepGraphs:
                 pass
         carry = self._carry(kv, size, way, processors)
         self._fill(carry, nothing, 0, ())
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            logits = self._run(carry, self._warm)
-            if processors or way == self.way():  # the kernels of sampling are the same for all ways
-                for sampling in kinds:
-                    self._draw(carry, logits, sampling)
-            del logits
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        try:
-            graphs = self._record(carry, kinds)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch gives no memory back while a graph is recorded
-            graphs = self._record(carry, kinds)
-        for sampling, each in zip(kinds, graphs, strict=True):
-            kind = StepKind(size=size, way=way, sampling=sampling, processors=processors)
-            self._steps[kind] = CapturedStep(kind=kind, graphs=each, carry=carry, results=self._results)
-
-    def _record(self, carry: DecodeCarry, kinds: Seq[Kind]) -> list[tuple[torch.cuda.CUDAGraph, ...]]:
-        """Record the graph of the model, and those of the kinds of sampling. Returns the graphs of each kind.
-
-        The logits must live until all are recorded, so that no graph of sampling takes their memory for its own. Afterwards other steps
-        take it, because only one step runs at a time.
-        """
-        model = torch.cuda.CUDAGraph()
-        with recording(model, self._pool, self._stream):
-            logits = self._run(carry, self._model.params)
-        made: list[tuple[torch.cuda.CUDAGraph, ...]] = []
-        for sampling in kinds:
-            if sampling == "greedy":
-                made.append((model,))
-                continue
-            graph = torch.cuda.CUDAGraph()
-            with recording(graph, self._pool, self._stream):
-                self._draw(carry, logits, sampling)
-            made.append((model, graph))
-        return made
+        return carry
 
     def way(self) -> Way:
         """The way to attend for rows that share nothing and are not long."""
@@ -338,11 +348,11 @@ class StepGraphs:
             self._token_ids = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._token_ids
 
-    def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> Tensor:
-        """Run one greedy decode step, and write the changed tensors back into the carry's memory. Returns the logits."""
+    def _run(self, carry: DecodeCarry, params: Params[Tensor], into: Tensor | None = None) -> Tensor:
+        """Run one greedy decode step, and write the changed tensors back into the carry's memory. Returns the logits, copied to `into`."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
         torch._foreach_copy_(moving_tensors(carry), moving_tensors(after))  # pyright: ignore[reportPrivateImportUsage]
-        return out.logits
+        return out.logits if into is None else into.copy_(out.logits)
 
     def _draw(self, carry: DecodeCarry, logits: Tensor, sampling: Kind) -> None:
         """Sample from the logits of a step that has run, and replace its tokens."""

@@ -327,8 +327,7 @@ class GraphExecutor:
         with bar:
             for graphs, rows in kinds:
                 bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
-                for way in graphs.ways(rows):
-                    graphs.capture(kv, rows, way)
+                graphs.capture(kv, rows, graphs.ways(rows))
                 bar.update()
             for kind in short:
                 assert self._short is not None
