@@ -33,6 +33,19 @@ CLIENTS = (
 LIMITS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
 
 
+def no_repeats(logits: torch.Tensor, tokens: nv.TokensSoFar) -> torch.Tensor:
+    """Forbids the newest token."""
+    return logits.scatter(1, tokens.last().long().unsqueeze(1), -torch.inf)
+
+
+def warmer(logits: torch.Tensor, tokens: nv.TokensSoFar, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flattens the logits more with every step."""
+    return logits / (1.0 + 0.1 * steps).unsqueeze(1), steps + 1
+
+
+PROCESSORS = (nv.LogitsProcessor(no_repeats), nv.LogitsProcessor(warmer, lambda tokens: torch.zeros(len(tokens.lengths))))
+
+
 @pytest.fixture(autouse=True)
 def on_cpu() -> Iterator[None]:
     with without_cuda():
@@ -45,7 +58,7 @@ def captured(state: nv.EngineState, **options: Any) -> tuple[nv.EngineState, Gra
     return replace(state, runtime=Runtime(state.runtime.lease, executor)), executor
 
 
-def served(state: nv.EngineState, seed: int, steps: int = 120) -> tuple[dict[int, list[int]], nv.EngineState]:
+def served(state: nv.EngineState, seed: int, steps: int = 120, processed: float = 0.0) -> tuple[dict[int, list[int]], nv.EngineState]:
     """The replies to clients of all kinds that come, share prompts, go early, and run out of pages."""
     random, replies, live = Random(seed), dict[int, list[int]](), list[int]()
     shared = [random.randrange(60) for _ in range(12)]
@@ -53,7 +66,9 @@ def served(state: nv.EngineState, seed: int, steps: int = 120) -> tuple[dict[int
         while len(live) < 6 and random.random() < 0.5 and step < steps - 60:
             own = [random.randrange(60) for _ in range(random.choice((1, 3, 20)))]
             prompt = shared + own if random.random() < 0.3 else own
-            state, rid = nv.submit(MODEL, state, prompt, replace(random.choice(CLIENTS), seed=random.randrange(100)))
+            process = random.choice(PROCESSORS) if random.random() < processed else None
+            params = replace(random.choice(CLIENTS), seed=random.randrange(100))
+            state, rid = nv.submit(MODEL, state, prompt, params, process_logits=process)
             live.append(rid)
         if live and random.random() < 0.03:
             state = nv.cancel(state, live.pop(random.randrange(len(live))))
@@ -83,6 +98,13 @@ def test_replies_are_those_of_plain_steps(seed: int, num_pages: int, cascade: bo
         len(KINDS) * sum(len(graphs.ways(size)) for size in graphs.sizes) for graphs in (executor._decode, executor._extend)
     ]
     assert state.stats.discarded_tokens > 0 and (num_pages > 14 or state.stats.preemptions > 0)
+
+
+def test_functions_of_callers_work_with_every_kind_of_sampling() -> None:
+    want, _ = served(nv.init_state(MODEL, num_pages=30, **LIMITS), 4, processed=0.5)
+    state, executor = captured(nv.init_state(MODEL, num_pages=30, **LIMITS))
+    got, _ = served(state, 4, processed=0.5)
+    assert got == want and len({kind.sampling for kind in executor._decode._steps if kind.processors}) > 2
 
 
 def test_penalised_rows_run_ahead() -> None:
