@@ -438,7 +438,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Sampling
     *bugs(
-        "sampling/sampler.py",
+        "ops/sampling/least_kept.py",
         CUTS,
         ("top-p keeps a token more at the boundary", "sums_BC - weights_BC < wanted_B1", "sums_BC - weights_BC <= wanted_B1"),
         ("min-p drops a token at the boundary", "(sorted_BC >= least_B1)", "(sorted_BC > least_B1)"),

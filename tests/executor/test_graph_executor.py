@@ -1,0 +1,174 @@
+"""The executor of a GPU on a CPU, with calls in the place of graphs: whatever clients ask for, replies are those of plain steps."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import nanovllm as nv
+from nanovllm.executor.executor import Runtime
+from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.sampling import penalty_tables
+from nanovllm.sampling.penalty_tables import PenaltyTables
+from nanovllm.sampling.row_options import KINDS
+from nanovllm.testing.models import random_model, tiny_config
+from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
+
+pytestmark = pytest.mark.unhooked  # objects of torch.cuda are replaced by others
+
+MODEL = random_model(tiny_config(vocab_size=60))
+PLAIN = nv.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+CLIENTS = (
+    PLAIN,
+    replace(PLAIN, temperature=0.9, max_tokens=7),
+    replace(PLAIN, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+    replace(PLAIN, temperature=0.8, repetition_penalty=1.2, presence_penalty=0.7, frequency_penalty=0.5, max_tokens=15),
+    replace(PLAIN, frequency_penalty=1.5, max_tokens=20),
+    replace(PLAIN, temperature=1.0, logit_bias={5: 3.0, 9: -100.0}, max_tokens=1),
+    replace(PLAIN, temperature=0.6, logprobs=3, max_tokens=9),
+)
+LIMITS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
+
+
+def no_repeats(logits: torch.Tensor, tokens: nv.TokensSoFar) -> torch.Tensor:
+    """Forbids the newest token."""
+    return logits.scatter(1, tokens.last().long().unsqueeze(1), -torch.inf)
+
+
+def warmer(logits: torch.Tensor, tokens: nv.TokensSoFar, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flattens the logits more with every step."""
+    return logits / (1.0 + 0.1 * steps).unsqueeze(1), steps + 1
+
+
+PROCESSORS = (nv.LogitsProcessor(no_repeats), nv.LogitsProcessor(warmer, lambda tokens: torch.zeros(len(tokens.lengths))))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu() -> Iterator[None]:
+    with without_cuda():
+        yield
+
+
+def captured(state: nv.EngineState, **options: Any) -> tuple[nv.EngineState, GraphExecutor]:
+    """The state with an executor of a GPU."""
+    executor = graph_executor_of(MODEL, state.config, state.kv, **options)
+    return replace(state, runtime=Runtime(state.runtime.lease, executor)), executor
+
+
+def served(state: nv.EngineState, seed: int, steps: int = 120, processed: float = 0.0) -> tuple[dict[int, list[int]], nv.EngineState]:
+    """The replies to clients of all kinds that come, share prompts, go early, and run out of pages."""
+    random, replies, live = Random(seed), dict[int, list[int]](), list[int]()
+    shared = [random.randrange(60) for _ in range(12)]
+    for step in range(steps):
+        while len(live) < 6 and random.random() < 0.5 and step < steps - 60:
+            own = [random.randrange(60) for _ in range(random.choice((1, 3, 20)))]
+            prompt = shared + own if random.random() < 0.3 else own
+            process = random.choice(PROCESSORS) if random.random() < processed else None
+            params = replace(random.choice(CLIENTS), seed=random.randrange(100))
+            state, rid = nv.submit(MODEL, state, prompt, params, process_logits=process)
+            live.append(rid)
+        if live and random.random() < 0.03:
+            state = nv.cancel(state, live.pop(random.randrange(len(live))))
+        state, outs = nv.step(MODEL, state)
+        for out in outs:
+            replies.setdefault(out.request_id, []).extend(out.token_ids)
+            if out.output is not None and out.request_id in live:
+                live.remove(out.request_id)
+    nv.check(state)
+    return replies, state
+
+
+def compared(seed: int, num_pages: int, cascade: bool | None = None) -> tuple[nv.EngineState, GraphExecutor]:
+    """Serve the same clients by plain steps and by captured ones. The replies must be equal."""
+    want, _ = served(nv.init_state(MODEL, num_pages=num_pages, **LIMITS), seed)
+    state, executor = captured(nv.init_state(MODEL, num_pages=num_pages, **LIMITS), cascade=cascade)
+    got, state = served(state, seed)
+    assert got == want
+    return state, executor
+
+
+@pytest.mark.parametrize(("seed", "num_pages", "cascade"), [(0, 60, None), (1, 14, None), (2, 14, True), (3, 20, False)])
+def test_replies_are_those_of_plain_steps(seed: int, num_pages: int, cascade: bool | None) -> None:
+    state, executor = compared(seed, num_pages, cascade)
+    steps = executor._decode._steps, executor._extend._steps
+    assert [len(made) for made in steps] == [
+        len(KINDS) * sum(len(graphs.ways(size)) for size in graphs.sizes) for graphs in (executor._decode, executor._extend)
+    ]
+    assert state.stats.discarded_tokens > 0 and (num_pages > 14 or state.stats.preemptions > 0)
+
+
+def test_functions_of_callers_work_with_every_kind_of_sampling() -> None:
+    want, _ = served(nv.init_state(MODEL, num_pages=30, **LIMITS), 4, processed=0.5)
+    state, executor = captured(nv.init_state(MODEL, num_pages=30, **LIMITS))
+    got, _ = served(state, 4, processed=0.5)
+    assert got == want and len({kind.sampling for kind in executor._decode._steps if kind.processors}) > 2
+
+
+def test_penalised_rows_run_ahead() -> None:
+    state, executor = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    ahead = 0
+    for prompt in ([3, 4, 5], [6, 7, 8, 9]):
+        state, _ = nv.submit(MODEL, state, prompt, replace(CLIENTS[3], seed=1))
+        for _ in range(5):
+            state, _ = nv.step(MODEL, state)
+            ahead += executor._ahead.launched
+    assert ahead > 3
+
+
+def test_a_slot_is_filled_once_while_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    fills, fill = [], PenaltyTables.fill
+    monkeypatch.setattr(PenaltyTables, "fill", lambda self, slot, *args: fills.append(slot) or fill(self, slot, *args))
+    state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    for turn, prompt in enumerate(([3, 4, 5], [6, 7, 8, 9], [1], [2, 2])):
+        state, _ = nv.submit(MODEL, state, prompt, replace(CLIENTS[4], max_tokens=9 + turn))
+        for _ in range(3):
+            state, _ = nv.step(MODEL, state)
+    while state.running:
+        state, _ = nv.step(MODEL, state)
+    assert len(fills) == 4
+
+
+def test_a_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the failed step were counted, and are drawn again."""
+    params = replace(CLIENTS[3], seed=3)
+    state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    state, want = nv.generate(MODEL, state, [3, 4, 5], params)
+    state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    state, _ = nv.submit(MODEL, state, [3, 4, 5], params)
+    got, decode = [], GraphExecutor.decode
+    for step in range(40):
+        with monkeypatch.context() as patch:
+            if step % 3 == 2:
+
+                def failing(self: GraphExecutor, *args: Any) -> Any:
+                    decode(self, *args)
+                    raise KeyboardInterrupt
+
+                patch.setattr(GraphExecutor, "decode", failing)
+            try:
+                state, outs = nv.step(MODEL, state)
+            except KeyboardInterrupt:
+                continue
+        got += [token for out in outs for token in out.token_ids]
+    assert got == want.token_ids
+
+
+def counted_always(self: PenaltyTables, slots: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Counts a token with every step that runs it."""
+    new = (slots >= 0) & (lengths > 0)
+    self.marks.view(-1).scatter_add_(0, slots.long().clamp(min=0) * self.marks.shape[1] + token_ids, new.int() * 2)
+
+
+def never_counted(self: PenaltyTables, slots: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Counts no token."""
+
+
+@pytest.mark.parametrize("fault", [counted_always, never_counted])
+def test_planted_faults_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penalty_tables.PenaltyTables, "count", fault)
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            compared(seed, 20)
