@@ -1,6 +1,7 @@
 """The executor of a GPU on a CPU, with calls in the place of graphs: whatever clients ask for, replies are those of plain steps."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -58,7 +59,9 @@ def captured(state: nv.EngineState, **options: Any) -> tuple[nv.EngineState, Gra
     return replace(state, runtime=Runtime(state.runtime.lease, executor)), executor
 
 
-def served(state: nv.EngineState, seed: int, steps: int = 120, processed: float = 0.0) -> tuple[dict[int, list[int]], nv.EngineState]:
+def served(
+    state: nv.EngineState, seed: int, steps: int = 120, processed: float = 0.0, clients: Seq[nv.SamplingParams] = CLIENTS
+) -> tuple[dict[int, list[int]], nv.EngineState]:
     """The replies to clients of all kinds that come, share prompts, go early, and run out of pages."""
     random, replies, live = Random(seed), dict[int, list[int]](), list[int]()
     shared = [random.randrange(60) for _ in range(12)]
@@ -67,7 +70,7 @@ def served(state: nv.EngineState, seed: int, steps: int = 120, processed: float 
             own = [random.randrange(60) for _ in range(random.choice((1, 3, 20)))]
             prompt = shared + own if random.random() < 0.3 else own
             process = random.choice(PROCESSORS) if random.random() < processed else None
-            params = replace(random.choice(CLIENTS), seed=random.randrange(100))
+            params = replace(random.choice(clients), seed=random.randrange(100))
             state, rid = nv.submit(MODEL, state, prompt, params, process_logits=process)
             live.append(rid)
         if live and random.random() < 0.03:
@@ -105,6 +108,14 @@ def test_functions_of_callers_work_with_every_kind_of_sampling() -> None:
     state, executor = captured(nv.init_state(MODEL, num_pages=30, **LIMITS))
     got, _ = served(state, 4, processed=0.5)
     assert got == want and len({kind.sampling for kind in executor._decode._steps if kind.processors}) > 2
+
+
+def test_a_new_sequence_may_take_the_slot_of_a_loaded_row() -> None:
+    """If all rows have slots, the first token of a new one is drawn while the row that has ended is still loaded."""
+    for seed in range(3):
+        want, _ = served(nv.init_state(MODEL, num_pages=60, **LIMITS), seed, clients=CLIENTS[3:5])
+        state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+        assert served(state, seed, clients=CLIENTS[3:5])[0] == want
 
 
 def test_penalised_rows_run_ahead() -> None:

@@ -80,6 +80,7 @@ def test_steps_of_every_kind_draw_what_the_sampler_draws(drawn: list, noise: int
     for slot, (params, seed, prompt, output) in enumerate(rows):
         packed.append((params, seed, slot if needs_tables(params) else -1))
         tables.fill(slot, prompt, output, dict(params.logit_bias or ()), len(prompt) + len(output))
+    before = tables.marks.clone()
     options, least = options_of(packed, size), KINDS.index(kind_of([params for params, *_ in rows]))
     sampling, lengths = build(rows, VOCAB, "cpu"), torch.tensor([len(p) + len(o) for _, _, p, o in rows], dtype=torch.int32)
     newest = torch.tensor([([*p, *o] or [0])[-1] for _, _, p, o in rows], dtype=torch.int32)
@@ -91,6 +92,12 @@ def test_steps_of_every_kind_draw_what_the_sampler_draws(drawn: list, noise: int
             assert got.token_ids.tolist() == want.token_ids.tolist(), (step, kind)
         if want.logprobs is not None:
             assert torch.equal(got.logprobs, want.logprobs)
+        for slot, (_, _, placed) in enumerate(packed):
+            if sampling.penalties is not None and placed >= 0:
+                assert torch.equal(tables.marks[slot] >> 1, sampling.penalties.counts[slot])
+            elif placed < 0:
+                assert torch.equal(tables.marks[slot], before[slot])
+        assert (tables.marks[size] == 9).all()
         sampling, newest, lengths = record(sampling, want.token_ids), want.token_ids, lengths + 1
 
 

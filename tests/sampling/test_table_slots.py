@@ -107,4 +107,8 @@ def test_who_stays_is_not_filled_again() -> None:
     assert not slots.holds([Owner(b, 5)]) and slots.holds([Owner(a, 7)])
     assert slots.place([Owner(a, 7), Owner(c, 10)], loaded=True) == ([0, 1], [])  # the prompt's first token is counted
     assert slots.place([Owner(a, 7)], loaded=True) == ([0], [])
+    assert slots.place([Owner(b, 5)], loaded=False) == ([1], [0])  # not that of the loaded row
+    assert slots.place([Owner(b, 6)], loaded=True) == ([1], [])
+    slots.ran()
+    assert slots.place([Owner(a, 7)], loaded=True) == ([0], [])  # it did not run meanwhile
     assert slots.place([Owner(a, 6)], loaded=True) == ([0], [0])  # the step failed
