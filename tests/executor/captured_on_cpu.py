@@ -1,22 +1,17 @@
-"""A `GraphExecutor` on a CPU: its graphs are calls of the functions that a GPU would record, and read the same buffers."""
+"""A `GraphExecutor` on a CPU: its graphs are calls of the functions that a GPU would record, and read and write the same buffers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm import models
-from nanovllm.executor import graph_executor
-from nanovllm.executor.captured_step import CapturedStep, StepKind, Way
-from nanovllm.executor.cuda_graphs import StepGraphs
-from nanovllm.executor.decode_carry import DecodeCarry
+from nanovllm.executor import cuda_graphs, graph_executor, prompt_graphs
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.ops.compile_ahead import FirstStart
-from nanovllm.sampling.process_logits import LogitsProcessor
-from nanovllm.sampling.row_options import KINDS, Kind
 
 
 class Ignored:
@@ -47,44 +42,42 @@ class PlainAttention(Ignored):
         return plan
 
 
-@dataclass(frozen=True)
 class Call:
-    """A call that stands for a graph."""
+    """A function that stands for a graph: each call writes its results to where the first one left them."""
 
-    replay: Callable[[], None]
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run, self.result = run, run()
+
+    def replay(self) -> None:
+        """Call the function once more."""
+        for to, value in zip(pytree.tree_leaves(self.result), pytree.tree_leaves(self.run()), strict=True):
+            if isinstance(to, torch.Tensor) and to.data_ptr() != value.data_ptr():
+                to.copy_(value)
 
 
-def capture(
-    self: StepGraphs, kv: Any, size: int, ways: Sequence[Way], processors: tuple[LogitsProcessor, ...] = (), kinds: Sequence[Kind] = KINDS
-) -> None:
-    """Stands for `StepGraphs.capture`."""
-    logits = torch.zeros(size, self._model.config.vocab_size)
-    for way in ways:
-        carry = self._padding(kv, size, way, processors)
-
-        def model(carry: DecodeCarry = carry) -> None:
-            self._run(carry, self._model.params, logits)
-
-        for sampling in kinds:
-
-            def draw(carry: DecodeCarry = carry, sampling: Kind = sampling) -> None:
-                self._draw(carry, logits, sampling)
-
-            kind = StepKind(size=size, way=way, sampling=sampling, processors=processors)
-            graphs: Any = (Call(model),) if sampling == "greedy" else (Call(model), Call(draw))
-            self._steps[kind] = CapturedStep(kind=kind, graphs=graphs, carry=carry, results=self._results)
+def recorded(pool: Any, stream: Any, run: Callable[[], Any]) -> tuple[Call, Any]:
+    """Stands for the function of this name."""
+    call = Call(run)
+    return call, call.result
 
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Calls of torch.cuda do nothing, and steps are called where a GPU would record them."""
+    """Calls of torch.cuda do nothing, and steps are called where a GPU would record them. Prompts of up to 16 tokens are captured."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Stream", "Event"):
             patch.setattr(torch.cuda, name, Ignored)
-        for name in ("graph_pool_handle", "synchronize", "empty_cache"):
-            patch.setattr(torch.cuda, name, lambda *_: None)
-        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
-        patch.setattr(StepGraphs, "capture", capture)
+        for name in ("graph_pool_handle", "synchronize", "empty_cache", "current_stream"):
+            patch.setattr(torch.cuda, name, lambda *_: Ignored())
+        for name in ("device", "stream"):
+            patch.setattr(torch.cuda, name, lambda _: nullcontext())
+        for module in (cuda_graphs, prompt_graphs):
+            patch.setattr(module, "recorded", recorded)
+        patch.setattr(cuda_graphs, "EXTENSION", 4)
+        patch.setattr(prompt_graphs, "SIZES", (8, 16))
+        patch.setattr(prompt_graphs, "WIDE_FROM", 16)
+        patch.setattr(prompt_graphs, "FEW_ROWS", 2)
+        patch.setattr(graph_executor, "captures_prompts", lambda *_: True)
         patch.setattr(graph_executor, "Attention", PlainAttention)
         patch.setattr(graph_executor, "compiled_forward", lambda model: models.forward)
         patch.setattr(graph_executor, "COMPILED_PROMPTS", ())

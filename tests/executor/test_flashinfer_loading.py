@@ -23,6 +23,8 @@ from nanovllm.ops.attention.plan_table import lookup
 from nanovllm.ops.attention.prompt_tiles import TilePlan
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # objects stand for plans and workspaces
+
 LIMITS = EngineConfig(num_pages=8, page_size=4, max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32, seed=0)
 MODEL = random_model(tiny_config(), seed=0)
 (PROMPTS,) = sample_prompts(LIMITS, [(2, 5)], MODEL.config)

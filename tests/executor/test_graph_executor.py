@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm.executor import cuda_graphs
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.executor.prompt_buffers import PromptBuffers
+from nanovllm.executor.prompt_graphs import PromptGraphs
 from nanovllm.sampling import penalty_tables
 from nanovllm.sampling.penalty_tables import PenaltyTables
 from nanovllm.sampling.row_options import KINDS
@@ -21,6 +24,7 @@ from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
 pytestmark = pytest.mark.unhooked  # objects of torch.cuda are replaced by others
 
 MODEL = random_model(tiny_config(vocab_size=60))
+WINDOWED = random_model(replace(tiny_config(vocab_size=60), windows=(5, 0)))
 PLAIN = nv.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 CLIENTS = (
     PLAIN,
@@ -53,29 +57,30 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def captured(state: nv.EngineState, **options: Any) -> tuple[nv.EngineState, GraphExecutor]:
-    """The state with an executor of a GPU."""
-    executor = graph_executor_of(MODEL, state.config, state.kv, **options)
+def started(model: nv.Model, num_pages: int, **options: Any) -> tuple[nv.EngineState, GraphExecutor]:
+    """A state with an executor of a GPU."""
+    state = nv.init_state(model, num_pages=num_pages, **LIMITS)
+    executor = graph_executor_of(model, state.config, state.kv, **options)
     return replace(state, runtime=Runtime(state.runtime.lease, executor)), executor
 
 
 def served(
-    state: nv.EngineState, seed: int, steps: int = 120, processed: float = 0.0, clients: Seq[nv.SamplingParams] = CLIENTS
+    model: nv.Model, state: nv.EngineState, seed: int, steps: int = 120, processed: float = 0.0, clients: Seq[nv.SamplingParams] = CLIENTS
 ) -> tuple[dict[int, list[int]], nv.EngineState]:
     """The replies to clients of all kinds that come, share prompts, go early, and run out of pages."""
     random, replies, live = Random(seed), dict[int, list[int]](), list[int]()
     shared = [random.randrange(60) for _ in range(12)]
     for step in range(steps):
         while len(live) < 6 and random.random() < 0.5 and step < steps - 60:
-            own = [random.randrange(60) for _ in range(random.choice((1, 3, 20)))]
+            own = [random.randrange(60) for _ in range(random.choice((1, 3, 7, 13, 20)))]
             prompt = shared + own if random.random() < 0.3 else own
             process = random.choice(PROCESSORS) if random.random() < processed else None
             params = replace(random.choice(clients), seed=random.randrange(100))
-            state, rid = nv.submit(MODEL, state, prompt, params, process_logits=process)
+            state, rid = nv.submit(model, state, prompt, params, process_logits=process)
             live.append(rid)
         if live and random.random() < 0.03:
             state = nv.cancel(state, live.pop(random.randrange(len(live))))
-        state, outs = nv.step(MODEL, state)
+        state, outs = nv.step(model, state)
         for out in outs:
             replies.setdefault(out.request_id, []).extend(out.token_ids)
             if out.output is not None and out.request_id in live:
@@ -84,42 +89,62 @@ def served(
     return replies, state
 
 
-def compared(seed: int, num_pages: int, cascade: bool | None = None) -> tuple[nv.EngineState, GraphExecutor]:
-    """Serve the same clients by plain steps and by captured ones. The replies must be equal."""
-    want, _ = served(nv.init_state(MODEL, num_pages=num_pages, **LIMITS), seed)
-    state, executor = captured(nv.init_state(MODEL, num_pages=num_pages, **LIMITS), cascade=cascade)
-    got, state = served(state, seed)
+def compared(
+    model: nv.Model, seed: int, num_pages: int, cascade: bool | None = None, **options: Any
+) -> tuple[nv.EngineState, GraphExecutor, set[int]]:
+    """Serve the same clients by plain steps and by captured ones. The replies must be equal. Returns the sizes of captured prompts too."""
+    want, _ = served(model, nv.init_state(model, num_pages=num_pages, **LIMITS), seed, **options)
+    state, executor = started(model, num_pages, cascade=cascade)
+    assert executor._short is not None and [kind.tokens for kind in executor._short.kinds] == [8, 16, 16]
+    ran, run = set[int](), executor._short.run
+
+    def noted(params: Any, kv: Any, host: Any) -> Any:
+        logits = run(params, kv, host)
+        ran.add(0 if logits is None else len(host.input_ids))
+        return logits
+
+    executor._short.run = noted
+    got, state = served(model, state, seed, **options)
     assert got == want
-    return state, executor
+    return state, executor, ran
 
 
 @pytest.mark.parametrize(("seed", "num_pages", "cascade"), [(0, 60, None), (1, 14, None), (2, 14, True), (3, 20, False)])
 def test_replies_are_those_of_plain_steps(seed: int, num_pages: int, cascade: bool | None) -> None:
-    state, executor = compared(seed, num_pages, cascade)
+    state, executor, ran = compared(MODEL, seed, num_pages, cascade)
     steps = executor._decode._steps, executor._extend._steps
     assert [len(made) for made in steps] == [
         len(KINDS) * sum(len(graphs.ways(size)) for size in graphs.sizes) for graphs in (executor._decode, executor._extend)
     ]
     assert state.stats.discarded_tokens > 0 and (num_pages > 14 or state.stats.preemptions > 0)
+    assert 0 in ran and 0 < max(ran) <= 16  # some are too long
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_short_prompts_run_as_rows_of_a_captured_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "EXTENSION", 32)
+    _, executor, ran = compared(MODEL, seed, 20)
+    assert executor._extend.sizes == (1, 8, 16, 32) and not ran
+
+
+def test_prompts_of_two_kv_pools_are_captured() -> None:
+    _, _, ran = compared(WINDOWED, 0, 60)
+    assert 0 in ran and max(ran) > 8
 
 
 def test_functions_of_callers_work_with_every_kind_of_sampling() -> None:
-    want, _ = served(nv.init_state(MODEL, num_pages=30, **LIMITS), 4, processed=0.5)
-    state, executor = captured(nv.init_state(MODEL, num_pages=30, **LIMITS))
-    got, _ = served(state, 4, processed=0.5)
-    assert got == want and len({kind.sampling for kind in executor._decode._steps if kind.processors}) > 2
+    _, executor, _ = compared(MODEL, 7, 30, processed=0.5)
+    assert len({kind.sampling for kind in executor._decode._steps if kind.processors}) > 2
 
 
-def test_a_new_sequence_may_take_the_slot_of_a_loaded_row() -> None:
+def test_a_new_sequence_may_take_the_slot_of_a_row_that_ended() -> None:
     """If all rows have slots, the first token of a new one is drawn while the row that has ended is still loaded."""
     for seed in range(3):
-        want, _ = served(nv.init_state(MODEL, num_pages=60, **LIMITS), seed, clients=CLIENTS[3:5])
-        state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
-        assert served(state, seed, clients=CLIENTS[3:5])[0] == want
+        compared(MODEL, seed, 60, clients=CLIENTS[3:5])
 
 
 def test_penalised_rows_run_ahead() -> None:
-    state, executor = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    state, executor = started(MODEL, 60)
     ahead = 0
     for prompt in ([3, 4, 5], [6, 7, 8, 9]):
         state, _ = nv.submit(MODEL, state, prompt, replace(CLIENTS[3], seed=1))
@@ -132,7 +157,7 @@ def test_penalised_rows_run_ahead() -> None:
 def test_a_slot_is_filled_once_while_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     fills, fill = [], PenaltyTables.fill
     monkeypatch.setattr(PenaltyTables, "fill", lambda self, slot, *args: fills.append(slot) or fill(self, slot, *args))
-    state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    state, _ = started(MODEL, 60)
     for turn, prompt in enumerate(([3, 4, 5], [6, 7, 8, 9], [1], [2, 2])):
         state, _ = nv.submit(MODEL, state, prompt, replace(CLIENTS[4], max_tokens=9 + turn))
         for _ in range(3):
@@ -145,9 +170,9 @@ def test_a_slot_is_filled_once_while_rows_come_and_go(monkeypatch: pytest.Monkey
 def test_a_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the failed step were counted, and are drawn again."""
     params = replace(CLIENTS[3], seed=3)
-    state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    state, _ = started(MODEL, 60)
     state, want = nv.generate(MODEL, state, [3, 4, 5], params)
-    state, _ = captured(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    state, _ = started(MODEL, 60)
     state, _ = nv.submit(MODEL, state, [3, 4, 5], params)
     got, decode = [], GraphExecutor.decode
     for step in range(40):
@@ -178,8 +203,43 @@ def never_counted(self: PenaltyTables, slots: torch.Tensor, token_ids: torch.Ten
 
 
 @pytest.mark.parametrize("fault", [counted_always, never_counted])
-def test_planted_faults_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_of_counting_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penalty_tables.PenaltyTables, "count", fault)
     with pytest.raises(AssertionError):
         for seed in range(8):
-            compared(seed, 20)
+            compared(MODEL, seed, 20)
+
+
+def stale_tables(self: PromptBuffers, host: Any) -> None:
+    """Leaves the page tables of the batch before."""
+    FILL(self, replace(host, page_tables=host.page_tables * 0))
+
+
+def logits_of_the_last_row(self: PromptGraphs, params: Any, kv: Any, host: Any) -> Any:
+    """Gives every row the logits of the last one."""
+    logits = RUN(self, params, kv, host)
+    return None if logits is None else logits[-1:].expand_as(logits)
+
+
+def ignores_the_memory(self: PromptGraphs, params: Any, kv: Any, host: Any) -> Any:
+    """Runs steps that are too large, without their last tokens."""
+    small = len(host.input_ids) <= 16
+    return RUN(self, params, kv, host) if small else torch.zeros(len(host.logit_indices), 60)
+
+
+FILL, RUN = PromptBuffers.fill, PromptGraphs.run
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(PromptBuffers, "fill", stale_tables), (PromptGraphs, "run", logits_of_the_last_row), (PromptGraphs, "run", ignores_the_memory)],
+)
+def test_planted_faults_of_captured_prompts_are_found(owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = 0
+    for seed in range(3):
+        try:
+            compared(MODEL, seed, 60)
+        except AssertionError:
+            found += 1
+    assert found

@@ -118,9 +118,9 @@ class StepGraphs:
         size = self.size(rows)
         host = padded(host, size, **self._layout)
         kind = StepKind(size=size, way=self._follow(host), sampling=sampling, processors=processors_of(processed))
-        if kind not in self._steps:
-            self.capture(kv, size, (kind.way,), kind.processors, (sampling,))
-            self._follow(host)
+        while kind not in self._steps:
+            self.capture(kv, size, (kind.way,), kind.processors, (sampling,))  # makes another plan; FlashInfer's kernels may arrive meanwhile
+            kind = replace(kind, way=self._follow(host))
         step = self._steps[kind]
         self._fill(step.carry, host, rows, None if sampling == "greedy" else drawing)
         if kind.processors:
