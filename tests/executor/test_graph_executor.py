@@ -143,6 +143,51 @@ def test_a_new_sequence_may_take_the_slot_of_a_row_that_ended() -> None:
         compared(MODEL, seed, 60, clients=CLIENTS[3:5])
 
 
+def test_a_live_row_keeps_its_slot_when_a_short_request_comes() -> None:
+    """All slots are owned and one row has ended, so nothing was loaded since; a step over the other rows already runs."""
+
+    def run(state: nv.EngineState) -> dict[int, list[int]]:
+        replies: dict[int, list[int]] = {}
+        penalised = replace(PLAIN, frequency_penalty=1.5, presence_penalty=0.5)
+        for lifetime, tokens in zip((20, 20, 5, 20), (9, 1, 2, 1), strict=True):
+            prompt = [(5 * lifetime + 7 * i + tokens) % 60 for i in range(tokens)]
+            state, _ = nv.submit(MODEL, state, prompt, replace(penalised, max_tokens=lifetime))
+        for step in range(40):
+            if step in (8, 10):
+                state, _ = nv.submit(MODEL, state, [step, 3, 4], replace(penalised, max_tokens=1 if step == 8 else 4))
+            state, outs = nv.step(MODEL, state)
+            for out in outs:
+                replies.setdefault(out.request_id, []).extend(out.token_ids)
+        assert len(replies) == 6 and not state.running
+        return replies
+
+    want = run(nv.init_state(MODEL, num_pages=60, **LIMITS))
+    state, executor = started(MODEL, 60)
+    assert run(state) == want
+    assert len(executor._rows._slots._entries) <= 4
+
+
+def test_a_fill_that_is_interrupted_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = replace(CLIENTS[3], seed=3)
+    state, _ = started(MODEL, 60)
+    state, want = nv.generate(MODEL, state, [3, 4, 5], params)
+    state, _ = started(MODEL, 60)
+    state, _ = nv.submit(MODEL, state, [3, 4, 5], params)
+
+    def interrupted(self: PenaltyTables, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PenaltyTables, "fill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            nv.step(MODEL, state)
+    got = []
+    while state.running or state.waiting:
+        state, outs = nv.step(MODEL, state)
+        got += [token for out in outs for token in out.token_ids]
+    assert got == want.token_ids
+
+
 def test_penalised_rows_run_ahead() -> None:
     state, executor = started(MODEL, 60)
     ahead = 0

@@ -175,7 +175,7 @@ class GraphExecutor:
         self._loaded = None
         places = longest_first(rows)
         carried, sampling = placed(rows, places), kind_of([s.request.sampling for s in rows])
-        drawing = () if sampling == "greedy" else self._rows.rows(carried, loaded=True)
+        drawing = self._rows.rows(() if sampling == "greedy" else carried, loaded=True)
         processed = carried if processors_of(rows) else ()
         step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, sampling, processed)
         self._loaded = step, len(rows)
@@ -202,6 +202,7 @@ class GraphExecutor:
         if step.kind.size != self._decode.size(len(rows)) or step.kind.way == "shared" or not self._holds(step, rows):
             return self.load(model, carry.kv, rows, frames=frames)
         self._decode.retire(step, self._ahead.narrow(keep, rows))
+        self._rows.keep(rows)
         return step.carry
 
     @_on_device

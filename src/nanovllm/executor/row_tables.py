@@ -32,14 +32,22 @@ class RowTables:
 
         `loaded` is as in `TableSlots.place`.
         """
-        placed = self._slots.place([_owner(s) for s in sequences], loaded=loaded)
+        owners = [_owner(s) for s in sequences]
+        placed = self._slots.place(owners, loaded=loaded)
         for index in placed.stale:
-            self._fill(placed.slots[index], sequences[index])
+            owner, slot = owners[index], placed.slots[index]
+            assert owner is not None
+            self._fill(slot, sequences[index])
+            self._slots.filled(slot, owner)  # not before: a fill may be interrupted
         return [(s.request.sampling, s.request.seed, slot) for s, slot in zip(sequences, placed.slots, strict=True)]
 
     def ran(self) -> None:
         """Note that the loaded rows run a step."""
         self._slots.ran()
+
+    def keep(self, sequences: Seq[Sequence]) -> None:
+        """Note that only these of the loaded rows are left."""
+        self._slots.keep([_owner(s) for s in sequences])
 
     def holds(self, sequences: Seq[Sequence]) -> bool:
         """Whether the slots of these loaded rows hold their tokens."""
