@@ -1,8 +1,9 @@
-"""Captured decode steps: CUDA graphs by batch size, way to attend and kind of sampling, all made before the first request.
+"""Captured decode steps: CUDA graphs by batch size, way to attend and kind of sampling, made before the first request.
 
 For each size and way there is one graph of the model, which also samples greedily. For each size and other kind of sampling there is one
-graph that reads the logits and replaces the tokens. The options of the rows are data of these graphs. Steps with a caller's functions
-between logits and samples are captured when they are first needed.
+graph that reads the logits and replaces the tokens. The options of the rows are data of these graphs. Two sorts of steps are captured when
+they are first needed: those with a caller's functions between logits and samples, and those that attend in a way that did not exist when
+the others were captured, such as by FlashInfer's kernels if these were built since.
 
 The buffers of all graphs are views of one set of buffers, sized for the largest batch. A step moves positions, lengths and slots to the
 next token, and feeds the sampled tokens back.
@@ -109,7 +110,7 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(self._device)  # one for all: memory cached for a stream serves no other
 
     def load(self, kv: KVState, host: HostBatch, drawing: Seq[Row], sampling: Kind, processed: Seq[Sequence] = ()) -> CapturedStep:
-        """Return a step that is ready to be replayed over these rows, captured now if a caller's function is new.
+        """Return a step that is ready to be replayed over these rows, captured now if a caller's function or its way to attend is new.
 
         `drawing` are the rows that `pack` takes; greedy steps do not read them. `processed` are the sequences of the rows if some of them
         have a function between logits and samples.

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.executor.attention_plans import Attention, own_plans, workspace_of
-from nanovllm.executor.batch import aligned, sample_prompts, to_device
+from nanovllm.executor.batch import EXTENSION, aligned, sample_prompts, to_device
 from nanovllm.executor.compiled import fused_forward
 from nanovllm.executor.device_memory import room
 from nanovllm.executor.prompt_graphs import captures_prompts, logits_bytes, prompt_kinds
@@ -30,8 +30,8 @@ CPU_KV_BYTES = 4 << 30  # the default on a CPU
 def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None, kinds: Seq[Kind] = KINDS) -> int:
     """Run the largest steps and return the most bytes that they hold at once, with room for captured graphs.
 
-    The steps are a full prefill, of which captured prompts hold a part for good, and sampling for `max_num_seqs` rows, whose captured form
-    holds as much once more, next to the tables of penalties and biases. Two layers of each form run, since a layer's memory is reused by
+    The steps are a full prefill, of which captured prompts hold a part for good, and sampling for the most rows of a captured step, whose
+    captured form holds as much once more, next to the tables of penalties and biases. Two layers of each form run, since a layer's memory is reused by
     the next one. If some layers have a sliding window, all of them run.
 
     Raises:
@@ -40,11 +40,11 @@ def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     """
     with torch.cuda.device(model.device):
         prompts = _held(model.device, lambda: _prompts(model, limits, choice, cuts))
-        tables = PenaltyTables.empty(limits.max_num_seqs, model.config.vocab_size, model.device)
-        draws = _held(model.device, lambda: _draw(model, limits, tables, kinds))
+        draws, tables = _sampling(model, limits, kinds)
+        torch.cuda.empty_cache()  # the tables' memory is in the sum, and must not be missing from the free memory too
         graphs = prompt_kinds(model, limits) if captures_prompts(model, choice) else []
         captured = max([kind.tokens for kind in graphs], default=0)
-        for_good = prompts * captured // limits.max_num_batched_tokens + logits_bytes(graphs, model) + draws + tables.num_bytes + GRAPHS
+        for_good = prompts * captured // limits.max_num_batched_tokens + logits_bytes(graphs, model) + draws + tables + GRAPHS
         return max(prompts, draws) + for_good
 
 
@@ -80,9 +80,15 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     del workspace
 
 
+def _sampling(model: Model, limits: EngineConfig, kinds: Seq[Kind]) -> tuple[int, int]:
+    """The most bytes that sampling holds at once, and the bytes of the tables of penalties and biases."""
+    tables = PenaltyTables.empty(limits.max_num_seqs, model.config.vocab_size, model.device)
+    return _held(model.device, lambda: _draw(model, limits, tables, kinds)), tables.num_bytes
+
+
 def _draw(model: Model, limits: EngineConfig, tables: PenaltyTables, kinds: Seq[Kind]) -> None:
-    """Sample for as many rows as may run at once."""
-    rows = limits.max_num_seqs
+    """Sample for as many rows as may run at once: sequences, or tokens of short prompts."""
+    rows = max(limits.max_num_seqs, EXTENSION)
     host = np.zeros((LINES, aligned(rows)), np.int32)
     pack([], host)
     options, ones = row_options(torch.from_numpy(host).to(model.device), rows), torch.ones(rows, dtype=torch.int32, device=model.device)
