@@ -120,7 +120,9 @@ class StepGraphs:
         host = padded(host, size, **self._layout)
         kind = StepKind(size=size, way=self._follow(host), sampling=sampling, processors=processors_of(processed))
         while kind not in self._steps:
-            self.capture(kv, size, (kind.way,), kind.processors, (sampling,))  # makes another plan; FlashInfer's kernels may arrive meanwhile
+            self.capture(
+                kv, size, (kind.way,), kind.processors, (sampling,)
+            )  # makes another plan; FlashInfer's kernels may arrive meanwhile
             kind = replace(kind, way=self._follow(host))
         step = self._steps[kind]
         self._fill(step.carry, host, rows, None if sampling == "greedy" else drawing)

@@ -48,8 +48,8 @@ class TableSlots:
     def place(self, rows: Sequence[Owner | None], *, loaded: bool) -> Placed:
         """Give each owner a slot. `None` is a row that needs none. `filled` must follow when the stale rows' slots have been filled.
 
-        If there are too few slots besides those of the loaded batch, the batch is given up: `holds` is false for its rows, so that they must
-        be placed again before they run. This only happens if some of its rows have ended, since all live rows have slots together.
+        If there are too few slots besides those of the loaded batch, the batch is given up: `holds` is false for its rows, so they must be
+        placed again before they run. This only happens if some of its rows have ended, since all live rows have slots together.
 
         Args:
             rows: The rows of a batch.

@@ -33,16 +33,10 @@ _HALVING = tl.constexpr(0.0625)
 
 
 @triton.jit
-def _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr):
+def _options(row, temperature, top_k, top_p, log_min_p, num):
     """The temperature, top-k (0: none), top-p (1: none) and min-p's logarithm (-inf: none) of a row, and whether it has a filter."""
-    t = tl.load(temperature + row)
-    k, p, low = tl.full((), 0, tl.int32), tl.full((), 1.0, tl.float32), tl.full((), -float("inf"), tl.float32)
-    if HAS_K:
-        k = tl.minimum(tl.maximum(tl.load(top_k + row), 0), num)
-    if HAS_P:
-        p = tl.load(top_p + row)
-    if HAS_MIN:
-        low = tl.load(log_min_p + row)
+    t, k = tl.load(temperature + row), tl.minimum(tl.maximum(tl.load(top_k + row), 0), num)
+    p, low = tl.load(top_p + row), tl.load(log_min_p + row)
     return t, k, p, low, (t > 0) & ((k > 0) | (p < 1) | (low > -float("inf")))
 
 
@@ -73,12 +67,11 @@ def _weights(x, largest, inverse):
 
 @triton.jit
 def _survey(
-    logits, stride, temperature, top_k, top_p, log_min_p, tops, bottoms, num, HAS_K: tl.constexpr, HAS_P: tl.constexpr,
-    HAS_MIN: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
+    logits, stride, temperature, top_k, top_p, log_min_p, tops, bottoms, num, CHUNK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, row) stores the largest of every `SUB` logits, +inf for NaN, and the smallest of the chunk that is not -inf."""
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    _, _, _, _, on = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)  # pyright: ignore[reportGeneralTypeIssues]
+    _, _, _, _, on = _options(row, temperature, top_k, top_p, log_min_p, num)  # pyright: ignore[reportGeneralTypeIssues]
     if on:
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
@@ -90,12 +83,11 @@ def _survey(
 
 @triton.jit
 def _bound(
-    temperature, top_k, top_p, log_min_p, tops, bottoms, facts, out, num, num_tops, chunks, HAS_K: tl.constexpr, HAS_P: tl.constexpr,
-    HAS_MIN: tl.constexpr, TOPS: tl.constexpr, CHUNKS: tl.constexpr,
+    temperature, top_k, top_p, log_min_p, tops, bottoms, facts, out, num, num_tops, chunks, TOPS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row) writes the facts of its row, and its result if neither top-k nor top-p is needed."""
     row = tl.program_id(0).to(tl.int64)
-    t, k, p, low, on = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)  # pyright: ignore[reportGeneralTypeIssues]
+    t, k, p, low, on = _options(row, temperature, top_k, top_p, log_min_p, num)  # pyright: ignore[reportGeneralTypeIssues]
     way, result = tl.full((), _NONE, tl.int32), tl.full((), -float("inf"), tl.float32)
     if on:
         index = tl.arange(0, TOPS)
@@ -178,9 +170,7 @@ def _weigh(logits, stride, top_p, facts, sums, num, CHUNK: tl.constexpr, TURN: t
 
 
 @triton.jit
-def _gather(
-    logits, stride, top_p, facts, sums, candidates, num, HAS_P: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr
-):  # fmt: skip
+def _gather(logits, stride, top_p, facts, sums, candidates, num, CHUNK: tl.constexpr, ROOM: tl.constexpr):
     """Program (chunk, row) copies the logits of its chunk that may be the least kept one, or count for it, in any order."""
     row = tl.program_id(1).to(tl.int64)
     way = tl.load(facts + row * _FACTS + 4)
@@ -188,10 +178,9 @@ def _gather(
         index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
         take = (index < num) & (x >= tl.load(facts + row * _FACTS + 3))
-        if HAS_P:  # noqa: SIM102 - known when the kernel is compiled
-            if way == _BY_MASS:
-                lower, upper, _, _, bottom, top = _narrowed(row, facts, sums, tl.load(top_p + row), 2)  # pyright: ignore[reportGeneralTypeIssues]
-                take = (index < num) & ((x >= lower) | bottom) & ((x < upper) | top)
+        if way == _BY_MASS:
+            lower, upper, _, _, bottom, top = _narrowed(row, facts, sums, tl.load(top_p + row), 2)  # pyright: ignore[reportGeneralTypeIssues]
+            take = (index < num) & ((x >= lower) | bottom) & ((x < upper) | top)
         count = tl.sum(take.to(tl.int32), 0)
         if count > 0:
             first = tl.atomic_add(sums + row * _SUMS, count.to(tl.int64))
@@ -253,20 +242,19 @@ def _search(
 
 @triton.jit
 def _solve(
-    logits, stride, temperature, top_k, top_p, log_min_p, facts, sums, candidates, out, num, HAS_K: tl.constexpr, HAS_P: tl.constexpr,
-    HAS_MIN: tl.constexpr, SHIFT: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, temperature, top_k, top_p, log_min_p, facts, sums, candidates, out, num, SHIFT: tl.constexpr, ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row) finds the least kept logit among the candidates, or in the whole row if they are too many."""
     row = tl.program_id(0).to(tl.int64)
     way = tl.load(facts + row * _FACTS + 4)
     if way != _NONE:
-        _, k, p, _, _ = _options(row, temperature, top_k, top_p, log_min_p, num, HAS_K, HAS_P, HAS_MIN)  # pyright: ignore[reportGeneralTypeIssues]
+        _, k, p, _, _ = _options(row, temperature, top_k, top_p, log_min_p, num)  # pyright: ignore[reportGeneralTypeIssues]
         largest, inverse = tl.load(facts + row * _FACTS), tl.load(facts + row * _FACTS + 1)
         floor, count = tl.load(facts + row * _FACTS + 2), tl.load(sums + row * _SUMS).to(tl.int32)
         wanted, above = tl.full((), 1, tl.int64), tl.full((), 0, tl.int64)
-        if HAS_P:  # noqa: SIM102 - known when the kernel is compiled
-            if way == _BY_MASS:
-                _, _, wanted, above, _, _ = _narrowed(row, facts, sums, p, 2)  # pyright: ignore[reportGeneralTypeIssues]
+        if way == _BY_MASS:
+            _, _, wanted, above, _, _ = _narrowed(row, facts, sums, p, 2)  # pyright: ignore[reportGeneralTypeIssues]
         if count <= ROOM:
             key = _search(candidates + row * ROOM, count, k, p, wanted, above, largest, inverse, floor, SHIFT, BLOCK)
         else:
@@ -277,20 +265,21 @@ def _solve(
 def launch(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None, min_p: torch.Tensor | None
 ) -> torch.Tensor:
-    """Launch the kernels of the op `least_kept`, for at most 65,535 rows."""
+    """Launch the kernels of the op `least_kept`, for at most 65,535 rows.
+
+    An absent filter is one that keeps all in every row, so that nothing is compiled when filters first meet.
+    """
     (rows, num), device = logits.shape, logits.device
     out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    unused = temperature = temperature.contiguous()
     options = (
-        temperature,
-        unused if top_k is None else top_k.contiguous(),
-        unused if top_p is None else top_p.contiguous(),
-        unused if min_p is None else min_p.contiguous().log(),
+        temperature.contiguous(),
+        torch.zeros(rows, dtype=torch.int32, device=device) if top_k is None else top_k.contiguous(),
+        torch.ones(rows, dtype=torch.float32, device=device) if top_p is None else top_p.contiguous(),
+        torch.full((rows,), -torch.inf, device=device) if min_p is None else min_p.contiguous().log(),
     )
-    has = {"HAS_K": top_k is not None, "HAS_P": top_p is not None, "HAS_MIN": min_p is not None}
     chunks = -(-num // CHUNK)
     num_tops, grid, plain = chunks * (CHUNK // SUB), (chunks, rows), {"enable_fp_fusion": False}
     tops = torch.empty((rows, num_tops + chunks), dtype=torch.float32, device=device)
@@ -300,9 +289,9 @@ def launch(
     survey, bound, weigh, gather, solve = kernels
     shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)
     with torch.cuda.device_of(logits):
-        survey[grid](logits, logits.stride(0), *options, tops, bottoms, num, **has, CHUNK=CHUNK, SUB=SUB, num_warps=8, **plain)
+        survey[grid](logits, logits.stride(0), *options, tops, bottoms, num, CHUNK=CHUNK, SUB=SUB, num_warps=8, **plain)
         widths = {"TOPS": triton.next_power_of_2(num_tops), "CHUNKS": triton.next_power_of_2(chunks)}
-        bound[(rows,)](*options, tops, bottoms, facts, out, num, num_tops, chunks, **has, **widths, num_warps=4, **plain)
+        bound[(rows,)](*options, tops, bottoms, facts, out, num, num_tops, chunks, **widths, num_warps=4, **plain)
         if top_k is None and top_p is None:
             return out
         if top_p is not None:
@@ -310,6 +299,6 @@ def launch(
                 weigh[grid](logits, logits.stride(0), options[2], facts, sums, num, CHUNK=CHUNK, TURN=turn, num_warps=8, **plain)
         candidates = torch.empty((rows, ROOM), dtype=torch.float32, device=device)
         near = (logits, logits.stride(0))
-        gather[grid](*near, options[2], facts, sums, candidates, num, HAS_P=has["HAS_P"], CHUNK=CHUNK, ROOM=ROOM, num_warps=8, **plain)
-        solve[(rows,)](*near, *options, facts, sums, candidates, out, num, **has, SHIFT=shift, ROOM=ROOM, BLOCK=4096, num_warps=16, **plain)
+        gather[grid](*near, options[2], facts, sums, candidates, num, CHUNK=CHUNK, ROOM=ROOM, num_warps=8, **plain)
+        solve[(rows,)](*near, *options, facts, sums, candidates, out, num, SHIFT=shift, ROOM=ROOM, BLOCK=4096, num_warps=16, **plain)
     return out
