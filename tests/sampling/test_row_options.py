@@ -52,9 +52,8 @@ def test_what_is_packed_is_what_a_step_reads(drawn: list, extra: int) -> None:
     assert options.seeds.tolist() == [seed for _, seed, _ in rows] + [0] * extra
     assert options.top_k.tolist() == [p.top_k for p, _, _ in rows] + [0] * extra
     assert options.slots.tolist() == [slot for _, _, slot in rows] + [-1] * extra
-    assert (
-        len({getattr(options, field.name).untyped_storage().data_ptr() for field in fields(options)}) == 1
-    )  # views, which graphs may keep
+    columns = [getattr(options, field.name) for field in fields(options)]
+    assert len({column.untyped_storage().data_ptr() for column in columns}) == 1  # views, which graphs may keep
 
 
 def test_a_tiny_repetition_penalty_is_no_division_by_zero() -> None:

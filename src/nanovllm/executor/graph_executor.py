@@ -98,8 +98,8 @@ class GraphExecutor:
     ):
         """Capture the decode steps of every batch size, way to attend and kind of sampling, and short prompts.
 
-        Later functions of callers are captured, those between logits and samples when a batch first needs them, and `captured`; and steps over
-        FlashInfer's kernels if these are built only after the start.
+        Captured later are functions of callers, those between logits and samples when a batch first needs them, and `captured`; and steps
+        over FlashInfer's kernels if these are built only after the start.
 
         Args:
             model: The model to run.

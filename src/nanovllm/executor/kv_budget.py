@@ -31,8 +31,8 @@ def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     """Run the largest steps and return the most bytes that they hold at once, with room for captured graphs.
 
     The steps are a full prefill, of which captured prompts hold a part for good, and sampling for the most rows of a captured step, whose
-    captured form holds as much once more, next to the tables of penalties and biases. Two layers of each form run, since a layer's memory is
-    reused by the next one. If some layers have a sliding window, all of them run.
+    captured form holds as much once more, next to the tables of penalties and biases. Two layers of each form run, since a layer's memory
+    is reused by the next one. If some layers have a sliding window, all of them run.
 
     Raises:
         torch.OutOfMemoryError: A step does not fit.
