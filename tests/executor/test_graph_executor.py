@@ -144,7 +144,7 @@ def test_a_new_sequence_may_take_the_slot_of_a_row_that_ended() -> None:
         compared(MODEL, seed, 60, clients=CLIENTS[3:5])
 
 
-@pytest.mark.parametrize("arrival", [6, 7, 8])
+@pytest.mark.parametrize("arrival", [5, 6, 7, 8])  # 5: before it is known that a row has ended
 def test_a_live_row_keeps_its_slot_when_a_short_request_comes(arrival: int) -> None:
     """All slots are owned and one row has ended, so nothing was loaded since; a step over the other rows already runs."""
     penalised = replace(PLAIN, temperature=0.5, frequency_penalty=2.0, presence_penalty=2.0)

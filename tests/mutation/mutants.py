@@ -467,7 +467,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a slot is trusted before it is filled", "next(spare) if slot < 0 else slot, -1", "next(spare) if slot < 0 else slot, length"),
         ("rows that have ended keep their slots", "if not entry.loaded or id(entry.of()) in left}", "}"),
-        ("the first token of a prompt is not expected", "row.length if loaded else row.length + 1", "row.length"),
+        ("the first token of a prompt is not expected", "row.length if entry.loaded else row.length + 1", "row.length"),
         ("rows of the batch before still count steps", "                entry.loaded = False", "                pass"),
     ),
     *bugs(
