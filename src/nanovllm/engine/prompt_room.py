@@ -67,4 +67,4 @@ class PromptRoom:
         """The room that a long prompt may use while a short one comes after it."""
         if self.work is None or self.bound is None:
             return self
-        return replace(self, work=max(1, self.work - self.bound // SHARE))
+        return replace(self, work=max(0, self.work - self.bound // SHARE))

@@ -98,6 +98,8 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
     prefill: dict[int, int] = {}
     prompts = [s for s in draft.running if s.todo > 1]
     for place, sequence in enumerate(prompts):
+        if not room:
+            break
         part = room.without_share() if draft.must_share(sequence, prompts[place + 1 :], room) else room
         if part and (count := draft.place_prefill(sequence, part)):
             prefill[_id(sequence)] = count

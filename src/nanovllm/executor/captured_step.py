@@ -112,16 +112,17 @@ def recorded(pool: Any, stream: torch.cuda.Stream, run: Callable[[], R]) -> tupl
     PyTorch gives no cached memory back while a graph is recorded. So if memory does not suffice, it is given back, and the graph recorded
     again.
     """
-    for last in (False, True):
+
+    def once() -> tuple[torch.cuda.CUDAGraph, R]:
         graph = torch.cuda.CUDAGraph()
-        try:
-            with recording(graph, pool, stream):
-                return graph, run()
-        except torch.OutOfMemoryError:
-            if last:
-                raise
+        with recording(graph, pool, stream):
+            return graph, run()
+
+    try:
+        return once()
+    except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-    raise AssertionError("the second try returns or raises")
+        return once()
 
 
 def pinned_results(out: DecodeOutput) -> Fetched:

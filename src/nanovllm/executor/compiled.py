@@ -58,6 +58,11 @@ def _mark_dynamic(x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> None:
         torch._dynamo.maybe_mark_dynamic(batch.page_tables, 1)
 
 
+def all_fused(model: Model, choice: FastChoice | None) -> bool:
+    """Whether every layer of the model runs in its fused form. `choice` is as in `fused_forward`."""
+    return models.fused.serves(model.params, model.config) and (choice is None or choice.all_layers)
+
+
 def fused_forward(model: Model, choice: FastChoice | None, cuts: Cuts | None = None) -> Forward:
     """The forward function of `models/fast/fused.py`. Layers that `choice` leaves out run compiled; None leaves none out."""
     forward = with_cuts(models.fused.forward, cuts)

@@ -29,7 +29,7 @@ from nanovllm.executor.capture import Captured
 from nanovllm.executor.captured_step import CapturedStep, StepKind
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, sampling_rows
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy, own_runs
-from nanovllm.executor.compiled import COMPILED_PROMPTS, compiled_forward, fused_forward
+from nanovllm.executor.compiled import COMPILED_PROMPTS, all_fused, compiled_forward, fused_forward
 from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, extension_sizes
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn
@@ -122,7 +122,7 @@ class GraphExecutor:
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
         # Plain layers cannot follow a fused plan, nor read the new keys and values of prompts from one tensor.
-        self._together = served and (choice is None or choice.all_layers)
+        self._together = all_fused(model, choice)
         self._attention = Attention(model, limits, policy, beside=self._together and policy is not None)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(

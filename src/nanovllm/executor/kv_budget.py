@@ -9,11 +9,10 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.executor.attention_plans import Attention, own_plans, workspace_of
 from nanovllm.executor.batch import sample_prompts, to_device
-from nanovllm.executor.compiled import fused_forward
+from nanovllm.executor.compiled import all_fused, fused_forward
 from nanovllm.executor.device_memory import room
 from nanovllm.executor.prompt_graphs import captures_prompts, logits_bytes, prompt_kinds
 from nanovllm.models.common.params import two_of_each
-from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
@@ -60,16 +59,16 @@ def _held(device: torch.device, call: Callable[[], object]) -> int:
 def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None) -> None:
     """Run a step full of prompt tokens, on empty pages."""
     small = replace(limits, num_pages=1, num_frames=min(1, limits.num_frames))
-    served = fused.serves(model.params, model.config) and (choice is None or choice.all_layers)
+    served = all_fused(model, choice)
     forward = fused_forward(model, choice, cuts) if served else model.spec.forward
     # Our own kernels attend where they can: FlashInfer's may not be built yet, and hold no more than their workspace.
     attention = None if served else Attention(model, small, None)  # no rows share pages
-    workspace = workspace_of(model, small) if served else None
+    workspace = workspace_of(model, small) if served else None  # only takes its memory
     where = {"page_size": small.page_size, "dtype": model.dtype, "device": model.device}
     kv = init_kv(model.config, num_pages=1, num_frames=small.num_frames or None, **where)
     rows = -(-small.max_num_batched_tokens // small.max_model_len)
     for host in sample_prompts(small, [(rows, small.max_num_batched_tokens // rows)], model.config):
-        own = own_plans(model, host)
+        own = own_plans(model, host)  # its handles are valid while it lives
         plan, windowed = own.handles if attention is None else attention.plan_prompt(host, together=False)
         params = model.params if model.config.windows else two_of_each(model.params)
         forward(params, kv, to_device(host, model.device, plan, windowed), model.config)

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 from nanovllm.config import EngineConfig
 from nanovllm.executor.batch import HostBatch, sample_prompts
 from nanovllm.executor.captured_step import recorded
+from nanovllm.executor.compiled import all_fused
 from nanovllm.executor.executor import Forward
 from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
 from nanovllm.models.common.params import Params
-from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState, same_memory
@@ -37,8 +37,7 @@ class CapturedPrompts:
 
 def captures_prompts(model: Model, choice: FastChoice | None) -> bool:
     """Whether an engine captures prompts: all layers are fused, and there are no experts, whose prompts were not measured as graphs."""
-    together = fused.serves(model.params, model.config) and (choice is None or choice.all_layers)
-    return together and model.config.moe is None
+    return all_fused(model, choice) and model.config.moe is None
 
 
 def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:

@@ -57,18 +57,9 @@ def build_apart(wanted: Seq[Kernels]) -> bool:
     given = json.dumps([[*each._replace(dtype=str(each.dtype).removeprefix("torch."))] for each in wanted])
     path = os.pathsep.join(filter(None, sys.path))  # as changed by this program
     command, nowhere = [sys.executable, "-P", "-m", __spec__.name, given], subprocess.DEVNULL
+    environment = os.environ | {MARK: "1", "PYTHONPATH": path}
     try:
-        return (
-            subprocess.Popen(
-                command,
-                env=os.environ | {MARK: "1", "PYTHONPATH": path},
-                stdin=nowhere,
-                stdout=nowhere,
-                stderr=nowhere,
-                start_new_session=True,
-            ).wait()
-            == 0
-        )
+        return not subprocess.call(command, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
     except (OSError, ValueError):
         return False
 
