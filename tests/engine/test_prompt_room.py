@@ -135,3 +135,10 @@ def test_bad_bounds_are_named(given, named, untyped):
 
 def test_an_empty_queue_has_no_first():
     assert Queue().first() is None
+
+
+def test_a_spent_bound_leaves_nothing_to_share():
+    """A second long prompt runs nothing if what is left belongs to a short one; it ran one token more than the bound."""
+    room = PromptRoom(tokens=100, work=16, bound=64, doubling=0)
+    assert not room.without_share() and not PromptRoom(tokens=100, work=0, bound=64, doubling=0).without_share()
+    assert [PromptRoom(tokens=100, work=bound, bound=bound, doubling=0).without_share().work for bound in (1, 3, 4, 64)] == [1, 3, 3, 48]
