@@ -449,7 +449,9 @@ def test_many_prompts_behind_one_prefix_read_it_once(model: nv.Model) -> None:
         assert isinstance(executor, GraphExecutor)
         contexts = [[root, tail] for tail in own]
         state, gens = nv.generate_many(model, state, contexts, nv.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=5))
-        rows.append(executor._attention._cascade.num_tokens)
+        plans = executor._attention._plans
+        assert plans is not None
+        rows.append(plans.cascade.num_tokens)
         outputs.append([dict(gen.logprobs[0].top) for gen in gens if gen.logprobs is not None])
     assert rows == [0, sum(map(len, own))]
     for plain, shared in zip(*outputs, strict=True):
