@@ -7,12 +7,16 @@ import torch
 from nanovllm import models
 from nanovllm.config import EngineConfig
 from nanovllm.executor.batch import HostBatch, padded
-from nanovllm.executor.captured_step import StepKind
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
-from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs
+from nanovllm.executor.cuda_graphs import StepGraphs
 from nanovllm.executor.decode_carry import DecodeCarry
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.penalty_tables import PenaltyTables
+from nanovllm.sampling.row_options import row_options
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
+
+pytestmark = pytest.mark.unhooked  # objects of torch.cuda are replaced by None
 
 PAGE, NUM_PAGES, LONGEST = 4, 40, 48
 LAYOUT = {"page_size": PAGE, "dummy_page": NUM_PAGES}
@@ -23,17 +27,19 @@ MOVED = ("input_ids", "positions", "slots", "seq_lens")
 def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     """Steps of 2 and 8 rows, none of which is ever recorded."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     model = random_model(tiny_config(vocab_size=50))
     limits = EngineConfig(num_pages=NUM_PAGES, page_size=PAGE, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=LONGEST, seed=0)
     cascades = Cascades(model, limits, cascade_policy(model, limits, always=True))
-    return StepGraphs(model, limits, (2, 8), models.forward, (GREEDY,), None, cascades, fused=False, warm=model.params)
+    tables = PenaltyTables.empty(8, 50, model.device)
+    return StepGraphs(model, limits, (2, 8), models.forward, tables, None, cascades, fused=False, warm=model.params)
 
 
 def carry_of(graphs: StepGraphs, size: int) -> DecodeCarry:
     model = graphs._model
     kv = init_kv(model.config, num_pages=NUM_PAGES, page_size=PAGE, dtype=model.dtype, device=model.device)
-    return graphs._carry(kv, StepKind(size=size, features=GREEDY, way="shared"))
+    return graphs._carry(kv, size, "shared", ())
 
 
 def batch(rows: int, width: int, seed: int) -> HostBatch:
@@ -53,10 +59,16 @@ def test_buffers_hold_the_newest_batch_and_nothing_of_older_ones(graphs: StepGra
     for seed, (rows, width) in enumerate([(2, 3), (7, 12), (2, 1), (8, 5), (1, 12), (0, 1), (3, 2)]):
         size = graphs.size(rows)
         host, carry = padded(batch(rows, width, seed), size, **LAYOUT), carries[size]
-        graphs._fill(carry, host, rows)
+        drawing = [(SamplingParams(temperature=seed + row / 8), seed, row) for row in range(rows)] if seed % 2 else None
+        graphs._fill(carry, host, rows, drawing)
         for name in MOVED:
             assert getattr(carry.batch, name).tolist() == getattr(host, name).tolist(), name
         assert carry.active.tolist() == [1] * rows + [0] * (size - rows)
+        if drawing is not None:
+            options = row_options(graphs._lines(size)[graphs._num_lines :], size)
+            assert options.temperature.tolist() == [seed + row / 8 for row in range(rows)] + [0] * (size - rows)
+            assert options.seeds.tolist() == [seed] * rows + [0] * (size - rows)
+            assert options.slots.tolist() == [*range(rows)] + [-1] * (size - rows)
         tables = carry.batch.page_tables.numpy()
         assert tables.shape == (size, LONGEST // PAGE)
         assert (tables[:, :width] == host.page_tables).all() and (tables[:, width:] == NUM_PAGES).all()

@@ -1,6 +1,7 @@
 """The executor of a GPU on a CPU, with calls in the place of graphs: whatever clients ask for, replies are those of plain steps."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -9,10 +10,14 @@ import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm.executor import cuda_graphs
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.executor.prompt_buffers import PromptBuffers
 from nanovllm.executor.prompt_graphs import PromptGraphs
+from nanovllm.sampling import penalty_tables
+from nanovllm.sampling.penalty_tables import PenaltyTables
+from nanovllm.sampling.row_options import KINDS
 from nanovllm.testing.models import random_model, tiny_config
 from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
 
@@ -26,10 +31,25 @@ CLIENTS = (
     replace(PLAIN, temperature=0.9, max_tokens=7),
     replace(PLAIN, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
     replace(PLAIN, temperature=0.8, repetition_penalty=1.2, presence_penalty=0.7, frequency_penalty=0.5, max_tokens=15),
+    replace(PLAIN, frequency_penalty=1.5, max_tokens=20),
     replace(PLAIN, temperature=1.0, logit_bias={5: 3.0, 9: -100.0}, max_tokens=1),
     replace(PLAIN, temperature=0.6, logprobs=3, max_tokens=9),
 )
 LIMITS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
+ROOMY: dict[str, Any] = {**LIMITS, "page_size": 16}  # rows seldom need a new page, which would load them again
+
+
+def no_repeats(logits: torch.Tensor, tokens: nv.TokensSoFar) -> torch.Tensor:
+    """Forbids the newest token."""
+    return logits.scatter(1, tokens.last().long().unsqueeze(1), -torch.inf)
+
+
+def warmer(logits: torch.Tensor, tokens: nv.TokensSoFar, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flattens the logits more with every step."""
+    return logits / (1.0 + 0.1 * steps).unsqueeze(1), steps + 1
+
+
+PROCESSORS = (nv.LogitsProcessor(no_repeats), nv.LogitsProcessor(warmer, lambda tokens: torch.zeros(len(tokens.lengths))))
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +58,26 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def started(model: nv.Model, num_pages: int, **options: Any) -> tuple[nv.EngineState, GraphExecutor]:
+def started(model: nv.Model, num_pages: int, limits: dict[str, Any] = LIMITS, **options: Any) -> tuple[nv.EngineState, GraphExecutor]:
     """A state with an executor of a GPU."""
-    state = nv.init_state(model, num_pages=num_pages, **LIMITS)
+    state = nv.init_state(model, num_pages=num_pages, **limits)
     executor = graph_executor_of(model, state.config, state.kv, **options)
     return replace(state, runtime=Runtime(state.runtime.lease, executor)), executor
 
 
-def served(model: nv.Model, state: nv.EngineState, seed: int, steps: int = 120) -> tuple[dict[int, list[int]], nv.EngineState]:
+def served(
+    model: nv.Model, state: nv.EngineState, seed: int, steps: int = 120, processed: float = 0.0, clients: Seq[nv.SamplingParams] = CLIENTS
+) -> tuple[dict[int, list[int]], nv.EngineState]:
     """The replies to clients of all kinds that come, share prompts, go early, and run out of pages."""
     random, replies, live = Random(seed), dict[int, list[int]](), list[int]()
     shared = [random.randrange(60) for _ in range(12)]
     for step in range(steps):
         while len(live) < 6 and random.random() < 0.5 and step < steps - 60:
             own = [random.randrange(60) for _ in range(random.choice((1, 3, 7, 13, 20)))]
-            params = replace(random.choice(CLIENTS), seed=random.randrange(100))
-            state, rid = nv.submit(model, state, shared + own if random.random() < 0.3 else own, params)
+            prompt = shared + own if random.random() < 0.3 else own
+            process = random.choice(PROCESSORS) if random.random() < processed else None
+            params = replace(random.choice(clients), seed=random.randrange(100))
+            state, rid = nv.submit(model, state, prompt, params, process_logits=process)
             live.append(rid)
         if live and random.random() < 0.03:
             state = nv.cancel(state, live.pop(random.randrange(len(live))))
@@ -66,9 +90,11 @@ def served(model: nv.Model, state: nv.EngineState, seed: int, steps: int = 120) 
     return replies, state
 
 
-def compared(model: nv.Model, seed: int, num_pages: int, cascade: bool | None = None) -> tuple[nv.EngineState, set[int]]:
+def compared(
+    model: nv.Model, seed: int, num_pages: int, cascade: bool | None = None, **options: Any
+) -> tuple[nv.EngineState, GraphExecutor, set[int]]:
     """Serve the same clients by plain steps and by captured ones. The replies must be equal. Returns the sizes of captured prompts too."""
-    want, _ = served(model, nv.init_state(model, num_pages=num_pages, **LIMITS), seed)
+    want, _ = served(model, nv.init_state(model, num_pages=num_pages, **LIMITS), seed, **options)
     state, executor = started(model, num_pages, cascade=cascade)
     assert executor._short is not None and [kind.tokens for kind in executor._short.kinds] == [8, 16, 16]
     ran, run = set[int](), executor._short.run
@@ -79,21 +105,165 @@ def compared(model: nv.Model, seed: int, num_pages: int, cascade: bool | None = 
         return logits
 
     executor._short.run = noted
-    got, state = served(model, state, seed)
+    got, state = served(model, state, seed, **options)
     assert got == want
-    return state, ran
+    return state, executor, ran
 
 
 @pytest.mark.parametrize(("seed", "num_pages", "cascade"), [(0, 60, None), (1, 14, None), (2, 14, True), (3, 20, False)])
 def test_replies_are_those_of_plain_steps(seed: int, num_pages: int, cascade: bool | None) -> None:
-    state, ran = compared(MODEL, seed, num_pages, cascade)
+    state, executor, ran = compared(MODEL, seed, num_pages, cascade)
+    steps = executor._decode._steps, executor._extend._steps
+    assert [len(made) for made in steps] == [
+        len(KINDS) * sum(len(graphs.ways(size)) for size in graphs.sizes) for graphs in (executor._decode, executor._extend)
+    ]
     assert state.stats.discarded_tokens > 0 and (num_pages > 14 or state.stats.preemptions > 0)
     assert 0 in ran and 0 < max(ran) <= 16  # some are too long
 
 
+@pytest.mark.parametrize("seed", [4, 5])
+def test_short_prompts_run_as_rows_of_a_captured_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "EXTENSION", 32)
+    _, executor, ran = compared(MODEL, seed, 20)
+    assert executor._extend.sizes == (1, 8, 16, 32) and not ran
+
+
 def test_prompts_of_two_kv_pools_are_captured() -> None:
-    _, ran = compared(WINDOWED, 0, 60)
+    _, _, ran = compared(WINDOWED, 0, 60)
     assert 0 in ran and max(ran) > 8
+
+
+def test_functions_of_callers_work_with_every_kind_of_sampling() -> None:
+    _, executor, _ = compared(MODEL, 7, 30, processed=0.5)
+    assert len({kind.sampling for kind in executor._decode._steps if kind.processors}) > 2
+
+
+def test_a_new_sequence_may_take_the_slot_of_a_row_that_ended() -> None:
+    """If all rows have slots, the first token of a new one is drawn while the row that has ended is still loaded."""
+    for seed in range(3):
+        compared(MODEL, seed, 60, clients=CLIENTS[3:5])
+
+
+@pytest.mark.parametrize("arrival", [5, 6, 7, 8])  # 5: before it is known that a row has ended
+def test_a_live_row_keeps_its_slot_when_a_short_request_comes(arrival: int) -> None:
+    """All slots are owned and one row has ended, so nothing was loaded since; a step over the other rows already runs."""
+    penalised = replace(PLAIN, temperature=0.5, frequency_penalty=2.0, presence_penalty=2.0)
+
+    def run(state: nv.EngineState) -> dict[int, list[int]]:
+        replies, held = dict[int, list[int]](), list[nv.EngineState]()
+        for rid, (lifetime, prompt) in enumerate(((30, range(20, 38)), (30, [1, 2]), (5, [3]), (30, [4, 5]))):
+            state, _ = nv.submit(MODEL, state, [*prompt], replace(penalised, max_tokens=lifetime, seed=rid))
+        for step in range(50):
+            if step == arrival:
+                state, _ = nv.submit(MODEL, state, [6, 7, 8], replace(penalised, max_tokens=1, seed=9))
+            held.append(state)  # a caller may keep old states, and with them the request that has ended
+            state, outs = nv.step(MODEL, state)
+            for out in outs:
+                replies.setdefault(out.request_id, []).extend(out.token_ids)
+        assert len(replies) == 5 and not state.running
+        return replies
+
+    want = run(nv.init_state(MODEL, num_pages=60, **ROOMY))
+    state, _ = started(MODEL, 60, ROOMY)
+    assert run(state) == want
+
+
+def test_a_fill_that_is_interrupted_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = replace(CLIENTS[3], repetition_penalty=2.0, seed=3)
+    state, _ = started(MODEL, 60)
+    state, want = nv.generate(MODEL, state, [3, 4, 5], params)
+    state, _ = started(MODEL, 60)
+    state, _ = nv.submit(MODEL, state, [3, 4, 5], params)
+    got, decode = [], GraphExecutor.decode
+
+    def failing(self: GraphExecutor, *args: Any) -> Any:
+        decode(self, *args)
+        raise KeyboardInterrupt
+
+    def interrupted(self: PenaltyTables, slot: int, *args: Any) -> None:
+        self.marks[slot].zero_()
+        raise KeyboardInterrupt
+
+    for step in range(40):
+        with monkeypatch.context() as patch:
+            if step == 4:  # the next step has to fill the slot again
+                patch.setattr(GraphExecutor, "decode", failing)
+            if step == 5:
+                patch.setattr(PenaltyTables, "fill", interrupted)
+            try:
+                state, outs = nv.step(MODEL, state)
+            except KeyboardInterrupt:
+                continue
+            assert step not in (4, 5)
+        got += [token for out in outs for token in out.token_ids]
+    assert got == want.token_ids
+
+
+def test_penalised_rows_run_ahead() -> None:
+    state, executor = started(MODEL, 60)
+    ahead = 0
+    for prompt in ([3, 4, 5], [6, 7, 8, 9]):
+        state, _ = nv.submit(MODEL, state, prompt, replace(CLIENTS[3], seed=1))
+        for _ in range(5):
+            state, _ = nv.step(MODEL, state)
+            ahead += executor._ahead.launched
+    assert ahead > 3
+
+
+def test_a_slot_is_filled_once_while_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    fills, fill = [], PenaltyTables.fill
+    monkeypatch.setattr(PenaltyTables, "fill", lambda self, slot, *args: fills.append(slot) or fill(self, slot, *args))
+    state, _ = started(MODEL, 60)
+    for turn, prompt in enumerate(([3, 4, 5], [6, 7, 8, 9], [1], [2, 2])):
+        state, _ = nv.submit(MODEL, state, prompt, replace(CLIENTS[4], max_tokens=9 + turn))
+        for _ in range(3):
+            state, _ = nv.step(MODEL, state)
+    while state.running:
+        state, _ = nv.step(MODEL, state)
+    assert len(fills) == 4
+
+
+def test_a_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the failed step were counted, and are drawn again."""
+    params = replace(CLIENTS[3], seed=3)
+    state, _ = started(MODEL, 60)
+    state, want = nv.generate(MODEL, state, [3, 4, 5], params)
+    state, _ = started(MODEL, 60)
+    state, _ = nv.submit(MODEL, state, [3, 4, 5], params)
+    got, decode = [], GraphExecutor.decode
+    for step in range(40):
+        with monkeypatch.context() as patch:
+            if step % 3 == 2:
+
+                def failing(self: GraphExecutor, *args: Any) -> Any:
+                    decode(self, *args)
+                    raise KeyboardInterrupt
+
+                patch.setattr(GraphExecutor, "decode", failing)
+            try:
+                state, outs = nv.step(MODEL, state)
+            except KeyboardInterrupt:
+                continue
+        got += [token for out in outs for token in out.token_ids]
+    assert got == want.token_ids
+
+
+def counted_always(self: PenaltyTables, slots: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Counts a token with every step that runs it."""
+    new = (slots >= 0) & (lengths > 0)
+    self.marks.view(-1).scatter_add_(0, slots.long().clamp(min=0) * self.marks.shape[1] + token_ids, new.int() * 2)
+
+
+def never_counted(self: PenaltyTables, slots: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Counts no token."""
+
+
+@pytest.mark.parametrize("fault", [counted_always, never_counted])
+def test_planted_faults_of_counting_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penalty_tables.PenaltyTables, "count", fault)
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            compared(MODEL, seed, 20)
 
 
 def stale_tables(self: PromptBuffers, host: Any) -> None:
@@ -120,7 +290,7 @@ FILL, RUN = PromptBuffers.fill, PromptGraphs.run
     ("owner", "name", "fault"),
     [(PromptBuffers, "fill", stale_tables), (PromptGraphs, "run", logits_of_the_last_row), (PromptGraphs, "run", ignores_the_memory)],
 )
-def test_planted_faults_are_found(owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_of_captured_prompts_are_found(owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, fault)
     found = 0
     for seed in range(3):

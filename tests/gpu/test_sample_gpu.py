@@ -5,10 +5,13 @@ import pytest
 import torch
 
 from nanovllm.ops.sampling.draw import draw
+from nanovllm.ops.sampling.least_kept import least_kept
 from nanovllm.ops.sampling.uniforms import uniforms
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
+from nanovllm.sampling.row_options import LINES, kind_of, needs_tables, pack, row_options
 from nanovllm.sampling.sampler import record, sample
-from nanovllm.sampling.tensors import build, copy_into, features
+from nanovllm.sampling.tensors import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -73,6 +76,28 @@ def test_strided_logits():
         assert torch.equal(draw(view, torch.ones(8).cuda(), None, keys), draw(logits, torch.ones(8).cuda(), None, keys))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 97, 4100, 9001, 32000, QWEN3_VOCAB])
+def test_the_least_kept_logits_are_bitwise_the_cpus(vocab, dtype):
+    """All filters over rows of every kind: sharp, flat, of ties, of equal logits (more than there is room for), and without a maximum."""
+    draw_options, rows = np.random.default_rng(vocab), 24
+    for spread in (0.01, 1.0, 3.0, 30.0):
+        x = logits_of(rows, vocab, dtype, seed=int(spread)) * spread
+        x[1], x[2], x[3, ::2], x[4, -1], x[5], x[6, 0] = 0, torch.round(x[2] * 2) / 2, -torch.inf, torch.nan, -torch.inf, torch.inf
+        x[7] = x[7] - 50.0
+
+        def of(*values, kind=torch.float32, count=rows):
+            return torch.tensor(draw_options.choice(values, count), dtype=kind)
+
+        for on in ((1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0)):
+            temperature = of(0.0, 0.3, 0.6, 1.0, 2.0, 100.0)
+            options = of(0, 1, 20, 50, 1000, 10**6, kind=torch.int32), of(1.0, 1e-9, 0.5, 0.9, 0.95, 0.9999), of(0.0, 1.0)
+            options = [option if used else None for option, used in zip(options, on, strict=True)]
+            want = least_kept(x, temperature, *options)
+            got = least_kept(x.cuda(), temperature.cuda(), *(None if option is None else option.cuda() for option in options))
+            assert torch.equal(got.cpu(), want), (spread, on, (got.cpu() != want).nonzero()[:, 0].tolist())
+
+
 @pytest.mark.parametrize("vocab", [257, QWEN3_VOCAB])
 def test_sample_equals_the_cpus(vocab):
     logits, rows = logits_of(len(MIXED), vocab), rows_of(MIXED)
@@ -95,7 +120,7 @@ def test_sample_equals_the_cpus(vocab):
 def test_a_token_does_not_depend_on_the_batch(vocab):
     logits, rows = logits_of(len(MIXED), vocab, torch.bfloat16).cuda(), rows_of(MIXED)
     positions = torch.arange(len(MIXED), device="cuda")
-    together = sample(logits, build(rows, vocab, "cuda", pad_to=len(rows)), positions).token_ids
+    together = sample(logits, build(rows, vocab, "cuda"), positions).token_ids
     for b, row in enumerate(rows):
         alone = sample(logits[b : b + 1], build([row], vocab, "cuda"), positions[b : b + 1]).token_ids
         assert alone.item() == together[b].item()
@@ -119,33 +144,40 @@ def test_no_step_waits_for_the_host(params):
 
 @pytest.mark.parametrize("params", SETS, ids=["greedy", "plain", "candidates", "everything"])
 def test_a_captured_graph_replays_with_other_requests(params):
-    vocab, size, on = 4096, len(params) + 2, features(params)
-    static = build([], vocab, "cuda", pad_to=size, on=on)
-    logits, positions = torch.zeros(size, vocab, device="cuda"), torch.zeros(size, dtype=torch.int32, device="cuda")
+    """One graph of a kind serves any options of that kind, and counts what it draws; each step equals the plain sampler's."""
+    vocab, size, kind, device = 4096, len(params) + 2, kind_of(params), torch.device("cuda")
+    tables, lines = PenaltyTables.empty(size, vocab, device), torch.zeros(LINES, size + size % 2, dtype=torch.int32, device=device)
+    host = np.zeros(lines.shape, np.int32)
+    pack([], host)
+    lines.copy_(torch.from_numpy(host))
+    options, logits = row_options(lines, size), torch.zeros(size, vocab, device="cuda")
+    newest, lengths = (torch.zeros(size, dtype=torch.int32, device="cuda") for _ in range(2))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        sample(logits, static, positions)
+        draw_rows(kind, logits, options, tables, newest, lengths)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = sample(logits, static, positions)
-        record(static, captured.token_ids)
-        positions.add_(1)
+        captured = draw_rows(kind, logits, options, tables, newest, lengths)
+        newest.copy_(captured.token_ids)
+        lengths.add_(1)
     for round_, chosen in enumerate((params, params[::-1], params[:1])):
-        rows = rows_of(chosen)
-        copy_into(static, build(rows, vocab, "cuda", pad_to=size, on=on))
-        eager = build(rows, vocab, "cuda", pad_to=size, on=on)
-        positions.fill_(round_)
+        rows, packed = rows_of(chosen), []
+        for slot, (p, seed, prompt, output) in enumerate(rows):
+            packed.append((p, seed, size - 1 - slot if needs_tables(p) else -1))
+            tables.fill(size - 1 - slot, *(ids.astype(np.int32) for ids in (prompt, output)), dict(p.logit_bias or ()), round_ + 1)
+        pack(packed, host)
+        lines.copy_(torch.from_numpy(host))
+        eager, count = build(rows, vocab, "cuda"), len(rows)
+        lengths.fill_(round_ + 1)
         for step in range(4):
             logits.copy_(logits_of(size, vocab, seed=10 * round_ + step))
             graph.replay()
-            expected = sample(logits, eager, torch.full_like(positions, round_ + step))
+            expected = sample(logits[:count], eager, torch.full((count,), round_ + 1 + step, dtype=torch.int32, device="cuda"))
             eager = record(eager, expected.token_ids)
-            assert torch.equal(captured.token_ids, expected.token_ids)
+            assert torch.equal(captured.token_ids[:count], expected.token_ids)
             if expected.logprobs is not None:
-                torch.testing.assert_close(captured.logprobs, expected.logprobs)
-            if eager.penalties is not None:
-                assert torch.equal(static.penalties.counts, eager.penalties.counts)
+                torch.testing.assert_close(captured.logprobs[:count], expected.logprobs)
 
 
 @pytest.mark.compile

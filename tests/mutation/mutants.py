@@ -57,6 +57,9 @@ CUTS = (
     "tests/sampling/test_sampler.py::test_a_token_at_exactly_min_p_counts_for_the_mass",
     "tests/sampling/test_sampler.py::test_each_cut_sees_what_the_one_before_left",
 )
+SLOTS = ("tests/sampling/test_table_slots.py",)
+ROW_OPTIONS = ("tests/sampling/test_row_options.py",)
+GRAPHS = ("tests/executor/test_graph_executor.py",)
 COMPOSE = ("tests/chunks/test_compose.py",)
 HANDLES = ("tests/chunks/test_handles.py",)
 CHUNK_FILES = (
@@ -437,7 +440,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Sampling
     *bugs(
-        "sampling/sampler.py",
+        "ops/sampling/least_kept.py",
         CUTS,
         ("top-p keeps a token more at the boundary", "sums_BC - weights_BC < wanted_B1", "sums_BC - weights_BC <= wanted_B1"),
         ("min-p drops a token at the boundary", "(sorted_BC >= least_B1)", "(sorted_BC > least_B1)"),
@@ -451,6 +454,51 @@ MUTANTS: tuple[Mutant, ...] = (
             "torch.where(cut_B1, torch.maximum(last_B1, least_B1), least_B1)",
             "torch.where(cut_B1, last_B1, least_B1)",
         ),
+    ),
+    *bugs(
+        "sampling/table_slots.py",
+        SLOTS,
+        ("a slot that holds other tokens is kept", "if slot < 0 or self._entries[slot].length != row.length:", "if slot < 0:"),
+        (
+            "a slot of a loaded row is taken",
+            "kept = {slot for slot in others if self._entries[slot].loaded}",
+            "kept = set[int]()",
+        ),
+        ("a slot is trusted before it is filled", "next(spare) if slot < 0 else slot, -1", "next(spare) if slot < 0 else slot, length"),
+        ("rows that have ended keep their slots", "if not entry.loaded or id(entry.of()) in left}", "}"),
+        ("the first token of a prompt is not expected", "row.length if entry.loaded else row.length + 1", "row.length"),
+        ("rows of the batch before still count steps", "                entry.loaded = False", "                pass"),
+    ),
+    *bugs(
+        "sampling/penalty_tables.py",
+        ROW_OPTIONS,
+        ("a position is counted twice", "(self.counted[at] < lengths)", "(self.counted[at] <= lengths)"),
+        ("rows without a slot count in the first", "new = (slots >= 0) & (", "new = (slots >= -1) & ("),
+        ("a slot keeps another's biases", "        bias.zero_()\n", ""),
+        ("a slot keeps another's tokens", "        marks.zero_()\n", ""),
+    ),
+    *bugs(
+        "sampling/row_options.py",
+        ROW_OPTIONS,
+        ("padding has a slot", "0.0, 0.0, -1.0)", "0.0, 0.0, 0.0)"),
+        ("a bias needs no table", "return p.logit_bias is not None or penalises(p)", "return penalises(p)"),
+    ),
+    *bugs(
+        "executor/cuda_graphs.py",
+        GRAPHS,
+        ("the token to count next is the one before", "targets = [batch.input_ids, newest] if", "targets = [batch.input_ids] if"),
+        ("tokens are drawn for the place before", "batch.seq_lens - 1  # the step", "batch.seq_lens - 2  # the step"),
+        (
+            "functions do not see tokens that were drawn at random",
+            "if carry.token_ids is not None:\n            last",
+            "if False:\n            last",
+        ),
+    ),
+    *bugs(
+        "executor/graph_executor.py",
+        GRAPHS,
+        ("steps are not noted", "            self._rows.ran()\n", "            pass\n"),
+        ("tables are trusted after a failed step", "return step.kind.sampling not in TABLED or self._rows.holds(rows)", "return True"),
     ),
     # Chunks and their files
     *bugs(

@@ -249,3 +249,15 @@ def test_memory_rows_and_sampling(compiled: Compiled) -> None:
     triton_sampling.launch_highest(logits)
     triton_sampling.launch_draw(logits, torch.ones(3), None, keys)
     compiled.check()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_filters(compiled: Compiled, dtype: torch.dtype) -> None:
+    from nanovllm.ops.sampling import triton_least_kept, triton_penalised
+
+    logits, ones, some = torch.zeros(3, 151936, dtype=dtype), torch.ones(3), torch.ones(3, dtype=torch.int32)
+    for filters in ((some, ones, ones), (None, ones, None), (some, None, None), (None, None, ones)):
+        triton_least_kept.launch(logits, ones, *filters)
+    assert len({kernel.hash for kernel in compiled}) == 6  # an absent filter needs no kernel of its own; `_weigh` has two
+    triton_penalised.launch(logits, some, torch.zeros(3, 151936, dtype=torch.int32), torch.zeros(3, 151936), ones, ones, ones)
+    compiled.check()

@@ -1,7 +1,6 @@
 """`sample` against a row-by-row form in double precision, its bitwise independence of the batch, and how its tensors are made and kept."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ from hypothesis import strategies as st
 from nanovllm.ops.sampling.uniforms import uniforms
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.sampler import record, sample
-from nanovllm.sampling.tensors import Features, Sampling, build, copy_into, features
+from nanovllm.sampling.tensors import Features, Sampling, build, features
 
 NO_IDS = np.empty(0, np.int64)
+NEUTRAL = (SamplingParams(temperature=0.0), 0, NO_IDS, NO_IDS)
 INF = float("inf")
 
 
@@ -148,7 +148,7 @@ def test_a_row_is_bitwise_the_same_alone_and_anywhere_in_any_batch(batch, paddin
     places = list(range(len(rows) + padding))
     order.shuffle(places)
     chosen = [p for p in places if p < len(rows)]
-    sampling = build([rows[p] for p in chosen], logits.shape[1], "cpu", pad_to=len(places))
+    sampling = build([rows[p] for p in chosen] + [NEUTRAL] * padding, logits.shape[1], "cpu")
     at = torch.tensor(chosen + [0] * padding)
     together = sample(logits[at], sampling, positions[at])
     for place, row in enumerate(chosen):
@@ -160,22 +160,16 @@ def test_a_row_is_bitwise_the_same_alone_and_anywhere_in_any_batch(batch, paddin
             assert torch.equal(together.top_ids[place], alone.top_ids[0]) and same(together.top_logprobs[place], alone.top_logprobs[0])
 
 
-EVERYTHING = Features(
-    temperature=True, top_k=True, top_p=True, min_p=True, penalties=True, logit_bias=True, num_logprobs=20, num_candidates=None
-)
-
-
 @given(batches())
 @settings(deadline=None, max_examples=100)
-def test_fields_that_no_row_uses_change_nothing(batch):
+def test_how_many_candidates_are_examined_changes_nothing(batch):
     logits, rows, positions = made(batch)
-    needed = features([p for p, *_ in rows])
-    tokens = sample(logits, build(rows, logits.shape[1], "cpu"), positions).token_ids
-    wider = [EVERYTHING]
-    if needed.num_candidates is not None:
-        wider += [EVERYTHING._replace(num_candidates=c) for c in (32, 128, 1024) if c >= needed.num_candidates]
-    for on in wider:
-        assert torch.equal(tokens, sample(logits, build(rows, logits.shape[1], "cpu", on=on), positions).token_ids)
+    sampling = build(rows, logits.shape[1], "cpu")
+    tokens = sample(logits, sampling, positions).token_ids
+    wider = [c for c in (32, 128, 1024) if sampling.num_candidates is not None and c >= sampling.num_candidates]
+    for candidates in (None, *wider):
+        other = dataclasses.replace(sampling, num_candidates=candidates)
+        assert torch.equal(tokens, sample(logits, other, positions).token_ids)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -320,13 +314,14 @@ def test_reads_half_precision_logits():
 @settings(deadline=None)
 def test_record_counts_as_a_longer_output_does(batch, drawn):
     logits, rows, positions = made(batch)
-    sampling = build(rows, logits.shape[1], "cpu", on=EVERYTHING)
+    rows = [(dataclasses.replace(p, presence_penalty=0.5), *rest) for p, *rest in rows]
+    sampling = build(rows, logits.shape[1], "cpu")
     counts = sampling.penalties.counts
     for token in drawn:
         sampling = record(sampling, torch.full((len(rows),), token, dtype=torch.int32))
     assert sampling.penalties.counts is counts  # in place
     longer = [(p, seed, prompt, np.concatenate([output, np.array(drawn, np.int32)])) for p, seed, prompt, output in rows]
-    expected = build(longer, logits.shape[1], "cpu", on=EVERYTHING)
+    expected = build(longer, logits.shape[1], "cpu")
     assert torch.equal(counts, expected.penalties.counts)
     assert torch.equal(sample(logits, sampling, positions).token_ids, sample(logits, expected, positions).token_ids)
 
@@ -350,49 +345,13 @@ def test_features_name_what_is_on():
     assert features([SamplingParams(temperature=0.0, presence_penalty=1.0, logit_bias={1: 1.0})]) == Features(
         penalties=True, logit_bias=True
     )
-    assert hash(EVERYTHING) and features([plain]) != features([greedy])
+    assert features([plain]) != features([greedy])
 
 
 def test_fields_that_are_off_are_none():
-    sampling = build([(SamplingParams(temperature=0.0), 3, NO_IDS, NO_IDS)], 4, "cpu", pad_to=3)
-    assert sampling.seeds.tolist() == [3, 0, 0]
+    sampling = build([(SamplingParams(temperature=0.0), 3, NO_IDS, NO_IDS)], 4, "cpu")
+    assert sampling.seeds.tolist() == [3]
     assert all(getattr(sampling, f.name) is None for f in dataclasses.fields(Sampling) if f.name != "seeds")
-
-
-def test_build_refuses_too_little():
-    rows = [(SamplingParams(top_p=0.5), 0, NO_IDS, NO_IDS)] * 2
-    with pytest.raises(ValueError, match="pad_to=1"):
-        build(rows, 4, "cpu", pad_to=1)
-    for lacking in (Features(), EVERYTHING._replace(top_p=False), EVERYTHING._replace(num_candidates=32)):
-        with pytest.raises(ValueError, match="does not cover"):
-            build(rows, 4, "cpu", on=lacking)
-    with pytest.raises(ValueError, match="does not cover"):
-        build([(SamplingParams(logprobs=2), 0, NO_IDS, NO_IDS)], 4, "cpu", on=Features(temperature=True, num_logprobs=0))
-
-
-@given(VOCABULARIES.flatmap(lambda vocab: st.tuples(batches(max_rows=4, vocab=vocab), batches(max_rows=4, vocab=vocab))))
-@settings(deadline=None)
-def test_copy_into_static_buffers(both):
-    one, two = both
-    (logits, rows, positions), (_, others, _) = made(one), made(two)
-    vocab, size = logits.shape[1], max(len(rows), len(others))
-    dst, src = (build(r, vocab, "cpu", pad_to=size, on=EVERYTHING) for r in (others, rows))
-    memory = dst.penalties.counts.data_ptr()
-    assert copy_into(dst, src) is dst and dst.penalties.counts.data_ptr() == memory
-    at = torch.arange(size).clamp(max=len(rows) - 1)
-    assert torch.equal(sample(logits[at], dst, positions[at]).token_ids, sample(logits[at], src, positions[at]).token_ids)
-
-
-def test_copy_into_refuses_another_shape_and_writes_nothing():
-    def make(vocab=4, **o):
-        return build([(SamplingParams(**o), 5, NO_IDS, NO_IDS)], vocab, "cpu")
-
-    kinds = [make(), make(top_k=3), make(top_k=300), make(logprobs=0), make(presence_penalty=1.0), make(5, presence_penalty=1.0)]
-    for dst, src in itertools.permutations(kinds, 2):
-        dst.seeds.fill_(9)
-        with pytest.raises(ValueError, match="the buffers hold"):
-            copy_into(dst, dataclasses.replace(src, seeds=torch.zeros(1, dtype=torch.int64)))
-        assert dst.seeds.item() == 9
 
 
 COMPILED = [
@@ -417,7 +376,8 @@ def test_compiled_equals_eager(params):
 
     rows = [(p, 11 + i, np.array([1, 2]), np.array([3, 3])) for i, p in enumerate(params)]
     compiled = torch.compile(step, fullgraph=True)
-    eager_state, compiled_state = build(rows, 97, "cpu", pad_to=4), build(rows, 97, "cpu", pad_to=4)
+    rows += [NEUTRAL] * (4 - len(rows))
+    eager_state, compiled_state = build(rows, 97, "cpu"), build(rows, 97, "cpu")
     generator = torch.Generator().manual_seed(0)
     for position in range(6):
         logits, positions = torch.randn(4, 97, generator=generator) * 3, torch.full((4,), position, dtype=torch.int32)

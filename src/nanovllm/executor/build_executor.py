@@ -24,6 +24,7 @@ from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for, plain
 from nanovllm.ops.backends import attention_backend, own_kernels
 from nanovllm.ops.compile_ahead import FirstStart
+from nanovllm.sampling.row_options import KINDS
 from nanovllm.state.kv_cache import KVState
 
 R = TypeVar("R")
@@ -69,7 +70,7 @@ def first_start(
         if _checks(model, limits, compile, check):
             choose(model, limits.page_size, cuts)
         if sized:
-            measured(model, limits, None, cuts)
+            measured(model, limits, None, cuts, KINDS[:-1])  # log-probabilities are looked up by tokens that no kernel has written
 
     options = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size, cascade, check, sized, cuts
     first = FirstStart(model.device, model.config, model.dtype, options)

@@ -1,4 +1,4 @@
-"""`CapturedStep`: the CUDA graph of a decode step, the memory that it reads and writes, and its results on the host."""
+"""`CapturedStep`: the CUDA graphs of a decode step, the memory that they read and write, and its results on the host."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn
-from nanovllm.sampling import tensors
+from nanovllm.sampling.params import MAX_LOGPROBS
 from nanovllm.sampling.process_logits import LogitsProcessor
-from nanovllm.types import Tensor
+from nanovllm.sampling.row_options import Kind
+from nanovllm.types import Float32, Int32, Tensor
 
 R = TypeVar("R")
-RESULTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # the results of a step that the host fetches
 MOVED = ("input_ids", "positions", "slots", "seq_lens")  # the tensors that a step updates for the next step
 Way = Literal["fused", "planned", "shared"]  # by `rope_attend`, by FlashInfer's plan, or reading shared pages once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """The key of a captured graph: its number of rows, its sampling features, its way to attend, and the functions before sampling."""
+    """The key of a captured step: its number of rows, its way to attend, how it samples, and the functions before sampling."""
 
     size: int
-    features: tensors.Features
     way: Way
+    sampling: Kind = "greedy"
     processors: tuple[LogitsProcessor, ...] = ()
 
 
@@ -58,23 +58,61 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Results:
+    """The memory of the results of all steps over one set of buffers, of B rows: log-probabilities on the device, and all on the host.
+
+    Tokens have no memory of their own on the device: they are the next step's input.
+    """
+
+    logprobs: Float32[Tensor, "B"]
+    top_ids: Int32[Tensor, "B k"]
+    top_logprobs: Float32[Tensor, "B k"]
+    host: Fetched
+
+    @classmethod
+    def of(cls, rows: int, vocab_size: int, device: torch.device) -> "Results":
+        """Memory for so many rows."""
+        shape = rows, min(MAX_LOGPROBS, vocab_size)
+        floats, ints = torch.float32, torch.int32
+        each: dict[str, Any] = {"logprobs": (rows, floats), "top_ids": (shape, ints), "top_logprobs": (shape, floats)}
+
+        def pinned(of: Any, dtype: torch.dtype) -> Tensor:
+            return torch.empty(of, dtype=dtype, pin_memory=device.type == "cuda")
+
+        host = Fetched(event=torch.cuda.Event(), token_ids=pinned(rows, ints), **{name: pinned(*how) for name, how in each.items()})
+        return cls(**{name: torch.empty(of, dtype=dtype, device=device) for name, (of, dtype) in each.items()}, host=host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedStep:
-    """A graph, the carry whose memory it reads and writes, the memory of its results, and the pinned memory for them on the host."""
+    """Graphs that run one after another, the carry whose memory they read and write, and the memory of the results.
+
+    The first graph runs the model, samples greedily, and moves on to the next tokens. If the step samples in another way, the second graph
+    does that over the same logits, and replaces the tokens.
+    """
 
     kind: StepKind
-    graph: torch.cuda.CUDAGraph
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
     carry: DecodeCarry
-    out: DecodeOutput
-    fetched: Fetched
+    results: Results
+
+    def replay(self) -> None:
+        """Launch the step."""
+        for graph in self.graphs:
+            graph.replay()
 
     def fetch(self) -> Fetched:
         """Copy the results of the last launched step to the host. A step that is launched afterwards may overwrite them on the device."""
-        for name in RESULTS:
-            source, target = getattr(self.out, name), getattr(self.fetched, name)
-            if source is not None:
-                target.copy_(source, non_blocking=True)
-        self.fetched.event.record()
-        return self.fetched
+        size, host = self.kind.size, self.results.host
+        token_ids = host.token_ids[:size]
+        token_ids.copy_(self.carry.batch.input_ids, non_blocking=True)
+        more: dict[str, Tensor] = {}
+        if self.kind.sampling == "logprobs":
+            for name in ("logprobs", "top_ids", "top_logprobs"):
+                more[name] = getattr(host, name)[:size]
+                more[name].copy_(getattr(self.results, name)[:size], non_blocking=True)
+        host.event.record()
+        return Fetched(event=host.event, token_ids=token_ids, **more)
 
 
 def moving_tensors(carry: DecodeCarry) -> list[Tensor]:
@@ -123,12 +161,3 @@ def recorded(pool: Any, stream: torch.cuda.Stream, run: Callable[[], R]) -> tupl
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return once()
-
-
-def pinned_results(out: DecodeOutput) -> Fetched:
-    """Pinned memory for a step's results."""
-
-    def pinned(tensor: Tensor | None) -> Any:
-        return None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-
-    return Fetched(event=torch.cuda.Event(), **{name: pinned(getattr(out, name)) for name in RESULTS})

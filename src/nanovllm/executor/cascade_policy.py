@@ -129,6 +129,12 @@ class CascadePolicy:
         """The runs of a decode batch; None if it is faster that each row reads its own pages."""
         return self._runs(host, host.seq_lens // self.page_size, DECODE_BYTES)
 
+    def may_share(self, rows: int, most_tokens: int) -> bool:
+        """Whether `decode` returns runs for any batch of so many rows, of at most so many tokens each."""
+        pages = most_tokens // self.page_size
+        spared = (rows - 1) * pages * self.page_bytes
+        return rows > 1 and self._worth(rows, pages) and spared >= (1 if self.always else DECODE_BYTES)
+
     def prompts(self, host: HostBatch) -> list[Run] | None:
         """The runs of a batch of prompts; None if it is faster that each row reads its own pages."""
         assert host.cu_seqlens is not None

@@ -1,11 +1,17 @@
-"""Captured decode steps: one CUDA graph per batch size, set of sampling features and way to attend.
+"""Captured decode steps: CUDA graphs by batch size, way to attend and kind of sampling, made before the first request.
 
-The buffers of all graphs are views of one set of buffers, sized for the largest batch. A graph moves positions, lengths and slots to the
+For each size and way there is one graph of the model, which also samples greedily. For each size and other kind of sampling there is one
+graph that reads the logits and replaces the tokens. The options of the rows are data of these graphs. Two sorts of steps are captured when
+they are first needed: those with a caller's functions between logits and samples, and those that attend in a way that did not exist when
+the others were captured, such as by FlashInfer's kernels if these were built since.
+
+The buffers of all graphs are views of one set of buffers, sized for the largest batch. A step moves positions, lengths and slots to the
 next token, and feeds the sampled tokens back.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,10 +21,10 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
-from nanovllm.executor.captured_step import MOVED, CapturedStep, StepKind, Way, moving_tensors, pinned_results, recorded
+from nanovllm.executor.captured_step import MOVED, CapturedStep, Results, StepKind, Way, moving_tensors, recorded
 from nanovllm.executor.cascade_policy import Cascades, own_runs
 from nanovllm.executor.decode import decode_step
-from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
+from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Forward
 from nanovllm.executor.row_processing import processors_of, row_processing
 from nanovllm.executor.run_ahead import retire
@@ -28,17 +34,17 @@ from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
-from nanovllm.sampling import tensors
+from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.process_logits import LogitsProcessor, tokens_of
+from nanovllm.sampling.row_options import KINDS, LINES, TABLED, Kind, Row, pack, row_options
+from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.types import Int64, Tensor
 
-GREEDY = tensors.Features()
-
-
-RARE_FEATURES = 4  # sets of sampling features, apart from the usual ones, whose graphs are kept
+R = TypeVar("R")
+KEPT = 4  # sets of a caller's functions whose graphs are kept
 
 
 class StepGraphs:
@@ -50,7 +56,7 @@ class StepGraphs:
         limits: EngineConfig,
         sizes: Seq[int],
         forward: Forward,
-        usual: Seq[tensors.Features],
+        tables: PenaltyTables,
         attention: Attention | None,
         cascades: Cascades | None,
         *,
@@ -65,7 +71,7 @@ class StepGraphs:
             limits: The engine's limits.
             sizes: The batch sizes, ascending.
             forward: The model function.
-            usual: Sampling features whose graphs are kept for good.
+            tables: The tables of penalties and biases.
             attention: FlashInfer's plans.
             cascades: Plans that read shared pages once, for batches that share enough.
             fused: Whether `forward` takes a `FusedDecodePlan`. Then no row may read KV that another row writes in the same step.
@@ -78,11 +84,14 @@ class StepGraphs:
         if dummy_frame is not None:
             self._layout["dummy_frame"] = dummy_frame
         self._width = pages_for(limits.max_model_len, limits.page_size)
+        self._longest = limits.max_model_len
         self._seen = model.config.widest_window if model.config.all_windowed else limits.max_model_len  # the most tokens that a row reads
         self._device, self._attention, self._cascades = model.device, attention, cascades
         self._moved = MOVED if dummy_frame is None else (*MOVED, "frame_slots")
-        self._ints = torch.zeros((len(self._moved) + 1) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
-        self._tables = [
+        # Besides what a step moves, for each row: whether it is active, the newest token that its slot has not counted, its options.
+        self._num_lines = len(self._moved) + 2
+        self._ints = torch.zeros((self._num_lines + LINES) * aligned(max(sizes)), dtype=torch.int32, device=self._device)
+        self._page_tables = [
             torch.full((max(sizes), self._width), dummy, dtype=torch.int32, device=self._device)
             for dummy in (dummy_page, dummy_frame)
             if dummy is not None
@@ -93,39 +102,32 @@ class StepGraphs:
         self._fused, self._cuts, self._warm = fused, cuts, warm
         self._fused_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
+        self._sampling, self._results = tables, Results.of(max(sizes), model.config.vocab_size, self._device)
         self._token_ids: Tensor | None = None
         self.width = limits.max_model_len + 1  # of the table of tokens that processors read
-        self.usual, self._recent = tuple(usual), []
+        self._recent: list[tuple[LogitsProcessor, ...]] = []
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # one for all: memory cached for a stream serves no other
 
-    def load(
-        self,
-        kv: KVState,
-        host: HostBatch,
-        drawing: Seq[tensors.Row],
-        features: tensors.Features,
-        processed: Seq[Sequence] = (),
-    ) -> CapturedStep:
-        """Return a step that is ready to be replayed over these rows, captured now if it is new.
+    def load(self, kv: KVState, host: HostBatch, drawing: Seq[Row], sampling: Kind, processed: Seq[Sequence] = ()) -> CapturedStep:
+        """Return a step that is ready to be replayed over these rows, captured now if a caller's function or its way to attend is new.
 
-        `drawing` are the rows that `tensors.build` takes; greedy `features` do not read them. `processed` are the sequences of the rows if
-        some of them have a function between logits and samples.
+        `drawing` are the rows that `pack` takes; greedy steps do not read them. `processed` are the sequences of the rows if some of them
+        have a function between logits and samples.
         """
         rows = len(host.input_ids)
         size = self.size(rows)
         host = padded(host, size, **self._layout)
-        kind = StepKind(size=size, features=features, way=self._follow(host), processors=processors_of(processed))
+        kind = StepKind(size=size, way=self._follow(host), sampling=sampling, processors=processors_of(processed))
         while kind not in self._steps:
-            self.capture(kv, kind)  # makes another plan; FlashInfer's kernels may arrive meanwhile
+            self.capture(
+                kv, size, (kind.way,), kind.processors, (sampling,)
+            )  # makes another plan; FlashInfer's kernels may arrive meanwhile
             kind = replace(kind, way=self._follow(host))
         step = self._steps[kind]
-        self._note_use(features, kind.processors)
-        self._fill(step.carry, host, rows)
-        if features != GREEDY:
-            sampling = tensors.build(drawing, self._model.config.vocab_size, self._device, pad_to=size, on=features)
-            tensors.copy_into(step.carry.sampling, sampling)
+        self._fill(step.carry, host, rows, None if sampling == "greedy" else drawing)
         if kind.processors:
+            self._note_use(kind.processors)
             self._fill_processing(step.carry, processed)
         return step
 
@@ -146,14 +148,53 @@ class StepGraphs:
         """The number of rows of the smallest graph that holds `rows`."""
         return next(size for size in self.sizes if size >= rows)
 
-    def rehearse(self, kv: KVState, size: int) -> None:
-        """Run the model as `capture` does, but record nothing. Nothing is sampled: a token that no kernel has written may be no token."""
-        carry = self._padding(kv, StepKind(size=size, features=GREEDY, way=self.way()))
-        self._forward(self._warm, kv, carry.batch, self._model.config)
+    def ways(self, size: int) -> list[Way]:
+        """The ways to attend that batches of this size can need, the usual one first."""
+        ways: list[Way] = [self.way()]
+        if self._fused:
+            longest = np.full(size, self._seen)
+            one = np.where(np.arange(size) == 0, self._seen, 1)
+            if not (self._fused_plan(size).serves(longest) and self._fused_plan(size).serves(one)):
+                ways.append("planned" if self._plans_alone() else "shared")
+        if self._cascades is not None and "shared" not in ways and self._cascades.policy.may_share(size, self._longest):
+            ways.append("shared")
+        return ways
 
-    def _padding(self, kv: KVState, kind: StepKind) -> DecodeCarry:
-        """The carry of a step, filled with rows of padding. Overwrites the buffers, and the plans of its size."""
-        size, dummy, page_size = kind.size, self._layout["dummy_page"], self._layout["page_size"]
+    def capture(
+        self, kv: KVState, size: int, ways: Seq[Way], processors: tuple[LogitsProcessor, ...] = (), kinds: Seq[Kind] = KINDS
+    ) -> None:
+        """Run the steps of one size on a side stream, then record them. All rows are padding, so only the dummy page is written.
+
+        Overwrites the buffers, and the plans of the size. The graphs of sampling are the same for all ways, because all ways leave their
+        logits in the memory of the first one's. It must not be used by another graph of this size. Afterwards graphs of other sizes use
+        it, since only one step runs at a time.
+        """
+        here, logits = torch.cuda.current_stream(self._device), None
+        drawing: dict[Kind, tuple[torch.cuda.CUDAGraph, ...]] = {"greedy": ()}
+        on = self._pool, self._stream
+        for way in ways:
+            carry = self._padding(kv, size, way, processors)
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                tried = self._run(carry, self._warm)
+                for sampling in kinds if logits is None else ():
+                    self._draw(carry, tried, sampling)
+                del tried
+            here.wait_stream(self._stream)
+            model, found = recorded(*on, lambda carry=carry, into=logits: self._run(carry, self._model.params, into))
+            if logits is None:
+                logits = found
+                for sampling in kinds:
+                    if sampling != "greedy":
+                        graph, _ = recorded(*on, lambda carry=carry, logits=found, how=sampling: self._draw(carry, logits, how))
+                        drawing[sampling] = (graph,)
+            for sampling in kinds:
+                kind = StepKind(size=size, way=way, sampling=sampling, processors=processors)
+                self._steps[kind] = CapturedStep(kind=kind, graphs=(model, *drawing[sampling]), carry=carry, results=self._results)
+
+    def _padding(self, kv: KVState, size: int, way: Way, processors: tuple[LogitsProcessor, ...]) -> DecodeCarry:
+        """The carry of a size and a way, filled with rows of padding. Their plan is made, too."""
+        dummy, page_size = self._layout["dummy_page"], self._layout["page_size"]
         frame = self._layout.get("dummy_frame")
         nothing = HostBatch(
             input_ids=np.zeros(size, np.int32),
@@ -165,30 +206,31 @@ class StepGraphs:
             frame_tables=None if frame is None else np.full((size, 1), frame, np.int32),
             frame_slots=None if frame is None else np.full(size, frame * page_size, np.int32),
         )
-        match kind.way:
+        match way:
             case "shared":
                 self._cascade_plan(size).update(own_runs(nothing.page_counts))
             case "planned":
                 self._decode_plan(size).update(nothing)
             case "fused":
                 pass
-        carry = self._carry(kv, kind)
-        self._fill(carry, nothing, 0)
+        carry = self._carry(kv, size, way, processors)
+        self._fill(carry, nothing, 0, ())
         return carry
-
-    def capture(self, kv: KVState, kind: StepKind) -> None:
-        """Run a step on a side stream, then record it. All its rows are padding, so only the dummy page is written."""
-        carry = self._padding(kv, kind)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._run(carry, self._warm)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        graph, out = recorded(self._pool, self._stream, lambda: self._run(carry, self._model.params))
-        self._steps[kind] = CapturedStep(kind=kind, graph=graph, carry=carry, out=out, fetched=pinned_results(out))
 
     def way(self) -> Way:
         """The way to attend for rows that share nothing and are not long."""
         return "fused" if self._fused else "shared" if self._attention is None else "planned"
+
+    def _plans_alone(self) -> bool:
+        """Whether FlashInfer's plans serve long rows that share nothing: not without it, and not before its kernels are built."""
+        return self._attention is not None and (self._cascades is None or self._attention.ready())
+
+    def rehearse(self, kv: KVState, size: int) -> None:
+        """Run the model by our own kernels as `capture` does, but record nothing. Its results are not used, not even as tokens."""
+        for way in self.ways(size):
+            if way != "planned":
+                carry = self._padding(kv, size, way, ())
+                self._forward(self._warm, kv, carry.batch, self._model.config)
 
     def _follow(self, host: HostBatch) -> Way:
         """Make the plan for a padded batch, and return its way to attend."""
@@ -198,20 +240,19 @@ class StepGraphs:
             return "shared"
         if self._fused and self._fused_plan(size).serves(np.minimum(host.seq_lens, self._seen)):
             return "fused"
-        if self._attention is None or (self._cascades is not None and not self._attention.ready()):
+        if not self._plans_alone():
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for one run of pages per row")
             return "shared"
         self._decode_plan(size).update(host)
         return "planned"
 
-    def _note_use(self, features: tensors.Features, processors: tuple[LogitsProcessor, ...]) -> None:
-        """Free the rare graphs whose sampling features and processors were used least recently."""
-        used = features, processors
-        self._recent = [f for f in self._recent if f != used] + ([] if features in self.usual and not processors else [used])
-        for old in self._recent[:-RARE_FEATURES]:
-            self._steps = {kind: step for kind, step in self._steps.items() if (kind.features, kind.processors) != old}
-        self._recent = self._recent[-RARE_FEATURES:]
+    def _note_use(self, processors: tuple[LogitsProcessor, ...]) -> None:
+        """Free the graphs of the callers' functions that were used least recently."""
+        self._recent = [*(known for known in self._recent if known != processors), processors]
+        for old in self._recent[:-KEPT]:
+            self._steps = {kind: step for kind, step in self._steps.items() if kind.processors != old}
+        self._recent = self._recent[-KEPT:]
 
     def _fill_processing(self, carry: DecodeCarry, rows: Seq[Sequence]) -> None:
         """Copy the tokens of the rows, and what their processors carry, into the static buffers of a carry."""
@@ -255,19 +296,24 @@ class StepGraphs:
         return self._forward(params, kv, batch, config)
 
     def _lines(self, size: int) -> Tensor:
-        """The memory of the tensors with one int per row, for batches of `size` rows: one line per tensor, of whole 16 bytes."""
-        return self._ints[: (len(self._moved) + 1) * aligned(size)].view(-1, aligned(size))
+        """The memory of the numbers of each row, for batches of `size` rows: one line per number, of whole 16 bytes. The last ones are the
+        rows' options."""
+        return self._ints[: (self._num_lines + LINES) * aligned(size)].view(-1, aligned(size))
 
-    def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int) -> None:
-        """Copy a padded batch, of which the first `rows` are in use, into the static buffers of a carry."""
+    def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int, drawing: Seq[Row] | None = None) -> None:
+        """Copy a padded batch, of which the first `rows` are in use, into the static buffers of a carry; with `drawing` also options."""
         (size, width), lines = host.page_tables.shape, self._lines(len(host.input_ids))
+        lines = lines[: self._num_lines] if drawing is None else lines
         given = [table for table in (host.page_tables, host.frame_tables) if table is not None]
         fresh = torch.empty(lines.numel() + len(given) * size * width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         new_lines, new_tables = fresh[: lines.numel()].view_as(lines), fresh[lines.numel() :].view(-1, size, width)
-        *moved, active = new_lines.numpy()
+        *moved, active, newest = new_lines.numpy()[: self._num_lines]
         for line, name in zip(moved, self._moved, strict=True):
             line[:size] = getattr(host, name)
         active[:rows], active[rows:] = 1, 0
+        newest[:size] = host.input_ids
+        if drawing is not None:
+            pack(drawing, new_lines.numpy()[self._num_lines :])
         for new, table in zip(new_tables.numpy(), given, strict=True):
             new[:] = table
         lines.copy_(new_lines, non_blocking=True)
@@ -278,21 +324,21 @@ class StepGraphs:
             view.page_tables[:, width : self._width_used].fill_(self._layout[name])
         self._width_used = max(self._width_used, width)
 
-    def _carry(self, kv: KVState, kind: StepKind) -> DecodeCarry:
-        size = kind.size
+    def _carry(self, kv: KVState, size: int, way: Way, processors: tuple[LogitsProcessor, ...]) -> DecodeCarry:
         plans = {"fused": self._fused_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
-        *moved, active = self._lines(size)[:, :size]
-        made, windowed = plans[kind.way](size), None
+        lines = self._lines(size)
+        *moved, active, _ = lines[: self._num_lines, :size]
+        made, windowed = plans[way](size), None
         first, second = made.handles if isinstance(made, DecodePlans) else (made.handle, made.handle)
-        if len(self._tables) == 2:
-            windowed = Windowed(page_tables=self._tables[1][:size], slots=moved.pop(), plan=second)
+        if len(self._page_tables) == 2:
+            windowed = Windowed(page_tables=self._page_tables[1][:size], slots=moved.pop(), plan=second)
         return DecodeCarry(
             kv=kv,
-            batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._tables[0][:size], plan=first, windowed=windowed),
-            sampling=tensors.build([], self._model.config.vocab_size, self._device, pad_to=size, on=kind.features),
+            batch=Batch(**dict(zip(MOVED, moved, strict=True)), page_tables=self._page_tables[0][:size], plan=first, windowed=windowed),
+            sampling=Sampling(seeds=row_options(lines[self._num_lines :], size).seeds),
             active=active,
-            processing=row_processing([], kind.processors, self.width, self._device, pad_to=size),
-            token_ids=self._tokens()[:size] if kind.processors else None,
+            processing=row_processing([], processors, self.width, self._device, pad_to=size),
+            token_ids=self._tokens()[:size] if processors else None,
         )
 
     def _tokens(self) -> Tensor:
@@ -302,11 +348,28 @@ class StepGraphs:
             self._token_ids = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._token_ids
 
-    def _run(self, carry: DecodeCarry, params: Params[Tensor]) -> DecodeOutput:
-        """Run one decode step, and write the changed tensors back into the carry's memory."""
+    def _run(self, carry: DecodeCarry, params: Params[Tensor], into: Tensor | None = None) -> Tensor:
+        """Run one greedy decode step, and write the changed tensors back into the carry's memory. Returns the logits, copied to `into`."""
         after, out = decode_step(params, carry, self._model.config, forward=self._forward)
         torch._foreach_copy_(moving_tensors(carry), moving_tensors(after))  # pyright: ignore[reportPrivateImportUsage]
-        return replace(out, logits=out.logits.new_empty(0, out.logits.shape[1]))  # a view would keep all logits in memory
+        return out.logits if into is None else into.copy_(out.logits)
+
+    def _draw(self, carry: DecodeCarry, logits: Tensor, sampling: Kind) -> None:
+        """Sample from the logits of a step that has run, and replace its tokens."""
+        if sampling == "greedy":
+            return
+        batch, size = carry.batch, len(carry.active)
+        lines = self._lines(size)
+        newest, lengths = lines[self._num_lines - 1, :size], batch.seq_lens - 1  # the step has moved on by one token
+        sampled = draw_rows(sampling, logits, row_options(lines[self._num_lines :], size), self._sampling, newest, lengths)
+        targets = [batch.input_ids, newest] if sampling in TABLED else [batch.input_ids]
+        torch._foreach_copy_(targets, [sampled.token_ids] * len(targets))  # pyright: ignore[reportPrivateImportUsage]
+        if carry.token_ids is not None:
+            last = lengths.long().unsqueeze(1).clamp(max=carry.token_ids.shape[1] - 1)
+            carry.token_ids.scatter_(1, last, sampled.token_ids.unsqueeze(1))
+        if sampling == "logprobs":
+            for name in ("logprobs", "top_ids", "top_logprobs"):
+                getattr(self._results, name)[:size].copy_(getattr(sampled, name))
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

@@ -12,7 +12,6 @@ The last few tokens of a prompt whose other tokens are filled also run as rows o
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -26,16 +25,17 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.attention_plans import Attention, DecodePlans, PromptPlans, own_plans
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows, widened
 from nanovllm.executor.capture import Captured
-from nanovllm.executor.captured_step import CapturedStep, StepKind
-from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, sampling_rows
+from nanovllm.executor.captured_step import CapturedStep
+from nanovllm.executor.carry import decode_carry, for_a_session
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy, own_runs
 from nanovllm.executor.compiled import COMPILED_PROMPTS, all_fused, compiled_forward, fused_forward
-from nanovllm.executor.cuda_graphs import GREEDY, StepGraphs, batch_sizes, extension_sizes
+from nanovllm.executor.cuda_graphs import StepGraphs, batch_sizes, extension_sizes
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn
 from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
 from nanovllm.executor.row_processing import carries, kept, processors_of
+from nanovllm.executor.row_tables import RowTables
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
 from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
@@ -47,8 +47,8 @@ from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.compile_ahead import FirstStart
-from nanovllm.sampling import tensors
-from nanovllm.sampling.params import SamplingParams, from_generation_config
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
@@ -57,8 +57,7 @@ from nanovllm.types import Float32, Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NOTHING: tensors.Row = (SamplingParams(temperature=0), 0, tensors.NO_IDS, tensors.NO_IDS)  # for rows whose result is not used
-
+NOTHING: Row = (SamplingParams(temperature=0), 0, -1)  # for rows whose result is not used
 
 # Rows and tokens of the prompts that warm kernels up. They cover each tile configuration that decode steps do not use, for token counts
 # that are a multiple of 16 and for others: Triton compiles separate kernels for the two.
@@ -97,10 +96,10 @@ class GraphExecutor:
         progress: bool | None = None,
         first: FirstStart,
     ):
-        """Capture the usual decode steps for every batch size.
+        """Capture the decode steps of every batch size, way to attend and kind of sampling, and short prompts.
 
-        Usual steps are greedy, use only a temperature, or use the features of the model's own `generation_config`. Three other kinds are
-        captured when they are first needed: other features, steps that read shared pages once, and few rows with very many tokens.
+        Captured later are functions of callers, those between logits and samples when a batch first needs them, and `captured`; and steps
+        over FlashInfer's kernels if these are built only after the start.
 
         Args:
             model: The model to run.
@@ -120,19 +119,21 @@ class GraphExecutor:
         apart = cascade is False or (cascade is None and model.config.all_windowed)
         policy = None if apart else cascade_policy(model, limits, always=bool(cascade))
         self._cascades = None if policy is None else Cascades(model, limits, policy)
-        usual, sizes = tuple(_usual_features(model)), batch_sizes(limits.max_num_seqs)
+        sizes = batch_sizes(limits.max_num_seqs)
+        self._rows = RowTables(limits.max_num_seqs, model.config.vocab_size, model.device)
+        tables = self._rows.tables
         # Plain layers cannot follow a fused plan, nor read the new keys and values of prompts from one tensor.
         self._together = all_fused(model, choice)
         self._attention = Attention(model, limits, policy, beside=self._together and policy is not None)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
-            model, limits, sizes, self._forward, usual, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
+            model, limits, sizes, self._forward, tables, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
         )
         # Tokens of one prompt share nearly all pages that they attend to, even if sequences share none.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
-        self._extend = StepGraphs(model, limits, sizes, self._forward, usual, attention, within, fused=False, warm=warm)
+        self._extend = StepGraphs(model, limits, sizes, self._forward, tables, attention, within, fused=False, warm=warm)
         self._short = PromptGraphs(model, limits, self._forward, warm=warm) if captures_prompts(model, choice) else None
         self._logits = LogitsGraphs(model, self._decode.forward)
         self._program = StepProgram(model, self._logits.forward)
@@ -149,15 +150,14 @@ class GraphExecutor:
         self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens: a few of them as rows of a captured step, more by a graph of prompts, many by one call."""
-        features = tensors.features([s.request.sampling for s, count in rows if draw and count == s.todo])
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
-        if few and features in self._extend.usual and model.params is self._model.params and not processors_of([s for s, _ in rows]):
-            return self._extension(kv, rows, features, draw, frames), kv
+        if few and model.params is self._model.params and not processors_of([s for s, _ in rows]):
+            return self._extension(kv, rows, draw, frames), kv
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
         if logits is None:
             logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
-        return draw_first(logits, rows, model, self._decode.width) if draw else None, kv
+        return self._rows.draw(logits, _whole(rows, draw), self._decode.width), kv
 
     @_on_device
     def score(
@@ -172,14 +172,13 @@ class GraphExecutor:
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Fill the static buffers of the graph for these rows, longest first, and return them as the carry."""
         self._require_weights(model)
-        features = tensors.features([s.request.sampling for s in rows])
         self._ahead.drop()
         self._loaded = None
         places = longest_first(rows)
-        carried = placed(rows, places)
-        drawing = () if features == GREEDY else sampling_rows(carried)
+        carried, sampling = placed(rows, places), kind_of([s.request.sampling for s in rows])
+        drawing = self._rows.rows(() if sampling == "greedy" else carried, loaded=True)
         processed = carried if processors_of(rows) else ()
-        step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, features, processed)
+        step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, sampling, processed)
         self._loaded = step, len(rows)
         self._restart(step, rows, places)
         return step.carry
@@ -190,7 +189,8 @@ class GraphExecutor:
         step, num_rows = self._current(carry)
         self._ahead.drop()
         places = self._ahead.places
-        if len(rows) == num_rows and self._decode.refresh(step, decode_batch(placed(rows, places), frames=frames, **self._layout)):
+        same = len(rows) == num_rows and self._holds(step, rows)
+        if same and self._decode.refresh(step, decode_batch(placed(rows, places), frames=frames, **self._layout)):
             self._restart(step, rows, places)
             return step.carry
         return self.load(model, carry.kv, rows, frames=frames)
@@ -199,9 +199,11 @@ class GraphExecutor:
     def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Donates `carry`. Turn the rows that have ended into padding. Load a smaller graph as soon as one holds the remaining rows."""
         step, _ = self._current(carry)
-        if step.kind.size != self._decode.size(len(rows)) or step.kind.features.penalties or step.kind.way == "shared":
-            return self.load(model, carry.kv, rows, frames=frames)  # the row whose table lists shared pages may have ended
+        # The row whose table lists shared pages may have ended.
+        if step.kind.size != self._decode.size(len(rows)) or step.kind.way == "shared" or not self._holds(step, rows):
+            return self.load(model, carry.kv, rows, frames=frames)
         self._decode.retire(step, self._ahead.narrow(keep, rows))
+        self._rows.keep(rows)
         return step.carry
 
     @_on_device
@@ -212,11 +214,13 @@ class GraphExecutor:
         """
         self._require_weights(model)
         step, rows = self._current(carry)
+        if step.kind.sampling in TABLED:
+            self._rows.ran()
         if not self._ahead.take():
-            step.graph.replay()
+            step.replay()
         results, processing = step.fetch(), kept(step.carry.processing)
         if self._ahead.next():
-            step.graph.replay()
+            step.replay()
         drawn = results.wait(rows)
         return step.carry, (replace(drawn, processing=processing) if processing else drawn).at(self._ahead.places)
 
@@ -288,26 +292,28 @@ class GraphExecutor:
         first, second = plan.handles
         return first, second
 
-    def _extension(
-        self, kv: KVState, rows: Seq[tuple[Sequence, int]], features: tensors.Features, draw: bool, frames: Frames | None
-    ) -> Drawn | None:
+    def _extension(self, kv: KVState, rows: Seq[tuple[Sequence, int]], draw: bool, frames: Frames | None) -> Drawn | None:
         """Run a few prompt tokens as the rows of one captured step. Only rows that complete a prompt sample a token that is used."""
-        host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
+        host, whole = prefill_batch(rows, draw=draw, frames=frames, **self._layout), _whole(rows, draw)
         assert host.logit_indices is not None
+        sampling: Kind = kind_of([s.request.sampling for s in whole])
         drawing = [NOTHING] * len(host.input_ids)
-        whole = sampling_rows([s for s, count in rows if draw and count == s.todo])
-        for row, drawn in zip(host.logit_indices.tolist(), whole, strict=True):
+        for row, drawn in zip(host.logit_indices.tolist(), self._rows.rows(whole, loaded=False), strict=True):
             drawing[row] = drawn
-        step = self._extend.load(kv, token_rows(host, self._layout["page_size"]), drawing, features)
-        step.graph.replay()
+        step = self._extend.load(kv, token_rows(host, self._layout["page_size"]), drawing, sampling)
+        step.replay()
         return step.fetch().wait(len(drawing)).at(host.logit_indices) if whole else None
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))
 
     def _restart(self, step: CapturedStep, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> None:
-        # A step counts tokens for penalties, and writes what processors carry, in place: a discarded step would already have done so.
-        self._ahead.restart(rows, places, allowed=not step.kind.features.penalties and not carries(step.kind.processors))
+        # A step writes what processors carry in place: a discarded step would already have done so.
+        self._ahead.restart(rows, places, allowed=not carries(step.kind.processors))
+
+    def _holds(self, step: CapturedStep, rows: Seq[Sequence]) -> bool:
+        """Whether the tables hold the tokens of the rows of a loaded step, if it reads them."""
+        return step.kind.sampling not in TABLED or self._rows.holds(rows)
 
     def _require_weights(self, model: Model) -> None:
         if model.params is not self._model.params:
@@ -328,6 +334,7 @@ class GraphExecutor:
         if self._together:
             first.rehearse(lambda: self._rehearse(kv, kinds, prompts, warm))
         self._attention.load()  # not before: to build FlashInfer's kernels takes all cores
+        self._attention.settle(quiet=progress is False)
         # None: tqdm stays quiet where stderr is not a terminal.
         bar = tqdm(
             total=len(prompts) + len(short) + len(kinds), desc="warm-up", unit="graph", disable=None if progress is None else not progress
@@ -335,15 +342,13 @@ class GraphExecutor:
         with bar:
             for graphs, rows in kinds:
                 bar.set_postfix_str(f"{'prompt' if graphs is self._extend else 'batch'} {rows}")
-                for features in graphs.usual:
-                    graphs.capture(kv, StepKind(size=rows, features=features, way=graphs.way()))
+                graphs.capture(kv, rows, graphs.ways(rows))
                 bar.update()
             for kind in short:
                 assert self._short is not None
                 bar.set_postfix_str(f"prompts of {kind.tokens}")
                 self._short.capture(kv, kind)
                 bar.update()
-            self._attention.settle(quiet=progress is False)
             for host in prompts:  # last: after steps over several plans, compiled layers are not compiled again per plan
                 bar.set_postfix_str(f"prompts {len(host.seq_lens)} x {host.seq_lens[0]}")
                 self._forward(warm, kv, self._prompt(host), model.config)
@@ -352,7 +357,7 @@ class GraphExecutor:
         torch.cuda.empty_cache()  # graphs keep their memory; the rest was used by the warm-up runs
 
     def _rehearse(self, kv: KVState, kinds: Seq[tuple[StepGraphs, int]], prompts: Seq[HostBatch], warm: Params[Tensor]) -> None:
-        """Do what the warm-up does, but record no graphs, and sample nothing."""
+        """Do what the warm-up does, but record no graphs, and sample nothing: a token that no kernel has written may be no token."""
         for graphs, rows in kinds:
             graphs.rehearse(kv, rows)
         if self._short is not None:
@@ -363,8 +368,6 @@ class GraphExecutor:
             self._forward(warm, kv, to_device(host, self._device, *plans.handles), self._model.config)
 
 
-def _usual_features(model: Model) -> dict[tensors.Features, None]:
-    usual = dict.fromkeys((GREEDY, tensors.Features(temperature=True)))
-    with suppress(InvalidRequestError):  # a generation_config that SamplingParams refuses raises in the requests that use it
-        usual[tensors.features([from_generation_config(model.generation_config)])] = None
-    return usual
+def _whole(rows: Seq[tuple[Sequence, int]], draw: bool) -> list[Sequence]:
+    """The sequences that sample a token when their next tokens have run."""
+    return [s for s, count in rows if draw and count == s.todo]

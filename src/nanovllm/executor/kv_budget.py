@@ -1,6 +1,7 @@
 """How many bytes are left for KV: the device's free memory less the memory of the largest steps, measured before the KV pool is made."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.executor.attention_plans import Attention, own_plans, workspace_of
-from nanovllm.executor.batch import sample_prompts, to_device
+from nanovllm.executor.batch import EXTENSION, aligned, sample_prompts, to_device
 from nanovllm.executor.compiled import all_fused, fused_forward
 from nanovllm.executor.device_memory import room
 from nanovllm.executor.prompt_graphs import captures_prompts, logits_bytes, prompt_kinds
@@ -16,31 +17,34 @@ from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
-from nanovllm.sampling import sampler, tensors
-from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
+from nanovllm.sampling.row_options import KINDS, LINES, Kind, pack, row_options
 from nanovllm.state.kv_cache import init_kv
 
 GRAPHS = 576 << 20  # bytes for later: captured graphs, with cuBLAS workspaces of their own, and kernels that are loaded when they first run
-FILTERED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  # the sampling that needs the most memory
 CPU_KV_BYTES = 4 << 30  # the default on a CPU
 
 
 @torch.no_grad()
-def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None) -> int:
+def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts: Cuts | None, kinds: Seq[Kind] = KINDS) -> int:
     """Run the largest steps and return the most bytes that they hold at once, with room for captured graphs.
 
-    The steps are a full prefill, of which captured prompts hold a part for good, and sampling for `max_num_seqs` rows. Two layers of each
-    form run, since a layer's memory is reused by the next one. If some layers have a sliding window, all of them run.
+    The steps are a full prefill, of which captured prompts hold a part for good, and sampling for the most rows of a captured step, whose
+    captured form holds as much once more, next to the tables of penalties and biases. Two layers of each form run, since a layer's memory
+    is reused by the next one. If some layers have a sliding window, all of them run.
 
     Raises:
         torch.OutOfMemoryError: A step does not fit.
         AttentionUnavailableError: FlashInfer cannot serve the model on this machine.
     """
     with torch.cuda.device(model.device):
-        held = _held(model.device, lambda: _prompts(model, limits, choice, cuts)), _held(model.device, lambda: _draw(model, limits))
-        kinds = prompt_kinds(model, limits) if captures_prompts(model, choice) else []
-        captured = max([kind.tokens for kind in kinds], default=0)
-        return max(held) + held[0] * captured // limits.max_num_batched_tokens + logits_bytes(kinds, model) + GRAPHS
+        prompts = _held(model.device, lambda: _prompts(model, limits, choice, cuts))
+        draws, tables = _sampling(model, limits, kinds)
+        torch.cuda.empty_cache()  # the tables' memory is in the sum, and must not be missing from the free memory too
+        graphs = prompt_kinds(model, limits) if captures_prompts(model, choice) else []
+        captured = max([kind.tokens for kind in graphs], default=0)
+        for_good = prompts * captured // limits.max_num_batched_tokens + logits_bytes(graphs, model) + draws + tables + GRAPHS
+        return max(prompts, draws) + for_good
 
 
 def _held(device: torch.device, call: Callable[[], object]) -> int:
@@ -75,13 +79,21 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     del workspace
 
 
-def _draw(model: Model, limits: EngineConfig) -> None:
-    """Sample for as many rows as may run at once."""
-    row: tensors.Row = (FILTERED, 0, tensors.NO_IDS, tensors.NO_IDS)
-    sampling = tensors.build([row] * limits.max_num_seqs, model.config.vocab_size, model.device)
-    logits = torch.zeros(limits.max_num_seqs, model.config.vocab_size, dtype=model.dtype, device=model.device)
-    positions = torch.from_numpy(np.ones(limits.max_num_seqs, np.int32)).to(model.device)
-    sampler.sample(logits, sampling, positions)
+def _sampling(model: Model, limits: EngineConfig, kinds: Seq[Kind]) -> tuple[int, int]:
+    """The most bytes that sampling holds at once, and the bytes of the tables of penalties and biases."""
+    tables = PenaltyTables.empty(limits.max_num_seqs, model.config.vocab_size, model.device)
+    return _held(model.device, lambda: _draw(model, limits, tables, kinds)), tables.num_bytes
+
+
+def _draw(model: Model, limits: EngineConfig, tables: PenaltyTables, kinds: Seq[Kind]) -> None:
+    """Sample for as many rows as may run at once: sequences, or tokens of short prompts."""
+    rows = max(limits.max_num_seqs, EXTENSION)
+    host = np.zeros((LINES, aligned(rows)), np.int32)
+    pack([], host)
+    options, ones = row_options(torch.from_numpy(host).to(model.device), rows), torch.ones(rows, dtype=torch.int32, device=model.device)
+    logits = torch.zeros(rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
+    for kind in kinds:
+        draw_rows(kind, logits, options, tables, ones, ones)
 
 
 def device_budget(model: Model, memory_fraction: float) -> int:

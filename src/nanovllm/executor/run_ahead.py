@@ -99,7 +99,9 @@ def steps_ahead(rows: Seq[Sequence], page_size: int) -> int:
 
 def retire(kv: KVState, batch: Batch, active: Int32[Tensor, "B"], places: Int64[np.ndarray, "gone"]) -> None:
     """Turn rows of a decode batch into padding, in place: they write into the dummy page from now on, and do not move."""
-    at = torch.from_numpy(places).to(active.device, non_blocking=True)
+    host = torch.empty(len(places), dtype=torch.int64, pin_memory=active.is_cuda)
+    host.numpy()[:] = places
+    at = host.to(active.device, non_blocking=True)
     for tensor, value in ((active, 0), (batch.seq_lens, 1)):
         tensor.index_fill_(0, at, value)
     for pages, tables in zip(kv.pools, (batch, batch.windowed), strict=False):

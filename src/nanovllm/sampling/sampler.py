@@ -3,7 +3,7 @@
 A row's token depends on its logits, its options, its seed and its position. It depends neither on the other rows nor on the options that
 they use. So the neutral value of every option is a branch of `where`, and each filter compares, counts or adds integers.
 
-Shapes: B rows, one per sequence; V vocabulary; C candidates that the filters examine.
+Shapes: B rows, one per sequence; V vocabulary; C most probable tokens that are reported.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.ops.sampling.draw import draw, highest
+from nanovllm.ops.sampling.least_kept import least_kept
 from nanovllm.sampling.tensors import Penalties, Sampling
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor, register_value, writable
 
@@ -63,12 +64,17 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
         ids = draw(x_BV, sampling.temperature, _least_kept(x_BV, sampling, sampling.temperature), keys)
     if sampling.num_logprobs is None:
         return Sampled(token_ids=ids)
+    return with_logprobs(logits, ids, sampling.num_logprobs)
+
+
+def with_logprobs(logits: Float[Tensor, "B V"], token_ids: Int32[Tensor, "B"], num: int) -> Sampled:
+    """Sampled tokens with their log-probabilities, and with those of the `num` most probable tokens."""
     logprobs_BV = logits.float().log_softmax(1)
-    logprobs = logprobs_BV.gather(1, ids.long().unsqueeze(1)).squeeze(1)
-    if sampling.num_logprobs == 0:
-        return Sampled(token_ids=ids, logprobs=logprobs)
-    top = logprobs_BV.topk(min(sampling.num_logprobs, logprobs_BV.shape[1]), 1)
-    return Sampled(token_ids=ids, logprobs=logprobs, top_ids=top.indices.int(), top_logprobs=top.values)
+    logprobs = logprobs_BV.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
+    if num == 0:
+        return Sampled(token_ids=token_ids, logprobs=logprobs)
+    top = logprobs_BV.topk(min(num, logprobs_BV.shape[1]), 1)
+    return Sampled(token_ids=token_ids, logprobs=logprobs, top_ids=top.indices.int(), top_logprobs=top.values)
 
 
 def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:
@@ -81,47 +87,10 @@ def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:
 
 
 def _least_kept(x_BV: Tensor, sampling: Sampling, temperature: Tensor) -> Tensor | None:
-    """The smallest logit that min-p, top-k and top-p keep, -inf if they keep all; None if no row uses them.
-
-    It is not divided by the temperature, so that comparisons are exact however the division rounds.
-    """
+    """The smallest logit that min-p, top-k and top-p keep; None if no row uses them."""
     if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
         return None
-    temperature = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    if sampling.top_k is None and sampling.top_p is None:
-        sorted_BC = x_BV.amax(1, keepdim=True).float()
-    elif sampling.num_candidates is not None and sampling.num_candidates < x_BV.shape[1]:
-        sorted_BC = x_BV.topk(sampling.num_candidates, 1).values.float()
-    else:
-        sorted_BC = x_BV.sort(1, descending=True).values.float()
-    least_B1 = torch.full_like(temperature, -torch.inf)
-    if sampling.min_p is not None:
-        min_p = sampling.min_p.unsqueeze(1)
-        least_B1 = torch.where(min_p > 0, sorted_BC[:, :1] + temperature * min_p.log(), least_B1)
-    num_kept_B1 = torch.full_like(temperature, sorted_BC.shape[1], dtype=torch.int64)
-    cut_B1 = torch.zeros_like(temperature, dtype=torch.bool)
-    if sampling.top_k is not None:
-        top_k = sampling.top_k.unsqueeze(1)
-        cut_B1 = top_k > 0
-        num_kept_B1 = torch.where(cut_B1, top_k.clamp(max=sorted_BC.shape[1]).long(), num_kept_B1)
-    if sampling.top_p is not None:
-        top_p = sampling.top_p.unsqueeze(1)
-        cut_B1 = cut_B1 | (top_p < 1)
-        kept_BC = (torch.arange(sorted_BC.shape[1], device=x_BV.device) < num_kept_B1) & (sorted_BC >= least_B1)
-        exponents_BC = (sorted_BC - sorted_BC[:, :1]) / temperature
-        num_kept_B1 = torch.where(top_p < 1, _num_in_nucleus(exponents_BC, kept_BC, top_p), num_kept_B1)
-    last_B1 = sorted_BC.gather(1, num_kept_B1 - 1)
-    return torch.where(cut_B1, torch.maximum(last_B1, least_B1), least_B1).squeeze(1)
-
-
-def _num_in_nucleus(exponents_BC: Tensor, kept_BC: Tensor, top_p_B1: Tensor) -> Tensor:
-    """The number of kept tokens, in descending order, that hold `top_p` of their mass (Holtzman et al., 2020); at least 1."""
-    # Fixed point, 40 bits below the largest weight: a sum of integers is the same for any order, length and device
-    weights_BC = torch.where(kept_BC, (torch.exp(exponents_BC) * 2.0**40).long(), 0)
-    sums_BC = weights_BC.cumsum(1)
-    wanted_B1 = (top_p_B1.double() * sums_BC[:, -1:].double()).long()
-    missing_BC = kept_BC & (sums_BC - weights_BC < wanted_B1)
-    return missing_BC.sum(1, keepdim=True).clamp(min=1)
+    return least_kept(x_BV, temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.num_candidates)
 
 
 def record(sampling: Sampling, token_ids: Int32[Tensor, "B"]) -> Sampling:

@@ -1,6 +1,6 @@
-"""The sampling options of a batch as tensors: `build` makes them from requests, `copy_into` fills a captured graph's buffers."""
+"""The sampling options of a batch as tensors of its own: `build` makes them from requests, for sessions and for steps without graphs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,10 +17,7 @@ NO_IDS = np.empty(0, np.int32)
 
 
 class Features(NamedTuple):
-    """Which fields of a `Sampling` are on.
-
-    Traced code specialises on them and on the shapes only, so they are the key of a captured graph.
-    """
+    """Which fields of a `Sampling` are on. Traced code specialises on them and on the shapes only."""
 
     temperature: bool = False
     top_k: bool = False
@@ -114,32 +111,19 @@ def penalises(p: SamplingParams) -> bool:
     return (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def build(
-    rows: Sequence[Row], vocab_size: int, device: torch.device | str, *, pad_to: int | None = None, on: Features | None = None
-) -> Sampling:
-    """The tensors of `rows`, followed by greedy rows up to `pad_to`.
+def build(rows: Sequence[Row], vocab_size: int, device: torch.device | str) -> Sampling:
+    """The tensors of rows, with the fields that they need.
 
     Args:
         rows: For each row its options, seed, prompt ids and output ids. The ids must be in the vocabulary; see `validate_for`.
         vocab_size: V.
         device: Where the tensors go.
-        pad_to: The number of rows in total. None: no padding.
-        on: The fields to make. More than the rows need is allowed, as for a captured graph, and changes no token. None: the needed ones.
-
-    Raises:
-        ValueError: `on` lacks a field that the rows need, or `pad_to` is below the number of rows.
     """
-    params = [p for p, *_ in rows]
-    needed = features(params)
-    on = needed if on is None else on
-    if not _covers(on, needed):
-        raise ValueError(f"{on} does not cover the fields that the rows need: {needed}")
-    size = len(rows) if pad_to is None else pad_to
-    if size < len(rows):
-        raise ValueError(f"pad_to={pad_to} is below the number of rows, {len(rows)}")
+    params, size = [p for p, *_ in rows], len(rows)
+    on = features(params)
 
-    def column(values: Sequence[int | float], dtype: torch.dtype, neutral: int | float) -> Tensor:
-        return torch.tensor([*values, *[neutral] * (size - len(rows))], dtype=dtype).to(device)
+    def column(values: Sequence[int | float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
 
     def table(ids: Sequence[np.ndarray], values: Tensor) -> Tensor:
         """Zeros `[size, V]`, with the values set (bool) or added (numbers) at each row's ids."""
@@ -152,9 +136,9 @@ def build(
         prompts, outputs = [prompt for *_, prompt, _ in rows], [output for *_, output in rows]
         return Penalties(
             # with a smaller divisor logits would leave float32's range
-            repetition=column([max(p.repetition_penalty, 1e-6) for p in params], torch.float32, 1.0),
-            presence=column([p.presence_penalty for p in params], torch.float32, 0.0),
-            frequency=column([p.frequency_penalty for p in params], torch.float32, 0.0),
+            repetition=column([max(p.repetition_penalty, 1e-6) for p in params], torch.float32),
+            presence=column([p.presence_penalty for p in params], torch.float32),
+            frequency=column([p.frequency_penalty for p in params], torch.float32),
             prompt_mask=table(prompts, torch.ones((), dtype=torch.bool)),
             counts=table(outputs, torch.ones((), dtype=torch.int32)),
         )
@@ -165,47 +149,13 @@ def build(
         return table([np.array([*b], np.int64) for b in of_rows], values)
 
     return Sampling(
-        seeds=column([seed for _, seed, *_ in rows], torch.int64, 0),
-        temperature=column([p.temperature for p in params], torch.float32, 0.0) if on.temperature else None,
-        top_k=column([p.top_k for p in params], torch.int32, 0) if on.top_k else None,
-        top_p=column([p.top_p for p in params], torch.float32, 1.0) if on.top_p else None,
-        min_p=column([p.min_p for p in params], torch.float32, 0.0) if on.min_p else None,
+        seeds=column([seed for _, seed, *_ in rows], torch.int64),
+        temperature=column([p.temperature for p in params], torch.float32) if on.temperature else None,
+        top_k=column([p.top_k for p in params], torch.int32) if on.top_k else None,
+        top_p=column([p.top_p for p in params], torch.float32) if on.top_p else None,
+        min_p=column([p.min_p for p in params], torch.float32) if on.min_p else None,
         penalties=penalties() if on.penalties else None,
         logit_bias=biases() if on.logit_bias else None,
         num_logprobs=on.num_logprobs,
         num_candidates=on.num_candidates,
     )
-
-
-def _covers(on: Features, needed: Features) -> bool:
-    flags = all(have or not need for have, need in zip(on[:6], needed[:6], strict=True))
-    logprobs = needed.num_logprobs is None or (on.num_logprobs is not None and on.num_logprobs >= needed.num_logprobs)
-    no_cut = not (needed.top_k or needed.top_p)
-    bounded = on.num_candidates is None or no_cut or (needed.num_candidates is not None and on.num_candidates >= needed.num_candidates)
-    return flags and logprobs and bounded
-
-
-def copy_into(dst: Sampling, src: Sampling) -> Sampling:
-    """Copy `src` into the memory of `dst`, the static buffers of a captured graph, and return `dst`.
-
-    Raises:
-        ValueError: The two differ in their fields, number of rows or vocabulary. Then nothing was written.
-    """
-    (to, to_shape), (values, shape) = _tensors(dst), _tensors(src)
-    if to_shape != shape:
-        raise ValueError(f"the buffers hold {to_shape}, the values {shape}")
-    for buffer, value in zip(to, values, strict=True):
-        buffer.copy_(value, non_blocking=True)
-    return dst
-
-
-def _tensors(s: Sampling) -> tuple[list[Tensor], Mapping[str, object]]:
-    """The tensors of the fields that are on, and the properties that a captured graph fixes: their shapes and the static fields."""
-    fields = {"seeds": s.seeds, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p}
-    if s.penalties is not None:
-        p = s.penalties
-        fields |= {"repetition": p.repetition, "presence": p.presence, "frequency": p.frequency}
-        fields |= {"prompt_mask": p.prompt_mask, "counts": p.counts}
-    on = {name: tensor for name, tensor in (fields | {"logit_bias": s.logit_bias}).items() if tensor is not None}
-    shapes = {name: tuple(tensor.shape) for name, tensor in on.items()}
-    return list(on.values()), shapes | {"num_logprobs": s.num_logprobs, "num_candidates": s.num_candidates}

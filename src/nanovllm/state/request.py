@@ -39,7 +39,7 @@ def rank_of(priority: int, num_steps: int) -> int:
     return priority * AGEING + num_steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Request:
     """A request as it was submitted.
 

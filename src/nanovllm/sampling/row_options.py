@@ -1,0 +1,123 @@
+"""The options of the rows of a captured batch as columns of one buffer, and the kinds of sampling that are captured.
+
+Options are data: one captured step of a kind serves all options of that kind. A row that needs less gets the neutral values, and the same
+token as in a step of a lesser kind.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.tensors import Sampling, penalises
+from nanovllm.types import Float32, Int32, Int64, Tensor
+
+Kind = Literal["greedy", "random", "filtered", "everything", "logprobs"]
+# Ascending: each also does what those before it do. `random` has temperatures, `filtered` also top-k, top-p and min-p, `everything` also
+# penalties and biases.
+KINDS: tuple[Kind, ...] = ("greedy", "random", "filtered", "everything", "logprobs")
+TABLED: tuple[Kind, ...] = ("everything", "logprobs")  # the kinds that read the tables of penalties and biases
+Row = tuple[SamplingParams, int, int]  # options, seed, and slot in the tables of penalties and biases (-1: none)
+LINES = 10  # of int32 per row; the first two are a seed of 64 bits
+NEUTRAL = (0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, -1.0)  # of the lines after the seeds
+SMALLEST_DIVISOR = 1e-6  # with a smaller repetition penalty logits would leave float32's range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """The options of B rows: views of the lines of one buffer.
+
+    Attributes:
+        seeds: int64 `[B]`.
+        temperature: float32 `[B]`; neutral: 0 (greedy).
+        top_k: int32 `[B]`; neutral: 0.
+        top_p: float32 `[B]`; neutral: 1.
+        min_p: float32 `[B]`; neutral: 0.
+        repetition: float32 `[B]`; neutral: 1.
+        presence: float32 `[B]`; neutral: 0.
+        frequency: float32 `[B]`; neutral: 0.
+        slots: The rows' slots in the tables of penalties and biases, int32 `[B]`; -1: none.
+    """
+
+    seeds: Int64[Tensor, "B"]
+    temperature: Float32[Tensor, "B"]
+    top_k: Int32[Tensor, "B"]
+    top_p: Float32[Tensor, "B"]
+    min_p: Float32[Tensor, "B"]
+    repetition: Float32[Tensor, "B"]
+    presence: Float32[Tensor, "B"]
+    frequency: Float32[Tensor, "B"]
+    slots: Int32[Tensor, "B"]
+
+    def random(self) -> Sampling:
+        """The seeds and the temperatures."""
+        return Sampling(seeds=self.seeds, temperature=self.temperature)
+
+    def filtered(self, start: int = 0, stop: int | None = None) -> Sampling:
+        """The seeds, the temperatures and the filters of rows `start` to `stop`."""
+        on = slice(start, stop)
+        return Sampling(
+            seeds=self.seeds[on], temperature=self.temperature[on], top_k=self.top_k[on], top_p=self.top_p[on], min_p=self.min_p[on]
+        )
+
+
+def kind_of(params: Iterable[SamplingParams]) -> Kind:
+    """The least kind of sampling that serves all rows."""
+    return KINDS[max([_rank(p) for p in params], default=0)]
+
+
+def _rank(p: SamplingParams) -> int:
+    if p.logprobs is not None:
+        return 4
+    if needs_tables(p):
+        return 3
+    if p.temperature == 0:
+        return 0
+    return 2 if p.top_k > 0 or p.top_p < 1 or p.min_p > 0 else 1
+
+
+def needs_tables(p: SamplingParams) -> bool:
+    """Whether a row with these options needs a slot in the tables of penalties and biases."""
+    return p.logit_bias is not None or penalises(p)
+
+
+def pack(rows: Sequence[Row], lines: Int32[np.ndarray, "10 n"]) -> None:
+    """Write the options of rows into the lines of a buffer, followed by neutral rows. n is a multiple of 2."""
+    count = len(rows)
+    seeds, floats, ints = lines[:2].reshape(-1).view(np.int64), lines.view(np.float32), lines
+    seeds[count:] = 0
+    for line, neutral in enumerate(NEUTRAL, 2):
+        (ints if line in (3, 9) else floats)[line, count:] = neutral
+    if not count:
+        return
+    seeds[:count] = [seed for _, seed, _ in rows]
+    ints[3, :count] = [p.top_k for p, _, _ in rows]
+    ints[9, :count] = [slot for _, _, slot in rows]
+    numbers = np.array(
+        [
+            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p, _, _ in rows
+        ],
+        np.float32,
+    )  # fmt: skip
+    floats[[2, 4, 5, 6, 7, 8], :count] = numbers.T
+    np.maximum(floats[6, :count], SMALLEST_DIVISOR, out=floats[6, :count])
+
+
+def row_options(lines: Int32[Tensor, "10 n"], size: int) -> RowOptions:
+    """The options of the first `size` rows, as views of the lines that `pack` fills, which are contiguous."""
+    floats, ints = lines.view(torch.float32)[:, :size].unbind(), lines[:, :size].unbind()
+    return RowOptions(
+        seeds=lines[:2].reshape(-1).view(torch.int64)[:size],
+        temperature=floats[2],
+        top_k=ints[3],
+        top_p=floats[4],
+        min_p=floats[5],
+        repetition=floats[6],
+        presence=floats[7],
+        frequency=floats[8],
+        slots=ints[9],
+    )
