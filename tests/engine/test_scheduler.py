@@ -318,3 +318,44 @@ def test_the_budget_never_falls_short_of_those_that_decode():
         assert 0 < len(plan.decode) + sum(count for _, count in plan.prefill) <= 2
         assert sum(s.todo <= 1 for s in plan.running) <= 2
         pool, running, left = settled(plan)
+
+
+def test_places_are_given_away_several_at_a_time():
+    """Of 64 places two are given away together, unless only one request waits, a prompt runs anyway, or the request is urgent."""
+    limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=64, max_num_batched_tokens=256)
+    pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(64 + 5)]))
+    assert len(running) == 64 and len(left) == 5
+
+    def gone(count):
+        after = pool
+        for sequence in running[:count]:
+            after = give_up_pages(after, sequence)
+        return after, running[count:]
+
+    def admitted(count, queue, num_steps=1):
+        return ids([s for s, _ in schedule(*gone(count), queue, limits, num_steps=num_steps).prefill])
+
+    def left_steady(count, num_steps):
+        after, others = gone(count)
+        found = steady(after, tuple(others), left, limits, num_steps=num_steps)
+        return None if found is None else found.steps
+
+    assert admitted(1, left) == [] and admitted(2, left) == [64, 65] and admitted(1, left, num_steps=8) == [64]
+    assert left_steady(0, 1) == left_steady(0, 8) == 32  # the rows have all their pages
+    assert left_steady(1, 1) == 7 and [left_steady(1, n) for n in (5, 6, 7, 8)] == [3, 2, 1, None] and left_steady(2, 1) is None
+    assert admitted(1, queue(waiting(99, 3))) == [99]
+    urgent = waiting(99, 3)
+    assert admitted(1, left.push(replace(urgent, request=replace(urgent.request, rank=-1)))) == [99]
+    after, others = gone(2)
+    plan = schedule(after, [*others, waiting(98, 2)], left, limits, num_steps=1)  # one place is free, and a prompt runs
+    assert ids([s for s, _ in plan.prefill]) == [98, 64]
+
+
+def test_a_free_place_waits_for_a_few_steps_only():
+    """Whatever the number of steps so far, a place that becomes free is given away within 8 steps, and no step after that is left out."""
+    limits = config(num_pages=400, page_size=4, max_model_len=16, max_num_seqs=64, max_num_batched_tokens=256)
+    pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(64 + 5)]))
+    pool, running = give_up_pages(pool, running[0]), running[1:]
+    for first in range(16):
+        waits = next(wait for wait in range(9) if schedule(pool, running, left, limits, num_steps=first + wait).prefill)
+        assert waits == -first % 8

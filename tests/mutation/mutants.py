@@ -324,6 +324,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tokens run again count as reused", "self.num_reused += max(0, reused - sequence.most_filled)", "self.num_reused += reused"),
         ("pages ahead of need while one waits to come back", "back = first is not None and first.most_filled > 0", "back = False"),
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
+        ("each free place is given away at once", "opens = bool(prefill) or draft.opens(num_steps)", "opens = True"),
+        ("an urgent request waits for places", " or _turn(first) < _turn(self.running[-1])", ""),
+        ("a free place waits without an end", "or num_steps % HELD == 0:", "or False:"),
+        ("steady steps pass over the end of a wait", "min(steps, HELD - num_steps % HELD)", "steps"),
     ),
     *bugs(
         "engine/scheduler.py",

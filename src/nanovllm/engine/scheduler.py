@@ -7,7 +7,8 @@ on, prompts have a smaller budget, of which a long prompt leaves a part to a sho
 If the pool is full, the running sequence whose turn is last gives up its pages and returns to the queue. So the first sequence always
 advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so a request is admitted only
 if it and those that run can grow to their expected lengths (`can_grow`, `state/expected_reply.py`). A request that waits preempts nobody,
-whatever its priority.
+whatever its priority. An engine whose places were nearly all taken gives them away several at a time, or all in one of `HELD` steps
+(`opens`).
 
 Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
 does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
@@ -35,6 +36,8 @@ from nanovllm.state.steady import Steady
 from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
 
+PLACES = 32  # places that become free are given away together: one of so many places of the engine
+HELD = 8  # steps within which a free place is given away even if it is the only one
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
@@ -80,7 +83,9 @@ class Plan:
         return len(self.decode) == len(self.running) and not (self.stuck or self.num_preempted or self.num_reused)
 
 
-def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int = EXPECTED_REPLY) -> Plan:
+def schedule(
+    pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int = EXPECTED_REPLY, num_steps: int = 0
+) -> Plan:
     """Choose the tokens of one step and find pages for them. The arguments do not change.
 
     Args:
@@ -89,6 +94,7 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
         waiting: The queue.
         config: The engine's limits.
         expected_reply: How long a reply is expected to become, in tokens, if its limit is not nearer.
+        num_steps: How many steps the engine has run.
     """
     draft = _Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
@@ -105,7 +111,8 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
             prefill[_id(sequence)] = count
             room = room.after(sequence, count)
     draft.offer([(s, prefill[_id(s)]) for s in draft.running if _id(s) in prefill] if prefill else ())
-    while room and draft.may_admit():
+    opens = bool(prefill) or draft.opens(num_steps)
+    while opens and room and draft.may_admit():
         admitted = draft.admit(room)
         if admitted is None:
             break
@@ -120,7 +127,12 @@ def schedule(pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineC
 
 
 def steady(
-    pool: Pool, running: tuple[Sequence, ...], waiting: Queue, config: EngineConfig, expected_reply: int = EXPECTED_REPLY
+    pool: Pool,
+    running: tuple[Sequence, ...],
+    waiting: Queue,
+    config: EngineConfig,
+    expected_reply: int = EXPECTED_REPLY,
+    num_steps: int = 0,
 ) -> Steady | None:
     """The sequences as a `Steady`, with the number of steps in which `schedule` would only choose one token of each.
 
@@ -140,7 +152,10 @@ def steady(
             return None
         if room - filled < steps and room < request.max_len - 1:  # the last token's KV is never needed
             steps = room - filled
-    if steps <= 0 or _Draft(pool, list(running), waiting, config, expected_reply).may_admit():
+    draft = _Draft(pool, list(running), waiting, config, expected_reply)
+    if draft.may_admit():
+        steps = 0 if draft.opens(num_steps) else min(steps, HELD - num_steps % HELD)
+    if steps <= 0:
         return None
     written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
     return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else None
@@ -329,6 +344,18 @@ class _Draft:
         self.pool = give_up_pages(self.pool, last)
         self.waiting = self.waiting.push(_without_pages(last))
         return True
+
+    def opens(self, num_steps: int) -> bool:
+        """Whether a step that runs no prompt so far may begin to admit requests, after so many steps.
+
+        A step with one short prompt takes nearly as long as a step with several. So if nearly all places are taken, those that become free
+        wait until there are several, or one for each request that waits, but for fewer than `HELD` steps. A request that comes before one
+        that runs does not wait for that.
+        """
+        first, places = self.waiting.first(), self.config.max_num_seqs - len(self.running)
+        if first is None or not self.running or num_steps % HELD == 0:
+            return True
+        return places >= min(self.config.max_num_seqs // PLACES, len(self.waiting)) or _turn(first) < _turn(self.running[-1])
 
     def may_admit(self) -> bool:
         """Whether the first waiting request fits now. A step that preempted admits nothing."""

@@ -94,7 +94,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         loaded, decoded = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded)
     limits = step_limits(state)
-    plan = schedule(state.pool, tuple(state.running), state.waiting, limits, state.expected_reply)
+    plan = schedule(state.pool, tuple(state.running), state.waiting, limits, state.expected_reply, state.num_steps)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
@@ -109,7 +109,8 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
         # The device already runs the step, so this work on the host overlaps it.
-        if plan.only_decodes and (running := steady(plan.pool, plan.running, plan.waiting, limits, state.expected_reply)) is not None:
+        known = plan.pool, plan.running, plan.waiting, limits, state.expected_reply, state.num_steps
+        if plan.only_decodes and (running := steady(*known)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
     return _finish_step(model, state, plan, kv, prefilled, loaded, decoded)
 
