@@ -66,7 +66,7 @@ class Ending(Nothing):
         """Return the carry."""
         return carry
 
-    def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any, *, frames: Any = None) -> Any:
+    def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any, *, grew: bool = False, frames: Any = None) -> Any:
         """Return the carry of the remaining rows."""
         return carry[0][keep], carry[1][keep]
 

@@ -84,7 +84,7 @@ class Nothing:
         self.refreshed = rows
         return len(rows)
 
-    def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any, *, frames: Any = None) -> Any:
+    def narrow(self, model: nv.Model, carry: Any, keep: Any, rows: Any, *, grew: bool = False, frames: Any = None) -> Any:
         """Return the number of remaining rows as the carry."""
         return len(rows)
 

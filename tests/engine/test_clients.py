@@ -75,7 +75,7 @@ class Script:
     def refresh(self, model: Any, carry: Any, rows: Any, *, frames: Any = None) -> Any:
         return self.load(model, None, rows)
 
-    def narrow(self, model: Any, carry: Any, keep: Any, rows: Any, *, frames: Any = None) -> Any:
+    def narrow(self, model: Any, carry: Any, keep: Any, rows: Any, *, grew: bool = False, frames: Any = None) -> Any:
         return [carry[place] for place in keep]
 
     def decode(self, model: Any, carry: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine import scheduler
-from nanovllm.engine.scheduler import schedule, steady
+from nanovllm.engine.scheduler import EARLY, schedule, steady
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
 from nanovllm.state.kv_cache import pages_for
@@ -248,13 +248,13 @@ def test_steps_without_a_schedule_are_those_for_which_pages_are_there():
     plan = schedule(pool, running, left, limits)
     found = steady(plan.pool, plan.running, left, limits)
     room = 2 * len(plan.running[0].pages) - plan.running[0].num_filled
-    assert found is not None and found.steps == room > 9  # the second has all pages that it can ever fill, and ends before
+    assert found is not None and found.steps == room - EARLY > 9  # the second has all pages that it can ever fill, and ends before
     assert steady(plan.pool, plan.running, left.push(waiting(2, 1)), limits) is None  # would be admitted
     shared = Pool(pages=retain(plan.pool.pages, plan.running[1].pages), prefix=plan.pool.prefix)
     assert steady(shared, plan.running, left, limits) is None
     asked = replace(plan.running[0].request, sampling=SamplingParams(logprobs=0))
     found = steady(plan.pool, (replace(plan.running[0], request=asked), plan.running[1]), left, limits)
-    assert found is not None and found.steps == room  # log-probabilities are kept as they come
+    assert found is not None and found.steps == room - EARLY  # log-probabilities are kept as they come
 
 
 def test_pages_ahead_of_need_may_be_those_that_only_the_index_holds():
@@ -359,3 +359,30 @@ def test_a_free_place_waits_for_a_few_steps_only():
     for first in range(16):
         waits = next(wait for wait in range(9) if schedule(pool, running, left, limits, num_steps=first + wait).prefill)
         assert waits == -first % 8
+
+
+def test_pages_grow_two_steps_before_they_are_needed():
+    """A sequence gets pages when it decodes for the first time, and again while it has enough for two steps: the second may run already."""
+    limits = config(num_pages=1000, page_size=4, max_model_len=500, max_num_seqs=2)
+    pool, running, left = settled(start(limits, waiting(0, 2, max_tokens=500)))
+    for _ in range(2):
+        plan = schedule(pool, running, left, limits)
+        assert plan.grew and len(plan.running[0].pages) == pages_for(plan.running[0].num_filled + 1 + LOOKAHEAD, 4)
+        found = steady(plan.pool, plan.running, left, limits)
+        assert found is not None and found.steps == 4 * len(plan.running[0].pages) - plan.running[0].num_filled - 2
+        pool, running = plan.pool, list(plan.running)
+        for _ in range(found.steps):
+            assert not schedule(pool, [replace(s, request=replace(s.request, num_prompt=0)) for s in running], left, limits).grew
+            running = [replace(s.advance(1), tokens=s.tokens.append(0)) for s in running]
+
+
+def test_pages_do_not_grow_early_while_a_request_could_begin_with_them():
+    limits = config(num_pages=40, page_size=4, max_model_len=400, max_num_seqs=2)
+    pool, running, left = settled(start(limits, waiting(0, 5, max_tokens=300)))
+    asked = queue(waiting(1, 139, max_tokens=2))
+    plan = schedule(pool, running, asked, limits)
+    assert ids(plan.running) == [0, 1] and not plan.grew
+    alone = schedule(pool, running, left, limits)
+    assert alone.grew and len(alone.running[0].pages) > 3
+    full = replace(limits, max_num_seqs=1)
+    assert schedule(pool, running, asked, full).grew

@@ -210,6 +210,30 @@ def test_penalised_rows_run_ahead() -> None:
     assert ahead > 3
 
 
+@pytest.mark.parametrize("cascade", [False, True])
+def test_rows_get_pages_while_a_step_runs_ahead(cascade: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several lengths that end at several times: a step that runs ahead is discarded only if a smaller graph is loaded."""
+    limits = {**LIMITS, "max_model_len": 256, "max_num_batched_tokens": 64}
+    grown, grow = [], GraphExecutor._grow
+    monkeypatch.setattr(GraphExecutor, "_grow", lambda *args: grown.append(grow(*args)) or grown[-1])
+
+    def replies(state: nv.EngineState) -> tuple[dict[int, list[int]], nv.EngineState]:
+        for prompt, count in (([3, 4, 5], 230), ([6, 7], 150), ([8] * 6, 190), ([9] * 9, 77)):
+            state, _ = nv.submit(MODEL, state, prompt, replace(CLIENTS[1], seed=count, max_tokens=count))
+        tokens: dict[int, list[int]] = {}
+        while state.running or state.waiting:
+            state, outs = nv.step(MODEL, state)
+            for out in outs:
+                tokens.setdefault(out.request_id, []).extend(out.token_ids)
+        return tokens, state
+
+    want, _ = replies(nv.init_state(MODEL, num_pages=400, **limits))
+    got, state = replies(started(MODEL, 400, limits, cascade=cascade)[0])
+    assert got == want
+    assert sum(grown) >= 3 and all(grown)
+    assert state.stats.discarded_tokens <= 4 + 2 + 1 + 1  # of rows that ended, and of two smaller graphs
+
+
 def test_a_slot_is_filled_once_while_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     fills, fill = [], PenaltyTables.fill
     monkeypatch.setattr(PenaltyTables, "fill", lambda self, slot, *args: fills.append(slot) or fill(self, slot, *args))

@@ -139,3 +139,21 @@ def test_the_longest_rows_come_first_and_stay_there() -> None:
     later = [row.drew(np.array([1, 2], np.int32)) for row in rows]
     assert longest_first(later).tolist() == places.tolist()
     assert longest_first([]).tolist() == []
+
+
+def test_a_step_that_runs_ahead_outlives_growth() -> None:
+    """It does if the old pages have a place for the token after its own, because the step itself moves on to that place."""
+    ahead, long = RunAhead(4), rows_of((7, 6, 10, 40))
+    ahead.restart(rows_of((7, 6, 2, 40)), np.arange(1), allowed=True)  # two pages of 4 have places for two more steps, and no third
+    assert not ahead.outlives_growth() and ahead.next() and not ahead.outlives_growth()
+    ahead.restart(rows_of((6, 5, 2, 40)), np.arange(1), allowed=True)
+    assert ahead.next() and ahead.outlives_growth()
+    ahead.grow(long)
+    assert ahead.launched and ahead.left == 32 and ahead.take_discarded_count() == 1  # the first one was discarded
+
+
+def test_rows_that_must_not_run_ahead_do_not_after_an_end() -> None:
+    ahead, rows = RunAhead(4), rows_of((5, 4, 10, 20), (5, 4, 10, 20))
+    ahead.restart(rows, np.arange(2), allowed=False)
+    ahead.narrow([1], rows[1:])
+    assert not ahead.next()

@@ -318,9 +318,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a sequence with all its pages holds others up",
-            "if room - filled < steps and room < request.max_len - 1:",
-            "if room - filled < steps:",
+            "if room - filled - early < steps and room < request.max_len - 1:",
+            "if room - filled - early < steps:",
         ),
+        ("steady steps run until a page is missing", "early = EARLY if draft.grows_early() else 0", "early = 0"),
+        ("pages grow although a request could begin with them", "taken = self.waiting.first() is None or", "taken = True or"),
         ("tokens run again count as reused", "self.num_reused += max(0, reused - sequence.most_filled)", "self.num_reused += reused"),
         ("pages ahead of need while one waits to come back", "back = first is not None and first.most_filled > 0", "back = False"),
         ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
@@ -491,6 +493,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "executor/cuda_graphs.py",
         GRAPHS,
         ("the token to count next is the one before", "targets = [batch.input_ids, newest] if", "targets = [batch.input_ids] if"),
+        ("pages are given to other rows", "order = np.argsort(np.concatenate(", "order = (np.concatenate("),
         ("tokens are drawn for the place before", "batch.seq_lens - 1  # the step", "batch.seq_lens - 2  # the step"),
         (
             "functions do not see tokens that were drawn at random",
@@ -502,6 +505,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "executor/graph_executor.py",
         GRAPHS,
         ("steps are not noted", "            self._rows.ran()\n", "            pass\n"),
+        ("a step ahead outlives growth that it needs", "if grew and not self._ahead.outlives_growth():", "if False:"),
         ("tables are trusted after a failed step", "return step.kind.sampling not in TABLED or self._rows.holds(rows)", "return True"),
     ),
     # Chunks and their files
@@ -734,6 +738,12 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "executor/run_ahead.py",
         RUN_AHEAD,
+        ("a step ahead stays though its place is missing", "return self.launched and self.left > 0", "return self.launched"),
+        (
+            "rows that must not run ahead do after an end",
+            "(steps_ahead(rows, self.page_size) if self.allowed else 0)",
+            "steps_ahead(rows, self.page_size)",
+        ),
         ("a row that only reads runs ahead", "s.pages.length * page_size if s.todo else 0,", "s.pages.length * page_size,"),
         ("a row with just enough room stops the others", "in rooms if room < wanted)", "in rooms if room <= wanted)"),
         ("equal rows change places", 'kind="stable")] = np.arange(len(rows))', 'kind="stable")[::-1]] = np.arange(len(rows))'),

@@ -37,6 +37,7 @@ from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
 
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
+EARLY = 2  # steps for which a sequence has pages when it gets more
 HELD = 8  # steps within which a free place is given away even if it is the only one
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
@@ -144,15 +145,16 @@ def steady(
     size, steps = config.page_size, config.max_model_len
     if not running or len(running) > config.max_num_batched_tokens:
         return None
+    draft = _Draft(pool, list(running), waiting, config, expected_reply)
+    early = EARLY if draft.grows_early() else 0
     for s in running:
         filled, request, room = s.num_filled, s.request, s.pages.length * size
         if s.todo != 1 or filled < request.num_prompt or filled < s.most_filled:
             return None
         if request.process_logits is not None and request.process_logits.init is not None:
             return None
-        if room - filled < steps and room < request.max_len - 1:  # the last token's KV is never needed
-            steps = room - filled
-    draft = _Draft(pool, list(running), waiting, config, expected_reply)
+        if room - filled - early < steps and room < request.max_len - 1:  # the last token's KV is never needed
+            steps = room - filled - early
     if draft.may_admit():
         steps = 0 if draft.opens(num_steps) else min(steps, HELD - num_steps % HELD)
     if steps <= 0:
@@ -163,6 +165,20 @@ def steady(
 
 def _id(sequence: Sequence) -> int:
     return sequence.request.request_id
+
+
+def _most_pages(sequence: Sequence, page_size: int) -> int:
+    """The pages that a sequence could still take, and one more."""
+    return max(0, pages_for(sequence.request.max_len, page_size) + 1 - sequence.pages.length)
+
+
+def _needs_more(sequence: Sequence, page_size: int) -> bool:
+    """Whether a decoding sequence should get more pages while it still has enough for this step and the next.
+
+    An executor may run the next step already. It finds the places of the step after it in the pages of this step.
+    """
+    room = sequence.pages.length * page_size
+    return room < sequence.request.max_len - 1 and (room - sequence.num_filled <= EARLY or sequence.num_generated <= 1)
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:
@@ -182,6 +198,7 @@ class _Draft:
         self.stuck: list[Sequence] = []
         self.num_preempted = self.num_reused = 0
         self.grew = False
+        self.most: int | None = None  # pages that the running sequences could still take if all replies reached their limits
         self.found: tuple[Pool, Sequence, tuple[np.ndarray, int]] | None = None  # the last look-up of the prefix index
 
     def retire(self) -> None:
@@ -225,10 +242,14 @@ class _Draft:
         for sequence in () if short else needy:
             if self.find(sequence) is not None:
                 short = self.make_room(sequence, sequence.num_filled + sequence.todo) or short
-        if short:
-            self.grew = True
-            self.look_ahead()
+        if short or (self.grows_early() and any(_needs_more(s, size) for s in decoding)):
+            self.grew = self.look_ahead() or short
         return {s.request.request_id for s in decoding}
+
+    def grows_early(self) -> bool:
+        """Whether sequences get more pages before they need them: there are some, and no request could begin with them instead."""
+        taken = self.waiting.first() is None or len(self.running) >= self.config.max_num_seqs
+        return taken and self.pool.spare(only_free=False) > 0
 
     def in_need(self, decoding: list[Sequence]) -> list[Sequence]:
         """The sequences that need a page: they have none for their next token, or share a partly filled one."""
@@ -238,8 +259,10 @@ class _Draft:
         shared = {_id(partly[at]) for at in np.flatnonzero(self.pool.pages.owners(tails) > 1)}
         return [s for s in decoding if s.pages.length * size <= s.num_filled or (shared and _id(s) in shared)]
 
-    def look_ahead(self) -> None:
+    def look_ahead(self) -> bool:
         """Give decoding sequences more pages than they need now, so that many steps pass before the page tables change again.
+
+        Returns whether one of them got some.
 
         Idle pages of the index are taken too, because these steps would evict them anyway. They are spared while a preempted request waits,
         because it can reuse its own pages.
@@ -253,7 +276,7 @@ class _Draft:
             missing = pages_for(length, size) - sequence.pages.length
             if 0 < missing <= spare and sequence.todo == 1:
                 wanted[_id(sequence)], spare = missing, spare - missing
-        self.give(wanted)
+        return self.give(wanted)
 
     def give(self, wanted: dict[int, int]) -> bool:
         """Append `wanted` pages to each of these requests. False if the pool has too few, or none are wanted."""
@@ -383,10 +406,15 @@ class _Draft:
 
         The most pages are held right before a sequence ends. Then it gives back those that it did not get from others.
         """
-        size, expected, rows = self.config.page_size, self.expected_reply, [*self.running, first]
+        size, expected = self.config.page_size, self.expected_reply
         spare = self.pool.pages.num_free + self.pool.prefix.num_idle  # of frames a sequence seldom needs more: only for its windows
-        if not expected or len(rows) * (expected // size + 1) + pages_for(first.tokens.length, size) <= spare:
+        if not expected or (len(self.running) + 1) * (expected // size + 1) + pages_for(first.tokens.length, size) <= spare:
             return True
+        if self.most is None:
+            self.most = sum([_most_pages(s, size) for s in self.running])
+        if self.most + pages_for(first.request.max_len, size) + 1 <= spare:
+            return True
+        rows = [*self.running, first]
         facts = np.array([(s.request.max_len, s.request.num_prompt, s.tokens.length, s.pages.length, s.num_cached) for s in rows])
         facts[-1, 3] = max(first.pages.length, num_busy(self.pool, self.reusable(first)[0]))
         limit, prompt, length, held, cached = facts.T
@@ -446,6 +474,8 @@ class _Draft:
         if len(self.running) == 1:
             return (self.running[at], count) if self.make_room(sequence, length) else None
         if self.reserve(at, length):
+            if self.most is not None:
+                self.most += _most_pages(self.running[at], self.config.page_size)
             return self.running[at], count
         del self.running[at]
         self.pool, self.waiting, self.num_reused = before

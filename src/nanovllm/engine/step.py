@@ -165,8 +165,8 @@ def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Se
     before, carry = ((), None) if state.loaded is None else state.loaded
     if carry is not None and before == ids:
         carry = executor.refresh(model, carry, rows, frames=pool.frames) if grew else carry
-    elif carry is not None and not grew and (keep := _places(before, ids)) is not None:
-        carry = executor.narrow(model, carry, keep, rows, frames=pool.frames)
+    elif carry is not None and (keep := _places(before, ids)) is not None:
+        carry = executor.narrow(model, carry, keep, rows, grew=grew, frames=pool.frames)
     else:
         carry = executor.load(model, kv, rows, frames=pool.frames)
     carry, drawn = executor.decode(model, carry)

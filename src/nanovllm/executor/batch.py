@@ -1,7 +1,7 @@
 """Builds the tensors of a step from the sequences that it runs. Padding rows own the dummy page."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +15,7 @@ from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.state.vector import joined
 from nanovllm.state.window_frames import Frames
+from nanovllm.types import Int64
 
 EXTENSION = 128  # the most prompt tokens that run as the rows of a captured decode step
 
@@ -150,6 +151,13 @@ def padded(host: HostBatch, size: int, *, page_size: int, dummy_page: int, dummy
         frame_tables=None if host.frame_tables is None else pad(host.frame_tables, dummy_frame),
         frame_slots=None if host.frame_slots is None else pad(host.frame_slots, dummy_frame * page_size),
     )
+
+
+def reordered(host: HostBatch, order: Int64[np.ndarray, "B"]) -> HostBatch:
+    """A decode batch whose row r is row `order[r]` of this one."""
+
+    given = {field.name: getattr(host, field.name) for field in fields(host)}
+    return replace(host, **{name: array[order] for name, array in given.items() if array is not None})
 
 
 def widened(host: HostBatch, *, dummy_page: int, frames: Frames | None = None) -> HostBatch:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.executor.attention_plans import Attention, DecodePlans
-from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded
+from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded, reordered
 from nanovllm.executor.captured_step import MOVED, CapturedStep, Results, StepKind, Way, moving_tensors, recorded
 from nanovllm.executor.cascade_policy import Cascades, own_runs
 from nanovllm.executor.decode import decode_step
@@ -138,6 +138,18 @@ class StepGraphs:
         if self._follow(host) != kind.way:
             return False
         self._fill(step.carry, host, rows)
+        return True
+
+    def add_pages(self, step: CapturedStep, host: HostBatch, places: Int64[np.ndarray, "B"]) -> bool:
+        """Fill in the pages of a loaded step's rows, which are at `places` of its batch, and nothing else. A step may be running.
+
+        Returns False if the rows must be loaded again, because they share pages, or attend in another way than before.
+        """
+        way, size = step.kind.way, step.kind.size
+        order = np.argsort(np.concatenate((places, np.delete(np.arange(size), places))))
+        if way == "shared" or self._follow(host := reordered(padded(host, size, **self._layout), order)) != way:
+            return False
+        self._fill_tables(step.carry, [host.page_tables], self._pinned(host.page_tables.size))
         return True
 
     def retire(self, step: CapturedStep, places: Int64[np.ndarray, "gone"]) -> None:
@@ -302,11 +314,11 @@ class StepGraphs:
 
     def _fill(self, carry: DecodeCarry, host: HostBatch, rows: int, drawing: Seq[Row] | None = None) -> None:
         """Copy a padded batch, of which the first `rows` are in use, into the static buffers of a carry; with `drawing` also options."""
-        (size, width), lines = host.page_tables.shape, self._lines(len(host.input_ids))
+        size, lines = len(host.input_ids), self._lines(len(host.input_ids))
         lines = lines[: self._num_lines] if drawing is None else lines
         given = [table for table in (host.page_tables, host.frame_tables) if table is not None]
-        fresh = torch.empty(lines.numel() + len(given) * size * width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        new_lines, new_tables = fresh[: lines.numel()].view_as(lines), fresh[lines.numel() :].view(-1, size, width)
+        fresh = self._pinned(lines.numel() + sum(table.size for table in given))
+        new_lines = fresh[: lines.numel()].view_as(lines)
         *moved, active, newest = new_lines.numpy()[: self._num_lines]
         for line, name in zip(moved, self._moved, strict=True):
             line[:size] = getattr(host, name)
@@ -314,10 +326,18 @@ class StepGraphs:
         newest[:size] = host.input_ids
         if drawing is not None:
             pack(drawing, new_lines.numpy()[self._num_lines :])
+        lines.copy_(new_lines, non_blocking=True)
+        self._fill_tables(carry, given, fresh[lines.numel() :])
+
+    def _pinned(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def _fill_tables(self, carry: DecodeCarry, given: list[np.ndarray], fresh: Tensor) -> None:
+        """Copy the tables of pages, and of frames, through `fresh` into the static buffers of a carry."""
+        (size, width), views = given[0].shape, (carry.batch, carry.batch.windowed)
+        new_tables = fresh.view(-1, size, width)
         for new, table in zip(new_tables.numpy(), given, strict=True):
             new[:] = table
-        lines.copy_(new_lines, non_blocking=True)
-        views = (carry.batch, carry.batch.windowed)
         for new, view, name in zip(new_tables, views, ("dummy_page", "dummy_frame"), strict=False):
             assert view is not None
             view.page_tables[:, :width].copy_(new, non_blocking=True)

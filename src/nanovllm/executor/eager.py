@@ -69,7 +69,9 @@ class EagerExecutor:
         plan = self._follow(host)
         return replace(carry, batch=to_device(host, carry.active.device, plan, plan))
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, grew: bool = False, frames: Frames | None = None
+    ) -> DecodeCarry:
         """Donates `carry`. Load the remaining rows as a new carry."""
         return self.load(model, carry.kv, rows, frames=frames)
 

@@ -119,10 +119,12 @@ class Executor(Protocol):
         """Donates `carry`. Return the carry for the same rows after some of them got other pages."""
         ...
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, grew: bool = False, frames: Frames | None = None
+    ) -> DecodeCarry:
         """Donates `carry`. Return the carry for `rows`, the rows that go on; the others have ended.
 
-        `keep` are the places of these rows in the carry, ascending.
+        `keep` are the places of these rows in the carry, ascending. `grew` tells whether some of them got other pages.
         """
         ...
 

@@ -5,7 +5,7 @@ changed.
 
 Steps over the same rows need nothing from the host. So the next step is launched before the host has seen the tokens of this one, and runs
 while the host post-processes them. A row that has ended becomes padding. If rows are added or pages change, the step that runs ahead is
-discarded.
+discarded. If rows only get more pages, and the step that runs ahead needs none of them, it stays, and only the page tables are filled in.
 
 The last few tokens of a prompt whose other tokens are filled also run as rows of such a graph. Short prompts have graphs of their own.
 """
@@ -187,6 +187,8 @@ class GraphExecutor:
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Donates `carry`. Fill the pages in again if the rows still attend in the same way, else load another graph."""
         step, num_rows = self._current(carry)
+        if self._ahead.outlives_growth() and self._grow(step, rows, frames):
+            return step.carry
         self._ahead.drop()
         places = self._ahead.places
         same = len(rows) == num_rows and self._holds(step, rows)
@@ -196,14 +198,21 @@ class GraphExecutor:
         return self.load(model, carry.kv, rows, frames=frames)
 
     @_on_device
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, grew: bool = False, frames: Frames | None = None
+    ) -> DecodeCarry:
         """Donates `carry`. Turn the rows that have ended into padding. Load a smaller graph as soon as one holds the remaining rows."""
         step, _ = self._current(carry)
+        if grew and not self._ahead.outlives_growth():
+            return self.load(model, carry.kv, rows, frames=frames)
         # The row whose table lists shared pages may have ended.
         if step.kind.size != self._decode.size(len(rows)) or step.kind.way == "shared" or not self._holds(step, rows):
             return self.load(model, carry.kv, rows, frames=frames)
         self._decode.retire(step, self._ahead.narrow(keep, rows))
-        self._rows.keep(rows)
+        if step.kind.sampling in TABLED:
+            self._rows.keep(rows)
+        if grew and not self._grow(step, rows, frames):
+            return self.load(model, carry.kv, rows, frames=frames)
         return step.carry
 
     @_on_device
@@ -303,6 +312,16 @@ class GraphExecutor:
         step = self._extend.load(kv, token_rows(host, self._layout["page_size"]), drawing, sampling)
         step.replay()
         return step.fetch().wait(len(drawing)).at(host.logit_indices) if whole else None
+
+    def _grow(self, step: CapturedStep, rows: Seq[Sequence], frames: Frames | None) -> bool:
+        """Fill in only the pages of the rows, some of which got more, while a step runs ahead. False if they must be loaded."""
+        if frames is not None or not self._holds(step, rows):
+            return False
+        host = decode_batch(rows, frames=None, **self._layout)
+        if not self._decode.add_pages(step, host, self._ahead.places):
+            return False
+        self._ahead.grow(rows)
+        return True
 
     def _prompt(self, host: HostBatch) -> Batch:
         return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))

@@ -24,6 +24,7 @@ class RunAhead:
         page_size: Tokens per page.
         places: For each remaining row, in the caller's order, its place among the rows of the carry.
         left: How many more steps may run before they are asked for.
+        allowed: Whether steps may run ahead at all.
         launched: Whether the step that will be asked for next already runs.
         unused: Tokens that ran ahead and were discarded.
     """
@@ -31,20 +32,30 @@ class RunAhead:
     page_size: int
     places: Int64[np.ndarray, "B"] = field(default_factory=lambda: np.arange(0))
     left: int = 0
+    allowed: bool = True
     launched: bool = False
     unused: int = 0
 
     def restart(self, rows: Seq[Sequence], places: Int64[np.ndarray, "B"], *, allowed: bool) -> None:
         """Note that these rows were filled in at `places` of the carry, and discard a step that already runs."""
         self.drop()
-        self.places, self.left = places, steps_ahead(rows, self.page_size) if allowed else 0
+        self.places, self.allowed, self.left = places, allowed, steps_ahead(rows, self.page_size) if allowed else 0
+
+    def outlives_growth(self) -> bool:
+        """Whether a step runs that stays valid if rows get more pages now: it finds the places of the step after it in the old pages."""
+        return self.launched and self.left > 0
+
+    def grow(self, rows: Seq[Sequence]) -> None:
+        """Note that some of the rows have more pages. The step that already runs stays valid."""
+        self.left = steps_ahead(rows, self.page_size)
 
     def narrow(self, keep: Seq[int], rows: Seq[Sequence]) -> Int64[np.ndarray, "gone"]:
         """Keep only `rows`, at the places `keep` of the rows so far. Returns the carry's places of the other rows."""
         gone = np.delete(self.places, keep)
         self.unused += len(gone) if self.launched else 0
         # A limit for all rows also holds for some of them. Only a limit of 0 may have come from a row that has ended.
-        self.places, self.left = self.places[keep], self.left or steps_ahead(rows, self.page_size)
+        self.places = self.places[keep]
+        self.left = self.left or (steps_ahead(rows, self.page_size) if self.allowed else 0)
         return gone
 
     def drop(self) -> None:

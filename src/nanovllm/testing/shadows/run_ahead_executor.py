@@ -5,10 +5,11 @@ Results of steps that ran in vain must not be visible.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Executor
@@ -51,19 +52,25 @@ class AheadExecutor:
 
     def refresh(self, model: Model, carry: DecodeCarry, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Donates `carry`: drop the step ahead, and update the carry after some rows got other pages."""
+        if self._grown(rows, frames):
+            return carry
         if len(rows) != len(carry.active):
             return self.load(model, carry.kv, rows, frames=frames)
         self.ahead.drop()
         places = self.ahead.places
         return self._restarted(self.inner.refresh(model, carry, placed(rows, places), frames=frames), rows, places)
 
-    def narrow(self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
+    def narrow(
+        self, model: Model, carry: DecodeCarry, keep: Seq[int], rows: Seq[Sequence], *, grew: bool = False, frames: Frames | None = None
+    ) -> DecodeCarry:
         """Donates `carry`: go on with the rows at the indices `keep`, ascending; the other rows have ended and must not write any more."""
         newest = self.ready[0] if self.ready is not None and self.ahead.launched else carry
-        if newest.batch.plan or newest.sampling.penalties is not None:
+        if newest.batch.plan or newest.sampling.penalties is not None or (grew and not self.ahead.outlives_growth()):
             return self.load(model, carry.kv, rows, frames=frames)
         gone = self.ahead.narrow(keep, rows)
         retire(newest.kv, newest.batch, newest.active, gone)
+        if grew and not self._grown(rows, frames):
+            return self.load(model, carry.kv, rows, frames=frames)
         return carry
 
     def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
@@ -87,6 +94,19 @@ class AheadExecutor:
     def captured(self, function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> Callable[..., Any]:
         """The function as the inner executor captures it."""
         return self.inner.captured(function, carry, *inputs)
+
+    def _grown(self, rows: Seq[Sequence], frames: Frames | None) -> bool:
+        """Give the rows their new pages, if a step that runs ahead stays valid."""
+        if self.ready is None or not self.ahead.outlives_growth() or frames is not None or self.ready[0].batch.plan:
+            return False
+        after, drawn = self.ready
+        width, old = max(len(s.pages) for s in rows), after.batch.page_tables
+        tables = torch.full((len(old), width), after.kv.pools[0].shape[1] - 1, dtype=old.dtype, device=old.device)
+        for place, sequence in zip(self.ahead.places.tolist(), rows, strict=True):
+            tables[place, : len(sequence.pages)] = torch.tensor(sequence.pages.array().tolist(), dtype=old.dtype)
+        self.ready = replace(after, batch=replace(after.batch, page_tables=tables)), drawn
+        self.ahead.grow(rows)
+        return True
 
     def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> DecodeCarry:
         # Counts for penalties, and what processors carry, are written in place: a step ahead could not be undone.
