@@ -1,5 +1,7 @@
 """How many prompt tokens a step may run while replies go on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,8 +62,8 @@ def test_a_long_prompt_leaves_a_quarter_to_a_short_one():
         assert sum(counts(plan).values()) <= 100
         firsts.update({rid: number for rid, count in counts(plan).items() if count < 100 and rid > 1})
         pool, running, left = settled(plan)
-    # The first step admits the long one alone. Then the short ones run beside it, one after the other.
-    assert firsts == {2: 3, 3: 3} and [s.todo for s in running if s.request.request_id == 1] == [1]
+    # The short ones run beside the long one, one after the other, from the step that admits it.
+    assert firsts == {2: 2, 3: 2} and [s.todo for s in running if s.request.request_id == 1] == [1]
 
 
 def test_a_long_prompt_leaves_nothing_to_another_long_one():
@@ -142,3 +144,13 @@ def test_a_spent_bound_leaves_nothing_to_share():
     room = PromptRoom(tokens=100, work=16, bound=64, doubling=0)
     assert not room.without_share() and not PromptRoom(tokens=100, work=0, bound=64, doubling=0).without_share()
     assert [PromptRoom(tokens=100, work=bound, bound=bound, doubling=0).without_share().work for bound in (1, 3, 4, 64)] == [1, 3, 3, 48]
+
+
+def test_a_long_prompt_leaves_a_part_in_the_step_that_admits_it():
+    limits = config()
+    pool, running, left = with_one_reply(limits, waiting(1, 600), waiting(2, 20), waiting(3, 90))
+    assert counts(schedule(pool, running, left, limits)) == {1: 75, 2: 20, 3: 5}
+    pool, running, left = with_one_reply(limits, waiting(1, 600), waiting(2, 101), waiting(3, 20))
+    assert counts(schedule(pool, running, left, limits)) == {1: 100}  # the next in order is long too
+    pool, running, left = with_one_reply(limits, waiting(1, 600), waiting(2, 20))
+    assert counts(schedule(pool, running, left, replace(limits, max_num_seqs=2))) == {1: 100}  # no place for the short one

@@ -214,6 +214,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("early replies tell too much", "(num_generated * 2 // 3 - expected) // 16", "(num_generated - expected) // 16"),
     ),
     *bugs(
+        "engine/scheduler.py",
+        PROMPT_ROOM,
+        (
+            "a long prompt takes all in the step that admits it",
+            "part = room.without_share() if draft.must_leave_share(room) else room",
+            "part = room",
+        ),
+        ("a share is left to a request that has no place", "or len(self.running) + 1 >= self.config.max_num_seqs:", "or False:"),
+    ),
+    *bugs(
         "engine/prompt_room.py",
         PROMPT_ROOM,
         (

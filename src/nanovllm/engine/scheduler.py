@@ -114,7 +114,8 @@ def schedule(
     draft.offer([(s, prefill[_id(s)]) for s in draft.running if _id(s) in prefill] if prefill else ())
     opens = bool(prefill) or draft.opens(num_steps)
     while opens and room and draft.may_admit():
-        admitted = draft.admit(room)
+        part = room.without_share() if draft.must_leave_share(room) else room
+        admitted = draft.admit(part) if part else None
         if admitted is None:
             break
         sequence, count = admitted
@@ -233,6 +234,14 @@ class _Draft:
             return True
         first = self.waiting.first()
         return first is not None and room.is_short(first.todo) and self.may_admit()
+
+    def must_leave_share(self, room: PromptRoom) -> bool:
+        """Whether the first waiting request leaves a part of the room to the second: it is long, and the second is short."""
+        first = self.waiting.first()
+        if room.bound is None or first is None or room.is_short(first.todo) or len(self.running) + 1 >= self.config.max_num_seqs:
+            return False
+        second = self.waiting.pop(_id(first)).first()
+        return second is not None and room.is_short(second.todo)
 
     def place_decode(self, decoding: list[Sequence]) -> set[int]:
         """Find room for one token of each decoding sequence; returns the ids of the sequences."""
