@@ -37,7 +37,7 @@ def test_a_command_refuses_its_target_before_its_work(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("nanovllm: error: /proc/x.") and captured.err.count("\n") == 1
-    assert "cannot be written (No such file or directory): give another file name" in captured.err
+    assert "cannot be written (No such file or directory): give another path" in captured.err
 
 
 def test_a_folder_is_made_and_nothing_else(tmp_path: Path) -> None:

@@ -33,6 +33,26 @@ def ids(*tokens: int) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.int32)
 
 
+def test_what_a_step_and_a_capture_cannot_take_is_named(untyped: None):
+    state = engine()
+    with pytest.raises(
+        nv.InvalidRequestError, match=r"room=300 exceeds .* of 256 tokens per request: room may be at most 249; max_model_len"
+    ):
+        nv.begin(MODEL, engine(), CONTEXTS[:1], GREEDY, room=300)
+    state, carry = nv.begin(MODEL, state, CONTEXTS, GREEDY, room=3)
+    wrong: Any = state.config
+    with pytest.raises(nv.InvalidRequestError, match="must be a ModelConfig: pass"):
+        nv.decode_step(MODEL.params, carry, wrong)
+    both: Any = lambda logits, tokens: logits  # noqa: E731
+    with pytest.raises(nv.InvalidRequestError, match=r"it must take the logits alone: give begin\(..., process_logits=...\)"):
+        nv.decode_step(MODEL.params, carry, MODEL.config, process_logits=both)
+    number: Any = 3
+    with pytest.raises(nv.InvalidRequestError, match="function=3 must be a function of a carry"):
+        nv.capture(number, carry)
+    carry, _ = nv.decode_step(MODEL.params, carry, MODEL.config)  # nothing was donated
+    nv.commit(MODEL, state, carry)
+
+
 @pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["plain", "windowed"])
 def test_a_trial_with_two_splits_leaves_the_pages_of_the_carry(model: nv.Model):
     """After the first split the last page of each row is spare, and the second split writes into it."""

@@ -149,12 +149,35 @@ def test_init_returns_tensors_of_all_rows(first: Any):
 def test_what_stands_for_a_processor():
     processor = nv.LogitsProcessor(Method())
     assert as_processor(None) is None and as_processor(processor) is processor
-    made = as_processor(Method.both)
-    assert made == nv.LogitsProcessor(Method.both) and made is not None and made.init is None
+    both = TWO[0]
+    made = as_processor(both)
+    assert made == nv.LogitsProcessor(both) and made is not None and made.init is None
     assert nv.LogitsProcessor(Method.both, len) != replace(processor, function=Method.both)
     for wrong in (3, "max", [Method()]):
         with pytest.raises(nv.InvalidRequestError, match="must be a function of the logits, or a LogitsProcessor"):
             as_processor(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "wanted"),
+    [
+        (lambda logits, tokens, carried: logits, r"for a function that carries tensors pass LogitsProcessor\(function, init\)"),
+        (lambda: None, "must take the logits, or the logits and the tokens"),
+        (lambda *, logits: logits, "must take the logits, or the logits and the tokens"),
+        (
+            nv.LogitsProcessor(lambda logits, tokens: logits, len),
+            "must take the logits, the tokens and what it carries",
+        ),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused(wrong: Any, wanted: str):
+    with pytest.raises(nv.InvalidRequestError, match=wanted):
+        as_processor(wrong)
+
+
+@pytest.mark.parametrize("function", [*ONE, *TWO, dict.update, lambda logits, temperature=1.0: logits])
+def test_a_function_that_can_be_called_is_not_refused(function: Any):
+    assert as_processor(function) is not None
 
 
 def test_logits_of_inference_mode_are_not_changed_in_place_either():

@@ -91,7 +91,8 @@ def begin(
         limit = capacity(state, base)
         if len(sequence.tokens) + room > limit:
             raise InvalidRequestError(
-                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's limit of {limit} tokens per request"
+                f"a context of {len(sequence.tokens)} tokens with room={room} exceeds this engine's limit of {limit} tokens per request: "
+                f"room may be at most {max(0, limit - len(sequence.tokens))}; max_model_len and num_pages of init_state set the limit"
             )
         request = replace(sequence.request, max_len=sequence.request.num_prompt + room)
         sequences.append(replace(sequence, request=request))

@@ -47,4 +47,4 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be written ({error.strerror or error}): give another file name") from None
+        raise InvalidRequestError(f"{path} cannot be written ({error.strerror or error}): give another path") from None

@@ -73,6 +73,8 @@ def capture(function: Callable[..., Any], carry: DecodeCarry, *inputs: Any) -> C
         >>> reply.text
         ', a boy'
     """
+    if not callable(function):
+        raise InvalidRequestError(f"function={function!r} must be a function of a carry")
     require_fresh(log_of(carry))
     if carry.prompt is not None:
         raise InvalidRequestError("the prompts of this carry have not run, and later steps have other shapes: run the first step as it is")

@@ -16,7 +16,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput, TokenLog
 from nanovllm.executor.fresh_carry import engine_of, note, require_carry, require_fresh, require_room
 from nanovllm.ops.elementwise.decode_rows import next_places
-from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar, mapped, process, require_logits
+from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar, mapped, process, require_arguments, require_logits
 from nanovllm.sampling.sampler import Sampled, record, sample
 from nanovllm.state.device_errors import watched
 from nanovllm.state.kv_cache import KVState
@@ -82,6 +82,8 @@ def _stepped(
         _require_function(process_logits)
         if forward is None and not isinstance(params, models.Params):
             raise InvalidRequestError(f"params={reprlib.repr(params)} must be Params: pass model.params")
+        if forward is None and not isinstance(config, ModelConfig):
+            raise InvalidRequestError(f"config={reprlib.repr(config)} must be a ModelConfig: pass model.config")
         if carry.log is not None and (carry.log.lease is None or carry.log.lease.checked):
             num_steps = require_fresh(carry.log)
             require_room(carry.log, num_steps)
@@ -134,6 +136,8 @@ def _require_function(process_logits: Any) -> None:
             f"process_logits={reprlib.repr(process_logits)} must be a function of the logits alone: give begin(..., process_logits=...) a "
             "LogitsProcessor"
         )
+    if process_logits is not None:
+        require_arguments(process_logits, (1,))
 
 
 def _processed(carry: DecodeCarry, logits: Tensor) -> tuple[DecodeCarry, Tensor]:

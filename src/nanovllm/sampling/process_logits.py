@@ -135,7 +135,31 @@ def as_processor(process_logits: Any) -> LogitsProcessor | None:
         hash(processor)
     except TypeError as error:
         raise InvalidRequestError(f"process_logits={given!r} must be hashable, because requests share a call by it") from error
+    require_arguments(function, (1, 2) if init is None else (3,))
     return processor
+
+
+WANTED = {
+    (1,): "the logits alone: give begin(..., process_logits=...) a function that also takes the tokens",
+    (1, 2): "the logits, or the logits and the tokens; for a function that carries tensors pass LogitsProcessor(function, init)",
+    (3,): "the logits, the tokens and what it carries, because it has an init",
+}  # by the numbers of arguments that a function may take
+
+
+def require_arguments(function: Callable[..., Any], counts: tuple[int, ...]) -> None:
+    """Raise `InvalidRequestError` if a function can be called with none of these numbers of arguments."""
+    taken = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        signature = inspect.signature(taken)
+    except (TypeError, ValueError):
+        return
+    for count in counts:
+        try:
+            signature.bind(*range(count))
+            return
+        except TypeError:
+            continue
+    raise InvalidRequestError(f"process_logits {function_name(function)} takes the arguments {signature}: it must take {WANTED[counts]}")
 
 
 class Culprit(str):

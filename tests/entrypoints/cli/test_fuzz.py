@@ -212,6 +212,11 @@ def test_lines_tell_how_far_it_is(mine: Path, monkeypatch: pytest.MonkeyPatch, c
     assert all(line.endswith(" s left") for line in lines if "small" not in line)
 
 
+def test_a_model_that_nothing_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fuzz", "--machines", "scheduler,pages", "--examples", "1", "--model", "random:Qwen2ForCausalLM"]) == 2
+    assert "no machine of --machines scheduler,pages runs a model, leave --model out" in capsys.readouterr().err
+
+
 def test_a_model_is_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--machines", "engine,pages", "--examples", "2", "--steps", "15", "--model", "random:Qwen2ForCausalLM"]
     assert main(["fuzz", *arguments]) == 0

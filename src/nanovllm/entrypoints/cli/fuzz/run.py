@@ -118,6 +118,8 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
             if not every:
                 raise
             note(str(error))
+    if all(one in subjects for one in found):
+        raise InvalidRequestError(f"--model {options.model}: no machine of --machines {options.machines} runs a model, leave --model out")
     return found
 
 
