@@ -376,6 +376,15 @@ def test_pages_grow_two_steps_before_they_are_needed():
             running = [replace(s.advance(1), tokens=s.tokens.append(0)) for s in running]
 
 
+def test_pages_grow_late_where_a_step_would_be_discarded():
+    """A row that has pages for this step only did not get more in time: it waits until it needs them. So do rows with frames."""
+    limits = config(num_pages=1000, page_size=4, max_model_len=500, max_num_seqs=2)
+    pool, running, left = settled(start(limits, waiting(0, 2, max_tokens=500), waiting(1, 3, max_tokens=500)))
+    old = [replace(s, request=replace(s.request, num_prompt=0)) for s in running]  # with 1 and 2 tokens left in their pages
+    assert [4 - s.num_filled for s in old] == [2, 1] and not schedule(pool, old, left, limits).grew
+    assert schedule(pool, old[:1], left, limits).grew
+
+
 def test_pages_do_not_grow_early_while_a_request_could_begin_with_them():
     limits = config(num_pages=40, page_size=4, max_model_len=400, max_num_seqs=2)
     pool, running, left = settled(start(limits, waiting(0, 5, max_tokens=300)))

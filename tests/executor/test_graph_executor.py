@@ -234,6 +234,31 @@ def test_rows_get_pages_while_a_step_runs_ahead(cascade: bool, monkeypatch: pyte
     assert state.stats.discarded_tokens <= 4 + 2 + 1 + 1  # of rows that ended, and of two smaller graphs
 
 
+@pytest.mark.parametrize(("model", "cascade"), [(MODEL, True), (WINDOWED, False)], ids=["shared", "windowed"])
+def test_growth_discards_no_step(model: nv.Model, cascade: bool) -> None:
+    """Rows over one shared prompt get pages beside a step that runs; rows with windows get them when no step runs ahead."""
+    limits = {**LIMITS, "max_model_len": 256, "max_num_batched_tokens": 128}
+    shared = [(7 * i) % 60 for i in range(24)]
+
+    def replies(state: nv.EngineState) -> tuple[list[list[int]], nv.EngineState, set[str]]:
+        ways, tokens = set[str](), dict[int, list[int]]()
+        for own in range(4):
+            state, _ = nv.submit(model, state, [*shared, own], replace(PLAIN, max_tokens=200))
+        while state.running or state.waiting:
+            state, outs = nv.step(model, state)
+            executor = state.runtime.executor
+            if isinstance(executor, GraphExecutor) and executor._loaded is not None:
+                ways.add(executor._loaded[0].kind.way)
+            for out in outs:
+                tokens.setdefault(out.request_id, []).extend(out.token_ids)
+        return list(tokens.values()), state, ways
+
+    want, _, _ = replies(nv.init_state(model, num_pages=400, **limits))
+    got, state, ways = replies(started(model, 400, limits, cascade=cascade)[0])
+    assert got == want and ("shared" in ways) is cascade
+    assert state.stats.discarded_tokens <= 4  # of the rows that ended
+
+
 def test_a_slot_is_filled_once_while_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     fills, fill = [], PenaltyTables.fill
     monkeypatch.setattr(PenaltyTables, "fill", lambda self, slot, *args: fills.append(slot) or fill(self, slot, *args))

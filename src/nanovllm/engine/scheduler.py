@@ -147,7 +147,7 @@ def steady(
     if not running or len(running) > config.max_num_batched_tokens:
         return None
     draft = _Draft(pool, list(running), waiting, config, expected_reply)
-    early = EARLY if draft.grows_early() else 0
+    early = EARLY if draft.may_grow_early() else 0
     for s in running:
         filled, request, room = s.num_filled, s.request, s.pages.length * size
         if s.todo != 1 or filled < request.num_prompt or filled < s.most_filled:
@@ -156,8 +156,8 @@ def steady(
             return None
         if room - filled - early < steps and room < request.max_len - 1:  # the last token's KV is never needed
             steps = room - filled - early
-    if draft.may_admit():
-        steps = 0 if draft.opens(num_steps) else min(steps, HELD - num_steps % HELD)
+    if waiting.first() is not None and len(running) < config.max_num_seqs:  # a request may fit soon, as the others advance
+        steps = 0 if draft.may_admit() and draft.opens(num_steps) else min(steps, HELD - num_steps % HELD)
     if steps <= 0:
         return None
     written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
@@ -173,13 +173,14 @@ def _most_pages(sequence: Sequence, page_size: int) -> int:
     return max(0, pages_for(sequence.request.max_len, page_size) + 1 - sequence.pages.length)
 
 
-def _needs_more(sequence: Sequence, page_size: int) -> bool:
-    """Whether a decoding sequence should get more pages while it still has enough for this step and the next.
+def _room(sequence: Sequence, page_size: int) -> int:
+    """The number of tokens for which a sequence has pages."""
+    return sequence.pages.length * page_size
 
-    An executor may run the next step already. It finds the places of the step after it in the pages of this step.
-    """
-    room = sequence.pages.length * page_size
-    return room < sequence.request.max_len - 1 and (room - sequence.num_filled <= EARLY or sequence.num_generated <= 1)
+
+def _lacks_pages(sequence: Sequence, page_size: int) -> bool:
+    """Whether a sequence needs more pages to reach its limit. The KV of the last token is never needed."""
+    return _room(sequence, page_size) < sequence.request.max_len - 1
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:
@@ -251,14 +252,31 @@ class _Draft:
         for sequence in () if short else needy:
             if self.find(sequence) is not None:
                 short = self.make_room(sequence, sequence.num_filled + sequence.todo) or short
-        if short or (self.grows_early() and any(_needs_more(s, size) for s in decoding)):
+        if short or (self.may_grow_early() and self.grows_early(decoding)):
             self.grew = self.look_ahead() or short
         return {s.request.request_id for s in decoding}
 
-    def grows_early(self) -> bool:
-        """Whether sequences get more pages before they need them: there are some, and no request could begin with them instead."""
+    def may_grow_early(self) -> bool:
+        """Whether sequences may get more pages before they need them: there are some, and no request could begin with them instead.
+
+        An executor discards the step that it already runs if frames change, so they change as late as possible.
+        """
         taken = self.waiting.first() is None or len(self.running) >= self.config.max_num_seqs
-        return taken and self.pool.spare(only_free=False) > 0
+        return taken and self.pool.frames is None and self.spare() > 0
+
+    def grows_early(self, decoding: list[Sequence]) -> bool:
+        """Whether sequences get more pages although none of them needs one in this step.
+
+        They do in the last step after which they have pages for another one: an executor may run that one already, and it finds the places
+        of the step after it in the pages that were there. They also do if one decodes for the first time, so that the batch is new anyway.
+        """
+        left = [_room(s, self.config.page_size) - s.num_filled for s in decoding if _lacks_pages(s, self.config.page_size)]
+        return min(left, default=0) == EARLY or (bool(left) and any(s.num_generated <= 1 for s in decoding))
+
+    def spare(self) -> int:
+        """Pages that `look_ahead` may give away."""
+        first = self.waiting.first()
+        return self.pool.spare(only_free=first is not None and first.most_filled > 0)
 
     def in_need(self, decoding: list[Sequence]) -> list[Sequence]:
         """The sequences that need a page: they have none for their next token, or share a partly filled one."""
@@ -276,9 +294,7 @@ class _Draft:
         Idle pages of the index are taken too, because these steps would evict them anyway. They are spared while a preempted request waits,
         because it can reuse its own pages.
         """
-        first = self.waiting.first()
-        back = first is not None and first.most_filled > 0
-        spare = self.pool.spare(only_free=back)
+        spare = self.spare()
         size, wanted = self.config.page_size, dict[int, int]()
         for sequence in self.running:
             length = min(sequence.request.max_len, sequence.num_filled + 1 + LOOKAHEAD)

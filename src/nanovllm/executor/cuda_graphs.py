@@ -143,11 +143,12 @@ class StepGraphs:
     def add_pages(self, step: CapturedStep, host: HostBatch, places: Int64[np.ndarray, "B"]) -> bool:
         """Fill in the pages of a loaded step's rows, which are at `places` of its batch, and nothing else. A step may be running.
 
-        Returns False if the rows must be loaded again, because they share pages, or attend in another way than before.
+        Returns False if the rows must be loaded again, because they attend in another way than before.
         """
-        way, size = step.kind.way, step.kind.size
+        size = step.kind.size
         order = np.argsort(np.concatenate((places, np.delete(np.arange(size), places))))
-        if way == "shared" or self._follow(host := reordered(padded(host, size, **self._layout), order)) != way:
+        host = reordered(padded(host, size, **self._layout), order)
+        if self._follow(host) != step.kind.way:  # a plan is updated behind the running step
             return False
         self._fill_tables(step.carry, [host.page_tables], self._pinned(host.page_tables.size))
         return True
