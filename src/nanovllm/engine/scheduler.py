@@ -156,8 +156,8 @@ def steady(
             return None
         if room - filled - early < steps and room < request.max_len - 1:  # the last token's KV is never needed
             steps = room - filled - early
-    if waiting.first() is not None and len(running) < config.max_num_seqs:  # a request may fit soon, as the others advance
-        steps = 0 if draft.may_admit() and draft.opens(num_steps) else min(steps, HELD - num_steps % HELD)
+    if draft.may_admit():
+        steps = 0 if draft.opens(num_steps) else min(steps, HELD - num_steps % HELD)
     if steps <= 0:
         return None
     written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
