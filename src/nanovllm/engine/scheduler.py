@@ -7,8 +7,8 @@ on, prompts have a smaller budget, of which a long prompt leaves a part to a sho
 If the pool is full, the running sequence whose turn is last gives up its pages and returns to the queue. So the first sequence always
 advances, and every workload ends whose requests fit one at a time. Preemption costs tokens that run twice, so a request is admitted only
 if it and those that run can grow to their expected lengths (`can_grow`, `state/expected_reply.py`). A request that waits preempts nobody,
-whatever its priority. An engine whose places were nearly all taken gives them away several at a time, or all in one of `HELD` steps
-(`opens`).
+whatever its priority. An engine whose places were nearly all taken gives them away several at a time, or any number in each
+`HELD`-th step (`opens`).
 
 Pages that a prompt fills in this step are in the index of the plan's pool already, so a request that is admitted behind it shares them and
 does not run their tokens again. A prompt that runs in part takes the rest of the budget, or of the pages. So a request that shares more
@@ -38,7 +38,7 @@ from nanovllm.state.window_frames import least_frames, num_retired
 
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
 EARLY = 2  # steps for which a sequence has pages when it gets more
-HELD = 8  # steps within which a free place is given away even if it is the only one
+HELD = 8  # in one of so many steps a free place is given away even if it is the only one
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
@@ -397,8 +397,8 @@ class _Draft:
         """Whether a step that runs no prompt so far may begin to admit requests, after so many steps.
 
         A step with one short prompt takes nearly as long as a step with several. So if nearly all places are taken, those that become free
-        wait until there are several, or one for each request that waits, but for fewer than `HELD` steps. A request that comes before one
-        that runs does not wait for that.
+        wait until there are several, or one for each request that waits, or until the number of steps is a multiple of `HELD`. A request
+        that comes before one that runs does not wait for that.
         """
         first, places = self.waiting.first(), self.config.max_num_seqs - len(self.running)
         if first is None or not self.running or num_steps % HELD == 0:

@@ -11,7 +11,6 @@ next token, and feeds the sampled tokens back.
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +42,6 @@ from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.types import Int64, Tensor
 
-R = TypeVar("R")
 KEPT = 4  # sets of a caller's functions whose graphs are kept
 
 

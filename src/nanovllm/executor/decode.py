@@ -94,7 +94,7 @@ def _stepped(
     if carry.processing:
         carry, logits = _processed(carry, logits)
     if process_logits is not None:
-        new = process_logits(logits)
+        new = process_logits(logits) if torch.compiler.is_compiling() else _called(process_logits, logits)
         require_logits(process_logits, new, logits)
         logits = new
     seq_lens = carry.batch.seq_lens
@@ -136,8 +136,14 @@ def _require_function(process_logits: Any) -> None:
             f"process_logits={reprlib.repr(process_logits)} must be a function of the logits alone: give begin(..., process_logits=...) a "
             "LogitsProcessor"
         )
-    if process_logits is not None:
-        require_arguments(process_logits, (1,))
+
+
+def _called(process_logits: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    try:
+        return process_logits(logits)
+    except TypeError:
+        require_arguments(process_logits, (1,))  # not before the call: to look at a signature takes longer than a launch
+        raise
 
 
 def _processed(carry: DecodeCarry, logits: Tensor) -> tuple[DecodeCarry, Tensor]:
