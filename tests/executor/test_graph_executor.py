@@ -259,6 +259,30 @@ def test_growth_discards_no_step(model: nv.Model, cascade: bool) -> None:
     assert state.stats.discarded_tokens <= 4  # of the rows that ended
 
 
+def test_a_rehearsal_samples_in_every_way_and_uses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it samples may be garbage: it is no token of the vocabulary, and neither the tables nor a later step may see it."""
+    state, executor = started(MODEL, 60)
+    kinds, draw = list[str](), cuda_graphs.draw_rows
+    graphs = executor._decode, executor._extend
+
+    def garbage(kind: Any, *given: Any) -> Any:
+        kinds.append(kind)
+        return replace(draw(kind, *given), token_ids=torch.full((len(given[0]),), 10**9, dtype=torch.int32))
+
+    monkeypatch.setattr(cuda_graphs, "draw_rows", garbage)
+    before = [tensor.clone() for tensor in (executor._rows.tables.marks, executor._rows.tables.biases, executor._rows.tables.counted)]
+    for steps in graphs:
+        own = steps.way()
+        monkeypatch.setattr(steps, "ways", lambda size: ["fused"])
+        monkeypatch.setattr(steps, "_padding", lambda kv, size, way, rest, of=steps._padding, own=own: of(kv, size, own, rest))
+        for size in steps.sizes:
+            steps.rehearse(state.kv, size)
+            assert not (steps._lines(size)[: steps._num_lines] == 10**9).any()
+    assert kinds == [kind for steps in graphs for _ in steps.sizes for kind in KINDS if kind != "logprobs"]
+    after = executor._rows.tables.marks, executor._rows.tables.biases, executor._rows.tables.counted
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
 def test_a_slot_is_filled_once_while_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     fills, fill = [], PenaltyTables.fill
     monkeypatch.setattr(PenaltyTables, "fill", lambda self, slot, *args: fills.append(slot) or fill(self, slot, *args))

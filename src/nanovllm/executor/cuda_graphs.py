@@ -237,11 +237,19 @@ class StepGraphs:
         return self._attention is not None and (self._cascades is None or self._attention.ready())
 
     def rehearse(self, kv: KVState, size: int) -> None:
-        """Run the model by our own kernels as `capture` does, but record nothing. Its results are not used, not even as tokens."""
+        """Run the model by our own kernels, and sample, as `capture` does, but record nothing. Results are not used, not even as tokens.
+
+        They may be garbage, so log-probabilities are left out, which look sampled tokens up. They need no other kernels.
+        """
         for way in self.ways(size):
             if way != "planned":
                 carry = self._padding(kv, size, way, ())
-                self._forward(self._warm, kv, carry.batch, self._model.config)
+                logits, _ = self._forward(self._warm, kv, carry.batch, self._model.config)
+                lines, lengths = self._lines(size), carry.batch.seq_lens - 1
+                options, newest = row_options(lines[self._num_lines :], size), lines[self._num_lines - 1, :size]
+                for sampling in KINDS:
+                    if sampling != "logprobs":
+                        draw_rows(sampling, logits, options, self._sampling, newest, lengths)
 
     def _follow(self, host: HostBatch) -> Way:
         """Make the plan for a padded batch, and return its way to attend."""

@@ -376,7 +376,7 @@ class GraphExecutor:
         torch.cuda.empty_cache()  # graphs keep their memory; the rest was used by the warm-up runs
 
     def _rehearse(self, kv: KVState, kinds: Seq[tuple[StepGraphs, int]], prompts: Seq[HostBatch], warm: Params[Tensor]) -> None:
-        """Do what the warm-up does, but record no graphs, and sample nothing: a token that no kernel has written may be no token."""
+        """Do what the warm-up does, but record no graphs, and use no sampled token: one that no kernel has written may be no token."""
         for graphs, rows in kinds:
             graphs.rehearse(kv, rows)
         if self._short is not None:
