@@ -138,7 +138,7 @@ def _require_function(process_logits: Any) -> None:
         )
 
 
-def _called(process_logits: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+def _called(process_logits: Callable[[Tensor], Any], logits: Tensor) -> Any:
     try:
         return process_logits(logits)
     except TypeError:
