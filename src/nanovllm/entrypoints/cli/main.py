@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from nanovllm.entrypoints.arguments import CommandParser, Parser, add_model_options, engine_limits
-from nanovllm.entrypoints.cli import chat, generate
+from nanovllm.entrypoints.cli import chat, generate, serve
 from nanovllm.entrypoints.cli import memory as memory_demo
 from nanovllm.entrypoints.cli.check import command as check_command
 from nanovllm.entrypoints.cli.fuzz import command as fuzz_command
@@ -127,6 +127,10 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     )
     chat.add_arguments(talk)
     talk.set_defaults(run=chat.run_chat)
+
+    server = commands.add_parser("serve", help="serve a model over HTTP, with OpenAI's interface", description=serve.DESCRIPTION)
+    serve.add_arguments(server)
+    server.set_defaults(run=serve.run)
 
     memory = commands.add_parser("memory", help="show the owners of the pages of the KV memory", description=memory_demo.DESCRIPTION)
     memory_demo.add_arguments(memory)

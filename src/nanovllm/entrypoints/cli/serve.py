@@ -1,0 +1,99 @@
+"""`nanovllm serve`: a server with OpenAI's interface."""
+
+import argparse
+import hashlib
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from nanovllm.entrypoints.arguments import add_model_options, engine_limits, positive, source
+from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.hub import resolve_folder
+
+DESCRIPTION = """\
+Serve a model over HTTP with OpenAI's interface: /v1/completions, /v1/chat/completions, /v1/models, /health. Any client of OpenAI's works
+with base_url=http://127.0.0.1:8000/v1.
+"""
+NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec")
+KEYS = "NANOVLLM_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_model_options(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", metavar="A", help="the address to listen on (default: 127.0.0.1, this machine alone)")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="the port; 0: any free one (default: 8000)")
+    group.add_argument("--model-name", metavar="NAME", help="the model's name for clients (default: the last part of --model)")
+    group.add_argument("--any-model-name", action="store_true", help="answer requests that name any other model, too")
+    keys = f"a file with an API key a line, of which requests must bring one; or the variable {KEYS} with one key"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
+    hosts = "a name under which clients reach this server, besides localhost and --host; * for any; may be repeated"
+    group.add_argument("--allowed-host", action="append", default=[], metavar="NAME", help=hosts)
+    group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes that answer HTTP (default: 1)")
+    group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="requests that run at the same time (default: 256)")
+    group.add_argument("--max-waiting", type=positive, default=1024, metavar="N", help="requests that may wait; more get status 429")
+    group.add_argument("--max-waiting-tokens", type=positive, metavar="N", help="prompt tokens of waiting requests; more get status 429")
+    shut = "how long running requests may go on after SIGTERM (default: 30)"
+    group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
+    group.add_argument("--no-restart", action="store_true", help="do not start an engine again that has failed")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        InvalidRequestError: An option is invalid, or the extra `server` is not installed.
+        CheckpointError: The model cannot be found.
+    """
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        raise InvalidRequestError(f"serve needs {', '.join(lacking)}: pip install 'nanovllm[server]'")
+    from nanovllm.entrypoints.server.supervisor import Supervisor
+
+    settings = Settings(
+        host=options.host,
+        port=options.port,
+        model_name=options.model_name or Path(options.model).name,
+        any_model_name=options.any_model_name,
+        api_keys=api_keys(options.api_key_file),
+        allowed_hosts=tuple(name.lower() for name in options.allowed_host),
+        shutdown_seconds=options.shutdown_seconds,
+        max_waiting=options.max_waiting,
+        max_waiting_tokens=options.max_waiting_tokens,
+    )
+    if not settings.api_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")
+    resolve_folder(options.model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)
+    limits = {
+        **engine_limits(options),
+        **source(options),
+        "download": False,
+        "device": options.device,
+        "dtype": options.dtype,
+        "max_num_seqs": options.max_num_seqs,
+    }
+    supervisor = Supervisor(settings, options.model, limits, workers=options.workers, restart=not options.no_restart)
+    try:
+        return supervisor.run(lambda line: print(line, flush=True))
+    except OSError as error:
+        raise InvalidRequestError(f"--host {settings.host} --port {settings.port} cannot be used: {error.strerror or error}") from None
+
+
+def api_keys(file: Path | None) -> tuple[bytes, ...]:
+    """The digests of the keys in a file and in the environment.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or has no key.
+    """
+    keys = [os.environ[KEYS]] if os.environ.get(KEYS) else []
+    if file is not None:
+        try:
+            found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequestError(f"--api-key-file {file}: {error}") from None
+        if not found:
+            raise InvalidRequestError(f"--api-key-file {file} has no key")
+        keys += found
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)

@@ -1,0 +1,1 @@
+"""The functions behind the paths, a file for each family."""

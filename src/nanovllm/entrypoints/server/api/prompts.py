@@ -1,0 +1,87 @@
+"""Prompts of requests as token ids, and how long their replies may become."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from nanovllm.entrypoints.server.app import Server, require_engine
+from nanovllm.entrypoints.server.errors import ApiError
+from nanovllm.errors import InvalidRequestError
+from nanovllm.tokenizer.tokenizer import TooManyTokensError
+
+SHORT = 4096  # characters that are encoded in the event loop's own thread
+INT32 = np.dtype("<i4")
+
+
+async def encoded(server: Server, text: str, param: str, *, add_special_tokens: bool = True) -> bytes:
+    """The token ids of a text, as int32 in bytes.
+
+    Raises:
+        ApiError: The text is too long or not valid, or the model has no tokenizer.
+    """
+    if server.tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer: give token ids", param=param)
+    most = require_engine(server).max_model_len
+    encode = server.tokenizer.encode
+    try:
+        if len(text) <= SHORT:
+            ids = encode(text, add_special_tokens, most)
+        else:
+            ids = await asyncio.to_thread(encode, text, add_special_tokens, most)
+    except TooManyTokensError:
+        raise too_long(f"the text has more than {most} tokens", most, param) from None
+    except InvalidRequestError as error:
+        raise ApiError(400, f"{param}: {error}", param=param) from None
+    return np.asarray(ids, INT32).tobytes()
+
+
+def checked(server: Server, ids: list[int], param: str) -> bytes:
+    """Token ids of a request, as int32 in bytes.
+
+    Raises:
+        ApiError: There are none, or one is outside the vocabulary.
+    """
+    hello = require_engine(server)
+    if not ids:
+        raise ApiError(400, f"{param} is empty", param=param)
+    if not 0 <= min(ids) <= max(ids) < hello.vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < hello.vocab_size)
+        shown = wrong if abs(wrong) < 1 << 64 else "a number of many digits"
+        raise ApiError(400, f"{param} has the token id {shown}; the vocabulary has the ids 0 to {hello.vocab_size - 1}", param=param)
+    return np.asarray(ids, INT32).tobytes()
+
+
+def room(server: Server, num_prompt: int, asked: int | None, param: str) -> int:
+    """The most tokens of a reply: those that were asked for, else what is left of the context.
+
+    Raises:
+        ApiError: The prompt, or the prompt and its reply, are too long for the engine.
+    """
+    most = require_engine(server).max_model_len
+    if num_prompt == 0:
+        raise ApiError(400, f"{param} is empty", param=param)
+    if num_prompt >= most:
+        raise too_long(f"the prompt has {num_prompt} tokens", most, param)
+    if asked is None:
+        return most - num_prompt
+    if asked < 1:
+        raise ApiError(400, f"max_tokens={asked}: must be at least 1", param="max_tokens")
+    if num_prompt + asked > most:
+        raise too_long(f"the prompt has {num_prompt} tokens, and {asked} were asked for", most, param)
+    return asked
+
+
+def too_long(what: str, most: int, param: str) -> ApiError:
+    """The answer to a request that can never fit."""
+    return ApiError(400, f"this server's maximum context length is {most} tokens: {what}", param=param, code="context_length_exceeded")
+
+
+def usage(num_prompt: int, num_reply: int, num_cached: int) -> dict[str, Any]:
+    """The `usage` of an answer."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_reply,
+        "total_tokens": num_prompt + num_reply,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

@@ -1,0 +1,261 @@
+"""Who waits for the rows of one HTTP request: for their ends only, or for every step's tokens."""
+
+import asyncio
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from nanovllm.entrypoints.server.app import Server
+from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange
+from nanovllm.entrypoints.server.wire import Ended
+from nanovllm.errors import NanoVLLMError
+from nanovllm.tokenizer.stream import TextStream
+
+DONE = b"data: [DONE]\n\n"
+REASONS = {"stop": "stop", "length": "length"}
+
+
+class Row:
+    """A row whose end alone matters."""
+
+    __slots__ = ("ended", "rows")
+
+    def __init__(self, rows: "Rows") -> None:
+        self.rows = rows
+        self.ended: Ended | None = None
+
+    def accepted(self) -> None:
+        """Nothing is to be done."""
+
+    def push(self, token_ids: list[int]) -> None:
+        """Nothing is to be done."""
+
+    def end(self, ended: Ended) -> None:
+        """The row has ended."""
+        self.ended = ended
+        self.rows.left -= 1
+        if ended.error is not None:
+            self.rows.fail(failure(ended))
+        elif not self.rows.left and not self.rows.future.done():
+            self.rows.future.set_result(None)
+
+    def fail(self, error: NanoVLLMError) -> None:
+        """The row was refused, or the engine is lost."""
+        self.rows.fail(api_error(error))
+
+
+class Rows:
+    """The rows of one request whose answer is sent whole."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.rows = [Row(self) for _ in range(count)]
+
+    def fail(self, error: ApiError) -> None:
+        """End with an error, unless there is one already."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+async def whole(
+    server: Server, exchange: Exchange, prompts: Seq[Seq[bytes | str]], params: list[dict[str, Any]], priority: int
+) -> list[Ended]:
+    """Run rows to their ends.
+
+    Raises:
+        ApiError: A row failed.
+        ClientGoneError: The client has gone; the rows are cancelled.
+    """
+    rows = Rows(len(prompts))
+    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, priority=priority)
+    gone = asyncio.ensure_future(exchange.disconnected())
+    try:
+        await asyncio.wait((rows.future, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not rows.future.done():
+            raise ClientGoneError
+        rows.future.result()
+        return [row.ended for row in rows.rows if row.ended is not None]
+    finally:
+        gone.cancel()
+        rows.future.cancel()
+        server.engine.cancel(ids)
+
+
+class Frames(Protocol):
+    """The events of one kind of stream, as bytes."""
+
+    def head(self, rows: int) -> bytes:
+        """What comes before the first piece of text."""
+        ...
+
+    def piece(self, row: "StreamedRow", text: str) -> bytes:
+        """A piece of one row's text."""
+        ...
+
+    def last(self, row: "StreamedRow", text: str, ended: Ended) -> bytes:
+        """The end of one row."""
+        ...
+
+    def tail(self, rows: "list[StreamedRow]") -> bytes:
+        """What comes after all rows."""
+        ...
+
+
+class StreamedRow:
+    """A row whose tokens are sent as they come."""
+
+    __slots__ = ("ended", "finished", "index", "num_tokens", "reply", "text", "unread")
+
+    def __init__(self, reply: "StreamedReply", index: int, text: TextStream) -> None:
+        self.reply, self.index, self.text = reply, index, text
+        self.unread: list[int] = []
+        self.num_tokens = 0
+        self.ended: Ended | None = None
+        self.finished = False
+
+    def accepted(self) -> None:
+        """The engine has queued the row: the answer begins."""
+        self.reply.begin()
+
+    def push(self, token_ids: list[int]) -> None:
+        """A step gave tokens."""
+        self.num_tokens += len(token_ids)
+        if self.reply.blocked:
+            self.unread += token_ids
+        else:
+            self._write(token_ids)
+
+    def _write(self, token_ids: list[int]) -> None:
+        self.text, piece = self.text.push(token_ids)
+        if piece:
+            self.reply.write(self.reply.frames.piece(self, piece))
+
+    def end(self, ended: Ended) -> None:
+        """The row has ended."""
+        self.ended = ended
+        if not self.reply.blocked:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what is left."""
+        assert self.ended is not None
+        self.finished = True
+        if self.ended.error is not None:
+            self.reply.cut_off(failure(self.ended))
+        else:
+            self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
+
+    def catch_up(self) -> None:
+        """Write what has come while the client did not read."""
+        token_ids, self.unread = self.unread, []
+        if self.ended is not None:
+            if not self.finished:
+                self.finish()
+        elif token_ids:
+            self._write(token_ids)
+
+    def fail(self, error: NanoVLLMError) -> None:
+        """The row was refused, or the engine is lost."""
+        self.reply.cut_off(api_error(error))
+
+
+class StreamedReply:
+    """The rows of one request whose answer is a stream of events.
+
+    Attributes:
+        frames: Makes the events.
+        started: A future for the beginning of the answer, or the error that keeps it from beginning.
+    """
+
+    def __init__(self, server: Server, exchange: Exchange, frames: Frames, texts: list[TextStream]) -> None:
+        self.frames = frames
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._server, self._exchange = server, exchange
+        self._events: EventStream | None = None
+        self.rows = [StreamedRow(self, index, text) for index, text in enumerate(texts)]
+        self._headed = False
+        self._cut: ApiError | None = None
+        self._ids: list[int] = []
+
+    @property
+    def blocked(self) -> bool:
+        """Whether nothing may be written now."""
+        return self._events is None or self._events.paused or self._events.ended
+
+    async def run(self, prompts: Seq[Seq[bytes | str]], params: list[dict[str, Any]], priority: int) -> None:
+        """Send the answer.
+
+        Raises:
+            ApiError: The engine refuses the request, and no answer has begun.
+        """
+        engine = self._server.engine
+        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, priority=priority)
+        try:
+            await self.started
+            await self._exchange.disconnected()
+        finally:
+            engine.cancel(self._ids)
+            if self._events is not None:
+                self._events.forget()
+
+    def begin(self) -> None:
+        """Begin the answer, once."""
+        if self._events is None and not self.started.done():
+            self._events = self._exchange.events(self._server.streams)
+            self._events.resumed, self._events.dropped = self._resumed, self._dropped
+            self.started.set_result(None)
+
+    def write(self, data: bytes) -> None:
+        """Send events."""
+        assert self._events is not None
+        if not self._headed:
+            self._headed = True
+            data = self.frames.head(len(self.rows)) + data
+        self._events.write(data)
+
+    def row_ended(self, data: bytes) -> None:
+        """Send the last events of a row and, after the last row, the end of the answer."""
+        assert self._events is not None
+        if not all(row.finished for row in self.rows):
+            self.write(data)
+            return
+        if not self._headed:
+            self._headed = True
+            data = self.frames.head(len(self.rows)) + data
+        self._events.end(data + self.frames.tail(self.rows) + DONE)
+
+    def cut_off(self, error: ApiError) -> None:
+        """End with an error: as the answer itself or, after its beginning, as an event."""
+        if not self.started.done():
+            self.started.set_exception(error)
+            return
+        self._server.engine.cancel(self._ids)
+        if self._events is None or self._events.ended:
+            return
+        if self._events.paused:
+            self._cut = error
+            return
+        self._events.end(b"data: " + error.body() + b"\n\n" + DONE)
+
+    def _resumed(self) -> None:
+        if self._cut is not None:
+            self.cut_off(self._cut)
+            return
+        for row in self.rows:
+            if self.blocked:
+                return
+            row.catch_up()
+
+    def _dropped(self) -> None:
+        self._server.engine.cancel(self._ids)
+        self._exchange.abort()
+
+
+def failure(ended: Ended) -> ApiError:
+    """The error of a row that failed."""
+    from nanovllm.entrypoints.server.engine_client import KINDS
+
+    assert ended.error is not None
+    kind, message = ended.error
+    return api_error(KINDS.get(kind, NanoVLLMError)(message))

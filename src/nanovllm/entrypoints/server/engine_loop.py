@@ -1,0 +1,300 @@
+"""The engine's side of the socket: requests of front ends come in, and what a step gives goes out, between two steps.
+
+One thread does all. While requests run it looks at the sockets once a step, without waiting.
+"""
+
+import selectors
+import signal
+import socket
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from nanovllm.engine.failures import as_value
+from nanovllm.engine.requests import cancel, submit_many
+from nanovllm.engine.step import step
+from nanovllm.entrypoints.server import engine_calls
+from nanovllm.entrypoints.server.wire import (
+    Accepted,
+    Answer,
+    Ask,
+    Cancel,
+    Ended,
+    Failure,
+    Hello,
+    Inward,
+    Outward,
+    Stepped,
+    Submit,
+    frame,
+    take_frames,
+)
+from nanovllm.errors import EngineDeadError, NanoVLLMError, QueueFullError
+from nanovllm.models.model import Model
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.device_errors import message_of
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.request import StepOutput
+
+READ = 1 << 18
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One front end: its socket, what was read of an incomplete frame, what could not be written yet, and its requests by number."""
+
+    sock: socket.socket
+    inward: bytearray = field(default_factory=bytearray)
+    outward: bytearray = field(default_factory=bytearray)
+    requests: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Owner:
+    """Whose a request of the engine is: the front end, its number there, whether it is streamed, and its waiting prompt tokens."""
+
+    peer: Peer
+    number: int
+    streamed: bool
+    waiting: int
+
+
+class EngineLoop:
+    """An engine that serves front ends.
+
+    Args:
+        model: The model.
+        state: The newest state.
+        listener: A socket that front ends connect to.
+        max_waiting: How many requests may wait. None: any number.
+        max_waiting_tokens: How many tokens the prompts of waiting requests may have together, unless only one waits. None: any number.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        state: EngineState,
+        listener: socket.socket,
+        *,
+        max_waiting: int | None = None,
+        max_waiting_tokens: int | None = None,
+    ) -> None:
+        self.model, self.state = model, state
+        self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
+        self.waiting_tokens = 0
+        self._owners: dict[int, Owner] = {}
+        self._decode = msgspec.msgpack.Decoder(Inward).decode
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._ended = False
+
+    def run(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            EngineDeadError: The engine has failed. All front ends were told.
+        """
+        try:
+            while not self._ended:
+                busy = self.state.running or self.state.waiting
+                for key, events in self._selector.select(0 if busy else None):
+                    self._ready(key, events)
+                if self.state.running or self.state.waiting:
+                    self._step()
+        except BaseException as error:
+            self._die(error)
+            raise
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """End `run` after this round."""
+        self._ended = True
+
+    def stop_on(self, number: int) -> None:
+        """End `run` after the round in which a signal comes. Only in the main thread."""
+        woken, waking = socket.socketpair()
+        for sock in (woken, waking):
+            sock.setblocking(False)
+        signal.set_wakeup_fd(waking.detach(), warn_on_full_buffer=False)
+        signal.signal(number, lambda *_: self.stop())
+        self._selector.register(woken, selectors.EVENT_READ, woken)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for key in [*self._selector.get_map().values()]:
+            key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self._selector.close()
+
+    def _die(self, error: BaseException) -> None:
+        """Tell all front ends that their requests are lost."""
+        kind, message = EngineDeadError.__name__, f"the engine has failed: {type(error).__name__}: {message_of(error)}"
+        for peer in {id(owner.peer): owner.peer for owner in self._owners.values()}.values():
+            with suppress(OSError):
+                self._send(peer, Failure([*peer.requests], kind, message))
+
+    def _ready(self, key: selectors.SelectorKey, events: int) -> None:
+        if isinstance(key.data, socket.socket):
+            key.data.recv(READ)
+            return
+        if key.data is None:
+            with suppress(OSError):
+                self._accept(key.fileobj.accept()[0])  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        peer: Peer = key.data
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(peer)
+            if events & selectors.EVENT_READ:
+                data = peer.sock.recv(READ)
+                if not data:
+                    raise ConnectionResetError
+                peer.inward += data
+                for body in take_frames(peer.inward):
+                    self._handle(peer, self._decode(body))
+        except (OSError, ValueError):  # msgspec's errors are ValueErrors: a front end that speaks nonsense is let go
+            self._drop(peer)
+
+    def _accept(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        peer, config = Peer(sock), self.state.config
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+        hello = Hello(
+            max_model_len=config.max_model_len,
+            vocab_size=self.model.config.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            device=str(self.model.device),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+        )
+        try:
+            self._send(peer, hello)
+        except OSError:  # it has gone already
+            self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        """Forget a front end, and cancel its requests."""
+        with suppress(KeyError):
+            self._selector.unregister(peer.sock)
+        peer.sock.close()
+        self._cancel(peer, [*peer.requests])
+
+    def _handle(self, peer: Peer, message: Inward) -> None:
+        match message:
+            case Submit():
+                try:
+                    self._submit(peer, message)
+                except NanoVLLMError as error:
+                    self._refuse(peer, message.ids, error)
+            case Cancel():
+                self._cancel(peer, message.ids)
+            case Ask():
+                try:
+                    self.state, value = engine_calls.call(self.model, self.state, message.name, message.arguments)
+                except NanoVLLMError as error:
+                    self._refuse(peer, [message.id], error)
+                else:
+                    self._send(peer, Answer(message.id, value))
+
+    def _submit(self, peer: Peer, message: Submit) -> None:
+        contexts: list[Any] = [[np.frombuffer(part, np.int32) for part in parts] for parts in message.prompts]
+        lengths = [sum(map(len, parts)) for parts in contexts]
+        self._require_room(len(contexts), sum(lengths))
+        params: list[SamplingParams | None] = [SamplingParams(**options) for options in message.params]
+        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=[message.priority] * len(contexts))
+        for request_id, number, length in zip(ids, message.ids, lengths, strict=True):
+            self._owners[request_id] = Owner(peer, number, message.streamed, length)
+            peer.requests[number] = request_id
+        self.waiting_tokens += sum(lengths)
+        self._send(peer, Accepted(message.ids))
+
+    def _require_room(self, count: int, tokens: int) -> None:
+        waiting = len(self.state.waiting)
+        if self.max_waiting is not None and waiting + count > self.max_waiting:
+            raise QueueFullError(f"{waiting} requests wait, and at most {self.max_waiting} may (--max-waiting): try again later")
+        if self.max_waiting_tokens is not None and waiting and self.waiting_tokens + tokens > self.max_waiting_tokens:
+            limit = f"at most {self.max_waiting_tokens} may (--max-waiting-tokens)"
+            raise QueueFullError(f"requests with {self.waiting_tokens} prompt tokens wait, and {limit}: try again later")
+
+    def _cancel(self, peer: Peer, numbers: list[int]) -> None:
+        for number in numbers:
+            if (request_id := peer.requests.pop(number, None)) is not None:
+                self.waiting_tokens -= self._owners.pop(request_id).waiting
+                self.state = cancel(self.state, request_id)
+
+    def _refuse(self, peer: Peer, numbers: list[int], error: NanoVLLMError) -> None:
+        if isinstance(error, EngineDeadError) or self.state.epoch != self.state.runtime.lease.epoch:
+            raise error
+        self._send(peer, Failure(numbers, type(error).__name__, str(as_value(error))))
+
+    def _step(self) -> None:
+        self.state, outputs = step(self.model, self.state)
+        news: dict[int, News] = {}
+        for out in outputs:
+            owner = self._owners[out.request_id]
+            if owner.waiting:
+                self.waiting_tokens -= owner.waiting
+                owner.waiting = 0
+            if out.output is None and not owner.streamed:
+                continue
+            if (told := news.get(id(owner.peer))) is None:
+                told = news[id(owner.peer)] = News(owner.peer)
+            told.add(owner, out)
+            if out.output is not None:
+                del self._owners[out.request_id], owner.peer.requests[owner.number]
+        for told in news.values():
+            try:
+                self._send(told.peer, told.message())
+            except OSError:
+                self._drop(told.peer)
+
+    def _send(self, peer: Peer, message: Outward) -> None:
+        if not peer.outward:
+            data = frame(message)
+            with suppress(BlockingIOError):
+                data = data[peer.sock.send(data) :]
+            if data:
+                peer.outward += data
+                self._selector.modify(peer.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        else:
+            peer.outward += frame(message)
+
+    def _flush(self, peer: Peer) -> None:
+        with suppress(BlockingIOError):
+            del peer.outward[: peer.sock.send(peer.outward)]
+        if not peer.outward:
+            self._selector.modify(peer.sock, selectors.EVENT_READ, peer)
+
+
+class News:
+    """What one step gave to one front end."""
+
+    __slots__ = ("counts", "ended", "ids", "peer", "token_ids")
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.ids, self.counts, self.token_ids = array("I"), bytearray(), array("i")
+        self.ended: list[Ended] = []
+
+    def add(self, owner: Owner, out: StepOutput) -> None:
+        """Add what the step gave to one request."""
+        if owner.streamed and out.output is None:  # the last tokens may be a stop string's; the end has the whole text
+            self.ids.append(owner.number)
+            self.counts.append(len(out.token_ids))
+            self.token_ids.extend(out.token_ids)
+        if (output := out.output) is not None:
+            error = None if output.error is None else (type(output.error).__name__, str(output.error))
+            tokens = b"" if owner.streamed else array("i", output.token_ids).tobytes()
+            self.ended.append(
+                Ended(owner.number, output.finish_reason, output.text, output.num_cached_tokens, tokens, len(output.token_ids), error)
+            )
+
+    def message(self) -> Stepped:
+        """The frame's message."""
+        return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended)

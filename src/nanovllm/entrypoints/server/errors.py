@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients know them: an object of four fields, a status, and what to try next."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from nanovllm.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    NanoVLLMError,
+    OutOfPagesError,
+    QueueFullError,
+    ReleasedChunkError,
+)
+
+RETRY_SECONDS = "1"
+OPTION = re.compile(r"(?:a key of )?([a-z_]{1,40})(?:=|\[| holds )")
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: The HTTP status.
+        message: What is wrong, in one sentence.
+        type: OpenAI's kind of error.
+        param: The field of the request that is at fault, or None.
+        code: A word that programs can test, or None.
+        headers: More headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.type, self.param, self.code, self.headers = status, message, type, param, code, headers
+
+    def value(self) -> dict[str, Any]:
+        """The error object, in the form of OpenAI's API reference."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        return msgspec.json.encode(self.value())
+
+
+def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
+    """The answer for one of the library's errors."""
+    message = str(error)
+    match error:
+        case QueueFullError():
+            return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=(("retry-after", RETRY_SECONDS),))
+        case EngineDeadError() | EngineClosedError():
+            return ApiError(503, message, type="server_error", code="engine_unavailable", headers=(("retry-after", RETRY_SECONDS),))
+        case OutOfPagesError():
+            return ApiError(503, message, type="server_error", code="out_of_memory", headers=(("retry-after", RETRY_SECONDS),))
+        case ReleasedChunkError():
+            return ApiError(404, message, param="chunks", code="chunk_not_found")
+        case InvalidRequestError():
+            return ApiError(400, message, param=param or named(message))
+        case _:
+            return ApiError(500, message, type="server_error", code="request_failed")
+
+
+def named(message: str) -> str | None:
+    """The option that an error of the library names at its beginning, as in `top_p=2: ...`, `logit_bias[7]=...` and `stop holds ...`."""
+    found = OPTION.match(message)
+    return None if found is None else found[1]

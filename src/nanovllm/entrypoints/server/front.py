@@ -1,0 +1,102 @@
+"""A front end: uvicorn with the application, its connection to the engine, and an orderly end."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from nanovllm.entrypoints.process import freeze
+from nanovllm.entrypoints.server.app import App, Server
+from nanovllm.entrypoints.server.http_protocol import BoundedProtocol
+from nanovllm.entrypoints.server.routes import ROUTES
+from nanovllm.entrypoints.server.settings import KEEP_ALIVE_SECONDS
+from nanovllm.errors import EngineClosedError
+
+TICK_SECONDS = 1.0
+POLL_SECONDS = 0.02  # while the last requests end
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers: a front end first lets its requests end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class FrontEnd:
+    """A front end of one event loop.
+
+    Args:
+        server: What its functions share.
+        sock: A bound socket.
+        engine_path: The engine's socket.
+    """
+
+    def __init__(self, server: Server, sock: socket.socket, engine_path: Path) -> None:
+        self.server, self._sock, self._engine_path = server, sock, engine_path
+        config = uvicorn.Config(
+            App(server, ROUTES),  # pyright: ignore[reportArgumentType]
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
+            backlog=2048,
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self, *, signals: bool = False) -> None:
+        """Serve until `stop`; with `signals`, until SIGTERM or SIGINT, of which a second one ends at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
+            loop.add_signal_handler(number, self.stop)
+        tasks = [asyncio.create_task(self.server.engine.keep_connected(self._engine_path)), asyncio.create_task(self._tick())]
+        try:
+            await self._uvicorn.serve(sockets=[self._sock])
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.server.engine.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """End: at first after the requests that run, if it is called again at once."""
+        if self._draining is not None:
+            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            return
+        self.server.draining = True
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Let requests end, for a time, and then the server."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.server.settings.shutdown_seconds
+        while self.server.num_running and loop.time() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        self.server.engine.give_up(EngineClosedError("the server has shut down"))
+        self._uvicorn.should_exit = True
+
+    async def _tick(self) -> None:
+        """Look after the open streams."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for stream in [*self.server.streams]:
+                stream.tick(now)
+
+
+async def serve(server: Server, sock: socket.socket, engine_path: Path) -> None:
+    """Serve until SIGTERM or SIGINT, as the only task of a process."""
+    freeze()
+    await FrontEnd(server, sock, engine_path).run(signals=True)

@@ -1,0 +1,35 @@
+"""What a front end needs of a checkpoint: its tokenizer, its chat template and its sampling options, without the weights."""
+
+from typing import Any
+
+from nanovllm.entrypoints.server.app import Server
+from nanovllm.entrypoints.server.engine_client import EngineClient
+from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.loading.hub import read_json, resolve_folder
+from nanovllm.loading.load_model import read_config, read_generation_config
+from nanovllm.loading.tokenizer_files import load_tokenizer, read_templates
+from nanovllm.sampling.params import from_generation_config
+
+
+def load_front(settings: Settings, model: str, options: dict[str, Any]) -> Server:
+    """What the functions of a front end share, for a model.
+
+    Args:
+        settings: The operator's choices.
+        model: As in `load_model`.
+        options: Options of `LLM`, of which `revision` and `trust_remote_code` are read.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+    """
+    trusted = bool(options.get("trust_remote_code"))
+    folder, _ = resolve_folder(model, revision=options.get("revision"), with_code=trusted)
+    _, config = read_config(folder, trust_remote_code=trusted)
+    templates = read_templates(folder, read_json(folder / "tokenizer_config.json"))
+    return Server(
+        settings=settings,
+        engine=EngineClient(),
+        tokenizer=load_tokenizer(folder, config.vocab_size),
+        generation=from_generation_config(read_generation_config(folder)[0]),
+        template=templates.get("default"),
+    )

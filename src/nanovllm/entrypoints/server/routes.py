@@ -1,0 +1,20 @@
+"""Which function answers which path. Paths of OpenAI's interface are also served without their `/v1`, as llama.cpp does."""
+
+from nanovllm.entrypoints.server.api import completions, models, tokens
+from nanovllm.entrypoints.server.app import Handler
+
+GET, POST = ("GET",), ("POST",)
+OPENAI: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
+    ("/models", GET, models.list_models),
+    ("/models/{name:path}", GET, models.get_model),
+    ("/completions", POST, completions.completions),
+)
+OTHERS: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
+    ("/health", GET, models.health),
+    ("/ping", ("GET", "POST"), models.health),
+    ("/version", GET, models.version),
+    ("/tokenize", POST, tokens.tokenize),
+    ("/detokenize", POST, tokens.detokenize),
+    ("/tokenizer_info", GET, tokens.tokenizer_info),
+)
+ROUTES = (*((f"/v1{path}", methods, handler) for path, methods, handler in OPENAI), *OPENAI, *OTHERS)

@@ -1,0 +1,246 @@
+"""`/v1/completions`: the texts of the library, whole and streamed, and errors as OpenAI's clients know them."""
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import nanovllm as nv
+from nanovllm.entrypoints.server.settings import Settings
+from tests.entrypoints.server.live import LIMIT, Live
+
+PATH = "/v1/completions"
+PROMPT = "Once upon a time"
+GREEDY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def llm(live: Live) -> nv.LLM:
+    return nv.LLM(live.model, num_pages=128)
+
+
+def test_a_reply_is_that_of_the_library(live: Live, llm: nv.LLM):
+    (output,) = llm.generate(PROMPT, nv.SamplingParams(temperature=0, max_tokens=24))
+    answer = live.post(PATH, GREEDY)
+    assert answer.status == 200 and answer.headers["content-type"] == "application/json"
+    value = answer.json()
+    assert value["object"] == "text_completion" and value["model"] == "tiny" and value["id"].startswith("cmpl-")
+    assert value["choices"] == [{"index": 0, "text": output.text, "logprobs": None, "finish_reason": "length"}]
+    assert value["usage"]["prompt_tokens"] == 4 and value["usage"]["completion_tokens"] == 24 and value["usage"]["total_tokens"] == 28
+
+
+def test_a_stream_adds_up_to_the_reply(live: Live):
+    whole = live.post(PATH, GREEDY).json()["choices"][0]
+    events = live.events(PATH, GREEDY | {"stream": True})
+    assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1 and len(events) > 10
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert all("usage" not in event for event in events)
+
+
+def test_usage_of_a_stream(live: Live):
+    *events, last = live.events(PATH, GREEDY | {"stream": True, "stream_options": {"include_usage": True}})
+    assert all(event["usage"] is None for event in events)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24 and last["usage"]["prompt_tokens"] == 4
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = live.events(PATH, GREEDY | {"stream": True, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 24 == last["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_prompts_of_texts_and_ids_with_several_choices(live: Live, llm: nv.LLM, stream: bool):
+    texts = [PROMPT, "The cat", "Hello"]
+    encode = nv.load_model("tiny", device="cpu").tokenizer.encode
+    wanted = [output.text for output in llm.generate(texts, nv.SamplingParams(temperature=0, max_tokens=9)) for _ in range(2)]
+    for prompt in (texts, [encode(text) for text in texts]):
+        body = GREEDY | {"prompt": prompt, "n": 2, "max_tokens": 9, "stream": stream}
+        found = dict.fromkeys(range(6), "")
+        choices = [c for e in live.events(PATH, body) for c in e["choices"]] if stream else live.post(PATH, body).json()["choices"]
+        for choice in choices:
+            found[choice["index"]] += choice["text"]
+        assert list(found.values()) == wanted
+    one = live.post(PATH, GREEDY | {"prompt": encode(PROMPT)}).json()
+    assert one["choices"][0]["text"] == live.post(PATH, GREEDY).json()["choices"][0]["text"]
+
+
+def test_choices_of_one_seed_differ_and_come_again(live: Live):
+    body = GREEDY | {"n": 3, "temperature": 1.0, "seed": 5}
+    one, two = ([choice["text"] for choice in live.post(PATH, body).json()["choices"]] for _ in range(2))
+    assert one == two and len(set(one)) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text(live: Live, stream: bool):
+    body = GREEDY | {"stop": [" Jonas", "zzz"], "stream": stream}
+    if stream:
+        events = live.events(PATH, body)
+        assert "".join(e["choices"][0]["text"] for e in events) == ", a boy named"
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    else:
+        choice = live.post(PATH, body).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (", a boy named", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_gives_the_prompt_first(live: Live, stream: bool):
+    plain = live.post(PATH, GREEDY).json()["choices"][0]["text"]
+    body = GREEDY | {"echo": True, "stream": stream}
+    found = live.events(PATH, body) if stream else [live.post(PATH, body).json()]
+    assert "".join(event["choices"][0]["text"] for event in found) == PROMPT + plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"temperature": -1}, 400, "temperature", None),
+        ({"temperature": "hot"}, 400, "temperature", None),
+        ({"top_p": 0}, 400, "top_p", None),
+        ({"n": 0}, 400, "n", None),
+        ({"n": 10**6}, 400, "n", None),
+        ({"n": 10**30}, 400, "n", None),
+        ({"max_tokens": -3}, 400, "max_tokens", None),
+        ({"max_tokens": 10**7}, 400, "prompt", "context_length_exceeded"),
+        ({"prompt": "word " * 5000}, 400, "prompt", "context_length_exceeded"),
+        ({"prompt": ""}, 400, "prompt", None),
+        ({"prompt": []}, 400, "prompt", None),
+        ({"prompt": [[]]}, 400, "prompt[0]", None),
+        ({"prompt": [1, "two"]}, 400, "prompt", None),
+        ({"prompt": [4096]}, 400, "prompt", None),
+        ({"prompt": [-1]}, 400, "prompt", None),
+        ({"prompt": [10**40]}, 400, "prompt", None),
+        ({"prompt": "\ud800"}, 400, None, None),
+        ({"model": "gpt-5"}, 404, "model", "model_not_found"),
+        ({"suffix": "end"}, 400, "suffix", "unsupported_parameter"),
+        ({"temprature": 1}, 400, "temprature", "unknown_parameter"),
+        ({"stop": ["x"] * 100}, 400, "stop", None),
+        ({"stop": ""}, 400, "stop", None),
+        ({"best_of": 4}, 400, "best_of", None),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias", None),
+        ({"logit_bias": {"4096": 1}}, 400, "logit_bias", None),
+        ({"logit_bias": {"7": 1000}}, 400, "logit_bias", None),
+        ({"priority": "high"}, 400, "priority", None),
+        ({"stream_options": 3}, 400, "stream_options", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_value_is_refused_by_name(live: Live, fields: dict[str, Any], status: int, param: str | None, code: str | None, stream: bool):
+    answer = live.post(PATH, GREEDY | {"stream": stream} | fields)
+    assert answer.status == status, answer
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert error["param"] == param and error["code"] == code
+    assert live.post(PATH, GREEDY | {"max_tokens": 1}).status == 200
+
+
+def test_fields_of_other_servers_are_taken_or_ignored(live: Live):
+    plain = live.post(PATH, GREEDY).json()["choices"]
+    more = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "suffix": None, "use_beam_search": False, "zzz": 1}
+    assert live.post(PATH, GREEDY | more | {"top_k": -1, "repetition_penalty": 1.0}).json()["choices"] == plain
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b"null", b'{"prompt": NaN}', b"[" * 100_000, b'{"a":' * 70 + b"1" + b"}" * 70, b"\xff\xfe", b"{}" * 3]
+)
+def test_a_body_that_is_no_json_object_is_refused(live: Live, body: bytes):
+    answer = live.post(PATH, body)
+    assert answer.status == 400 and answer.json()["error"]["message"]
+
+
+def test_a_page_of_another_site_cannot_post_a_form(live: Live):
+    assert live.call("POST", PATH, json.dumps(GREEDY).encode(), {"content-type": "text/plain"}).status == 415
+
+
+def test_a_client_that_goes_away_leaves_no_request(live: Live):
+    body = json.dumps(GREEDY | {"max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for stream in (True, False):
+        data = body if stream else body.replace(b'"stream": true', b'"stream": null')
+        with socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT) as sock:
+            sock.sendall(head + data)
+            if stream:
+                assert b"200 OK" in sock.recv(64)
+            end = time.monotonic() + LIMIT
+            while not live.engine.state.running:
+                assert time.monotonic() < end
+        gone = time.monotonic()
+        while live.engine.state.running or live.engine.state.waiting:
+            assert time.monotonic() < gone + 1.0, "the engine still runs a request whose client has gone"
+            time.sleep(0.01)
+    live.wait_until_idle()
+    assert not live.server.streams and not live.server.engine.num_open
+
+
+def test_a_client_that_reads_nothing_gets_its_text_in_larger_pieces_later(live: Live):
+    """The long name of the model fills the sockets' buffers, so that the server must hold text back. It holds tokens, and no events."""
+    name = "long" * 1000
+    asked = GREEDY | {"model": name, "prompt": ["x"] * 6, "max_tokens": 150, "ignore_eos": True}
+    body = json.dumps(asked | {"stream": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with Live(live.model, Settings(model_name=name)) as server:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(LIMIT)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(head.encode() + body)
+            end = time.monotonic() + LIMIT
+            while not server.engine.state.running:
+                assert time.monotonic() < end
+            server.wait_until_idle()  # the engine does not wait for the reader
+            data = b""
+            while part := sock.recv(1 << 16):
+                data += part
+        whole = server.post(PATH, asked).json()["choices"]
+    texts = dict.fromkeys(range(6), "")
+    count = 0
+    for line in data.split(b"\n"):
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+                count += 1
+    assert b"[DONE]" in data and count < 6 * 150
+    assert list(texts.values()) == [choice["text"] for choice in whole]
+
+
+def test_requests_beyond_the_queue_are_told_to_come_again(live: Live):
+    with Live(live.model, max_num_seqs=1, limits={"max_waiting": 2}) as small:
+        answers: list[Any] = []
+
+        def ask() -> None:
+            answers.append(small.post(PATH, GREEDY | {"max_tokens": 150, "ignore_eos": True}))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        refused = [answer for answer in answers if answer.status == 429]
+        assert {answer.status for answer in answers} == {200, 429} and len(answers) == 8
+        assert all(answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "queue_full" for answer in refused)
+        small.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_is_told_of_and_may_be_replaced(live: Live, stream: bool):
+    with Live(live.model) as server:
+        body = GREEDY | {"max_tokens": 1900, "ignore_eos": True, "stream": stream}
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(server.post(PATH, body)))
+        thread.start()
+        end = time.monotonic() + LIMIT
+        while not server.engine.state.running:
+            assert time.monotonic() < end
+        server.stop_engine()
+        thread.join(LIMIT)
+        if stream:
+            assert b'"code":"engine_unavailable"' in answers[0].body and answers[0].body.endswith(b"data: [DONE]\n\n")
+        else:
+            assert answers[0].status == 503 and answers[0].json()["error"]["code"] == "engine_unavailable"
+        assert server.get("/health").status == 503 and server.post(PATH, GREEDY).status == 503
+        server.start_engine()
+        server.wait_until_healthy()
+        assert server.post(PATH, GREEDY).json()["choices"] == live.post(PATH, GREEDY).json()["choices"]
