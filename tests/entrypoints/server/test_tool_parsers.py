@@ -248,12 +248,21 @@ def test_white_space_between_calls_is_not_content_unless_it_is_long() -> None:
         assert (reply.content, reply.calls) == (content, (Call(name="get_weather", arguments=PARIS),) * 2)
 
 
-HOSTILE = [
-    "<tool_call>", "<tool_call", "<tool_call>{", '<tool_call>{"name":', "{", "}", '"\\', "<", "\\", '<tool_call>{"arguments":{"a":"',
-    "[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]now[ARGS]", "<|python_tag|>", "<|python_tag|>{", "<function=", "<function=edit>",
-    "<function=edit><parameter=text>", "<function=edit><parameter=items>", "</parameter", "\n</parameter", " ", "\n", "x", f"{LLAMA};",
-    f"<tool_call>{CALL}", XML, f"[TOOL_CALLS]now[ARGS]{PARIS}",
-]  # fmt: skip
+HOSTILE = {
+    "hermes": ["<tool_call>", '<tool_call>{"name":', '<tool_call>{"arguments":{"a":"', f"<tool_call>{CALL}", "<tool_call", '"\\', " ", "{"],
+    "llama3": ["<|python_tag|>{", f"{LLAMA};", '"\\', "{", " "],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]now[ARGS]", f"[TOOL_CALLS]now[ARGS]{PARIS}", f"{CALL},", '"\\', "["],
+    "qwen3_coder": [
+        "<function=edit>", "<function=edit><parameter=text>", "<function=edit><parameter=items>", "<parameter=items>[1]</parameter>",
+        "\n</parameter", XML, "<tool_call>", "<", "\n",
+    ],
+}  # fmt: skip
+BEGUN = {
+    "hermes": '<tool_call>{"name":"now","arguments":{"a":"',
+    "llama3": '{"name":"now","parameters":{"a":"',
+    "mistral": f"[TOOL_CALLS][{CALL},",
+    "qwen3_coder": "<function=edit><parameter=items>",
+}
 
 
 def seconds(name: str, text: str, size: int) -> float:
@@ -266,13 +275,12 @@ def seconds(name: str, text: str, size: int) -> float:
 
 @pytest.mark.unhooked
 @pytest.mark.parametrize("name", sorted(FORMATS))
-@pytest.mark.parametrize("begin", ["", '<tool_call>{"name":"now","arguments":{"a":"', '{"name":"now","parameters":{"a":[', "<function=edit>"])
-def test_time_is_linear(name: str, begin: str) -> None:
-    for hostile in HOSTILE:
-        text = begin + hostile * ((1 << 17) // len(hostile))
-        took = min(seconds(name, text, len(text)), seconds(name, text, len(text)))
-        assert took < 0.4, hostile  # a quadratic reader takes minutes
-        assert seconds(name, text[: 1 << 12], 1) < 0.2, hostile
+def test_time_is_linear(name: str) -> None:
+    for hostile in HOSTILE[name]:
+        for begin, size in (("", 1 << 18), (BEGUN[name], 1 << 18), (BEGUN[name], 64)):  # characters of a piece
+            text = begin + hostile * ((1 << 18) // len(hostile))
+            assert seconds(name, text, size) < 1, (begin, hostile)  # a quadratic reader takes longer by far
+    assert seconds(name, BEGUN[name] + '"\\' * (1 << 12), 1) < 1
 
 
 def test_formats_by_name() -> None:

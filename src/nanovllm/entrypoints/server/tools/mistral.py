@@ -51,7 +51,7 @@ class MistralReading(JsonReading):
 
     def naming(self) -> bool:
         """A name, up to a bracket."""
-        word = self.word()
+        word = self.up_to_bracket()
         if word is None:
             return False
         self.name, self.phase = word, type(self).separating
@@ -70,7 +70,7 @@ class MistralReading(JsonReading):
 
     def identified(self) -> bool:
         """The id of a call, up to a bracket. It is not kept: the server makes ids of its own."""
-        word = self.word()
+        word = self.up_to_bracket()
         self.phase = type(self).identified if word is None else type(self).separating
         return word is not None
 
@@ -81,7 +81,7 @@ class MistralReading(JsonReading):
             return self.more()
         return self.begin_arguments(self.name) if char == "{" else self.refuse()
 
-    def word(self) -> str | None:
+    def up_to_bracket(self) -> str | None:
         """Hold what comes up to a bracket, which is no more than a name has. Returns None if no bracket is there yet."""
         piece = self.text[self.at : self.at + MAX_NAME + 1]
         end = min((at for at in map(piece.find, "[{") if at >= 0), default=len(piece))
