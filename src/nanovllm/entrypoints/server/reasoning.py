@@ -14,7 +14,6 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.stream import held_back
 from nanovllm.tokenizer.tokenizer import Tokenizer
 
-
 MAX_SPACE = 8  # characters of white space before an opening tag
 
 
@@ -87,8 +86,8 @@ class ReasoningSplitter:
 
     Attributes:
         form: The format.
-        state: "before": only white space came so far. "opened": a tag came, and maybe line breaks. "inside" and "closed": as they say, after
-            the line breaks that belong to the tag. "after": content.
+        state: "before": only white space came so far. "opened": a tag came, and maybe line breaks. "inside": in the
+            block. "closed": the other tag came, and maybe line breaks. "after": content.
         held: Text that may belong to a tag.
     """
 
