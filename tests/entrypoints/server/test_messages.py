@@ -1,6 +1,7 @@
 """Chat requests: what templates get of them equals what transformers renders, and what is malformed is refused with its path."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_formats_are_recognised_by_the_template() -> None:
     assert tool_format_of(byte_tokenizer()) is None
     with_tools = make_tokenizer(byte_tokenizer().backend, {}, {"default": "{{ 1 }}", "tool_use": TEMPLATES["qwen3"]})
     assert (tool_format_of(with_tools) or formats["mistral_small"]) is formats["qwen3"]
-    assert reasoning_format_of(tokenizer_of(TEMPLATES["qwen3"])) or formats
+    assert reasoning_format_of(tokenizer_of(TEMPLATES["qwen3"])) is not None
     assert reasoning_format_of(tokenizer_of(TEMPLATES["header_roles"])) is None
 
 
@@ -285,10 +286,8 @@ def test_anything_is_read_or_refused(data: st.DataObject) -> None:
         assert str(error).startswith(error.param)
         return
     for tokenizer in TOKENIZERS:
-        try:
+        with suppress(InvalidRequestError):  # of the template: roles that must alternate, ids that are too short
             prompt.token_ids(tokenizer)
-        except InvalidRequestError:
-            pass  # of the template: roles that must alternate, ids that are too short
 
 
 TOKENIZERS = [tokenizer_of(template) for template in TEMPLATES.values()]

@@ -78,8 +78,8 @@ EXAMPLES = {  # (format, reply): (content, calls)
     ("qwen3_coder", "<tool_call><function=now></function></tool_call>"): ("", [("now", {})]),
     (
         "qwen3_coder",
-        "<function=edit>\n<parameter=text>\n\nif a < b:\n  'é\"\\'\n\n</parameter>\n<parameter=at>\n12\n</parameter>\n<parameter=on>\nTrue\n"
-        '</parameter><parameter=items>\n[1, {"a": null}]\n</parameter>\n<parameter=either>\n3\n</parameter>\n</function>',
+        "<function=edit>\n<parameter=text>\n\nif a < b:\n  'é\"\\'\n\n</parameter>\n<parameter=at>\n12\n</parameter>\n<parameter=on>\nTrue"
+        '\n</parameter><parameter=items>\n[1, {"a": null}]\n</parameter>\n<parameter=either>\n3\n</parameter>\n</function>',
     ): ("", [("edit", {"text": "\nif a < b:\n  'é\"\\'\n", "at": 12, "on": True, "items": [1, {"a": None}], "either": "3"})]),
     (
         "qwen3_coder",
@@ -182,8 +182,8 @@ def test_further_calls_than_the_request_allows_are_content() -> None:
 
 PIECES = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<function=", "</function>", "<parameter=",
-    "</parameter>", "now", "edit", "text", "items", "at", ">", "\n", "{", "}", "[", "]", '"', "\\", ":", ",", ";", " ", "<", "é", "1", "[1]",
-    '{"name": "now", ', '"name": ', '"arguments": ', '"parameters": ', '"id": 1', '{"a": [1, {"b": "c"}]}', CALL, LLAMA, XML,
+    "</parameter>", "now", "edit", "text", "items", "at", ">", "\n", "{", "}", "[", "]", '"', "\\", ":", ",", ";", " ", "<", "é", "1",
+    "[1]", '{"name": "now", ', '"name": ', '"arguments": ', '"parameters": ', '"id": 1', '{"a": [1, {"b": "c"}]}', CALL, LLAMA, XML,
 ]  # fmt: skip
 
 

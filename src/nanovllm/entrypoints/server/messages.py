@@ -53,6 +53,11 @@ class ChatPrompt:
         return {tool.name: tool.parameters for tool in self.tools if tool.name in self.tool_choice.names}
 
     @property
+    def most_calls(self) -> int:
+        """How many calls the reply may have."""
+        return MAX_CALLS if self.parallel_tool_calls and not self.tool_choice.single else 1
+
+    @property
     def continued(self) -> str:
         """The text that the reply continues."""
         return self.messages[-1]["content"] if self.continue_final_message else ""

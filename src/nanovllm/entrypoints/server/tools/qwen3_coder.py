@@ -90,7 +90,7 @@ class Qwen3CoderReading(Reading):
         if not key or key in self.keys:
             return self.refuse()
         self.argue(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ", self.release())
-        self.types = _types(self.tools[self.tool], key)
+        self.types = types_of(self.tools[self.tool], key)
         if self.types == {"string"}:
             self.argue('"', "")
         self.keys, self.begun, self.value, self.phase = self.keys | {key}, False, None, type(self).valuing
@@ -159,7 +159,7 @@ class Qwen3CoderReading(Reading):
         return piece[:end]
 
 
-def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a schema names for a property, also in `anyOf` and `oneOf`; string alone if it names none."""
     properties = schema.get("properties")
     given = properties.get(key) if isinstance(properties, Mapping) else None
