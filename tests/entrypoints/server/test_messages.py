@@ -1,5 +1,6 @@
 """Chat requests: what templates get of them equals what transformers renders, and what is malformed is refused with its path."""
 
+import asyncio
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -9,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nanovllm as nv
 from nanovllm.entrypoints.server import chat_limits as limits
 from nanovllm.entrypoints.server.fields import InvalidParamError, check_json
 from nanovllm.entrypoints.server.messages import chat_prompt
 from nanovllm.entrypoints.server.reasoning import reasoning_format_of
 from nanovllm.entrypoints.server.tools.formats import tool_format_of
 from nanovllm.errors import InvalidRequestError
-from nanovllm.testing.models import byte_tokenizer
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from nanovllm.tokenizer.messages import render
 from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
 
@@ -307,6 +309,10 @@ def test_the_library_takes_tools_and_continues() -> None:
     assert text(ASKED, tools=[]) == text(ASKED)
     called = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, CALLED[3]]
     assert '<tool_response>\n{"celsius": 3}' in text(called)
+    model = random_model(tiny_config(), tokenizer=tokenizer)
+    tokens = render(tokenizer, ASKED, tools=[WEATHER])
+    assert nv.LLM(model, num_pages=8).chat_tokens(ASKED, tools=[WEATHER]) == tokens
+    assert asyncio.run(nv.AsyncLLM(model, num_pages=8).chat_tokens(ASKED, tools=[WEATHER])) == tokens
     for problem, messages, options in (
         ("tools=3 must be a list", ASKED, {"tools": 3}),
         (r"tools\[0\] is 'now'; it must be {'type'", ASKED, {"tools": ["now"]}),

@@ -28,6 +28,9 @@ def mapping(value: Any, param: str) -> Mapping[str, Any]:
     """The value, an object."""
     if not isinstance(value, Mapping):
         raise InvalidParamError(param, f"is {reprlib.repr(value)}; it must be an object")
+    for key in value:
+        if not isinstance(key, str):
+            raise InvalidParamError(param, f"has the key {reprlib.repr(key)}; keys must be strings")
     return value
 
 
