@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.entrypoints.server.chat_limits import MAX_CALLS, MAX_HELD, MAX_LEAD, MAX_NAME
@@ -202,6 +202,7 @@ def test_events_do_not_depend_on_the_pieces_and_lose_nothing(name: str, text: st
 ARGUMENTS = st.dictionaries(st.text(max_size=4), st.text(max_size=6) | st.integers() | st.lists(st.booleans(), max_size=2), max_size=3)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), ARGUMENTS), min_size=1, max_size=3), st.booleans(), st.integers(1, 5))
 def test_calls_come_back(given_calls: list[tuple[str, dict[str, object]]], swap: bool, size: int) -> None:
     def written(key: str) -> list[str]:
