@@ -212,7 +212,7 @@ def test_unknown_keywords_are_explained():
         llm.stream("ab", params=GREEDY)  # type: ignore[call-arg]
     with pytest.raises(nv.InvalidRequestError, match=r"the sampling option 'max_tokens'\? Pass SamplingParams\(max_tokens=5\)\."):
         llm.generate("ab", max_token=5)  # type: ignore[call-arg]
-    with pytest.raises(nv.InvalidRequestError, match=r"option 'retain'\. Valid options: messages, sampling_params, enable_thinking"):
+    with pytest.raises(nv.InvalidRequestError, match=r"option 'retain'\. Valid options: messages, sampling_params, tools, enable_thinking"):
         llm.chat(MESSAGES, retain="shift")  # type: ignore[call-arg]
     with pytest.raises(nv.InvalidRequestError, match="load_model"):
         LLM(MODEL, device="cpu")
@@ -513,6 +513,7 @@ def test_a_chat_is_its_templates_prompt():
         ([{"role": "user", "content": 5}], r"\['content'\] is 5"),
         ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], "nothing is left to answer"),
+        ([{"role": "assistant", "content": None}, {"role": "user", "content": "x"}], r"messages\[0\]\['content'\] is None"),
     ],
 )
 def test_bad_messages_are_named(messages, match):

@@ -203,6 +203,7 @@ class AsyncLLM:
         messages: Any,
         sampling_params: SamplingParams | None = None,
         *,
+        tools: Any = None,
         enable_thinking: bool = True,
         priority: int = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
@@ -212,6 +213,7 @@ class AsyncLLM:
         Args:
             messages: As in `LLM.chat`.
             sampling_params: As in `LLM.chat`.
+            tools: As in `LLM.chat`.
             enable_thinking: As in `LLM.chat`.
             priority: As in `LLM.chat`.
             process_logits: As in `LLM.chat`.
@@ -237,16 +239,17 @@ class AsyncLLM:
             'Hello! How can I help you?'
         """
         with self._engine.place_for(Call(1)):
-            tokens = await self.chat_tokens(messages, enable_thinking=enable_thinking)
+            tokens = await self.chat_tokens(messages, tools=tools, enable_thinking=enable_thinking)
         (output,) = await self.generate([tokens], sampling_params, priority=priority, process_logits=process_logits)
         return whole(output)
 
     @explain_unknown_keywords
-    async def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:
+    async def chat_tokens(self, messages: Any, *, tools: Any = None, enable_thinking: bool = True) -> list[int]:
         """The token ids of a conversation's prompt. They are made in a thread of the loop's pool, because a template may take long.
 
         Args:
             messages: As in `LLM.chat`.
+            tools: As in `LLM.chat`.
             enable_thinking: As in `LLM.chat`.
 
         Returns:
@@ -261,7 +264,7 @@ class AsyncLLM:
             9
         """
         most = self.model.config.max_position_embeddings
-        return await asyncio.to_thread(render, self.tokenizer, messages, enable_thinking=enable_thinking, most=most)
+        return await asyncio.to_thread(render, self.tokenizer, messages, tools=tools, enable_thinking=enable_thinking, most=most)
 
     async def apply(self, function: Callable[[Model, EngineState], EngineState | tuple[EngineState, T]]) -> T | None:
         """Call a function of the model and the state between two steps, in the engine's thread: for the functional interface.

@@ -276,6 +276,7 @@ class LLM:
         messages: Any,
         sampling_params: SamplingParams | None = None,
         *,
+        tools: Any = None,
         enable_thinking: bool = True,
         priority: int = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
@@ -285,8 +286,12 @@ class LLM:
         The model's chat template makes the prompt. Earlier messages are found in the prefix index and do not run again.
 
         Args:
-            messages: A list of `{"role": "system" | "user" | "assistant", "content": text}`.
+            messages: A list of `{"role": "system" | "user" | "assistant" | "tool", "content": text}`. The assistant's messages may have
+                `tool_calls`, whose arguments are objects. Other keys, such as `tool_call_id`, go to the chat template unchanged.
             sampling_params: The options. None: the model's `generation_config`.
+            tools: Definitions of tools that the chat template shows to the model, such as `{"type": "function", "function": {"name": "now",
+                "description": "The time.", "parameters": {"type": "object", "properties": {}}}}`. The reply is text: calls in it are in the
+                model's own format.
             enable_thinking: False asks the chat template for a reply without a think block.
             priority: Its priority, as in `submit`.
             process_logits: A function between the logits and the sample, as in `submit`.
@@ -308,16 +313,17 @@ class LLM:
             >>> llm.chat(messages, greedy, enable_thinking=False).text
             'Hello! How can I help you?'
         """
-        tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)
+        tokens = self.chat_tokens(messages, tools=tools, enable_thinking=enable_thinking)
         (output,) = self.generate([tokens], sampling_params, priority=priority, process_logits=process_logits)
         return whole(output)
 
     @explain_unknown_keywords
-    def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:
+    def chat_tokens(self, messages: Any, *, tools: Any = None, enable_thinking: bool = True) -> list[int]:
         """The token ids of a conversation's prompt, for `stream` and the functional calls.
 
         Args:
             messages: As in `chat`.
+            tools: As in `chat`.
             enable_thinking: As in `chat`.
 
         Returns:
@@ -336,7 +342,7 @@ class LLM:
             <BLANKLINE>
         """
         most = self.model.config.max_position_embeddings
-        return render(self.model.tokenizer, messages, enable_thinking=enable_thinking, most=most)
+        return render(self.model.tokenizer, messages, tools=tools, enable_thinking=enable_thinking, most=most)
 
     def _pieces(self, prompt: Context, params: SamplingParams, priority: int, processor: LogitsProcessor | None) -> Iterator[Piece]:
         """The pieces of a reply, read from the state, so that steps of other calls count too."""

@@ -6,8 +6,8 @@ For the two ways in which nearly all models spell bytes, the text is a sum over 
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -70,6 +70,15 @@ class TokenTexts:
             for skipped in (frozenset[str](), special)
         ]  # fmt: skip
         return made[0], made[1]
+
+    def showing(self, token_ids: Collection[int]) -> "TokenTexts":
+        """The same with these tokens not left out."""
+        texts = {self.backend.id_to_token(i) for i in token_ids}
+        return replace(self, special=self.special - texts, absent=np.zeros_like(self.absent), known={})
+
+    def leaves_out(self, token_id: int) -> bool:
+        """Whether a token is a special one that is left out."""
+        return self.backend.id_to_token(token_id) in self.special
 
     def __getitem__(self, token_id: int) -> Any:
         """What a token stands for: bytes or text by the spelling. For a special token that is left out and for an unknown id, nothing.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,17 +26,20 @@ class Tokenizer:
     Attributes:
         backend: The tokenizer of the `tokenizers` library.
         render: The compiled chat template.
+        templates: The sources of the chat templates, by name: `default`, and maybe `tool_use`.
         special_tokens: Names such as `bos_token`, and the text of these tokens.
         bos_token_id: The start token's id, if there is one.
         max_token_id: The highest token id.
         max_base_id: The highest token id of the vocabulary without added tokens.
         think_token_ids: The ids of `<think>` and `</think>`, if both are single tokens.
-        texts: What single tokens stand for: with special tokens, and without them.
+        texts: What single tokens stand for: with special tokens, and without them, but for those in `shown`.
         limit: Tells from the beginning of a text whether it has more tokens than a limit.
+        shown: Special tokens that are text all the same.
     """
 
     backend: tokenizers.Tokenizer = field(repr=False)
     render: Render = field(repr=False)
+    templates: Mapping[str, str] = field(repr=False)
     special_tokens: Mapping[str, str]
     bos_token_id: int | None
     max_token_id: int
@@ -44,6 +47,7 @@ class Tokenizer:
     think_token_ids: tuple[int, int] | None
     texts: tuple[TokenTexts, TokenTexts] = field(repr=False)
     limit: TokenLimit = field(repr=False)
+    shown: frozenset[int] = frozenset()
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The token ids of a text.
@@ -73,7 +77,19 @@ class Tokenizer:
             RuntimeError: The library has panicked.
         """
         with _panics_as_errors():
+            if skip_special_tokens and self.shown:
+                left_out = self.texts[1]
+                return self.backend.decode([i for i in map(int, ids) if not left_out.leaves_out(i)], skip_special_tokens=False)
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def showing(self, markers: Iterable[str]) -> "Tokenizer":
+        """This tokenizer with some special tokens as text, although special tokens are left out: those that a program looks for in replies.
+
+        Streams, stop strings and outputs of a model with the new tokenizer have these texts. Texts that are not special tokens are ignored.
+        """
+        ids = {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special and token.content in set(markers)}
+        shown = self.shown | ids
+        return replace(self, shown=shown, texts=(self.texts[0], self.texts[1].showing(shown))) if shown != self.shown else self
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, enable_thinking: bool = True, **variables: Any
@@ -143,9 +159,11 @@ def make_tokenizer(backend: tokenizers.Tokenizer, config: Mapping[str, Any], tem
     start, stop = backend.token_to_id("<think>"), backend.token_to_id("</think>")
     vocab = backend.get_vocab(with_added_tokens=True)
     max_token_id = max(vocab.values(), default=-1)
+    templates = {"default": template} if isinstance(template, str) else dict(template or {})
     return Tokenizer(
         backend=backend,
-        render=compile_templates({"default": template} if isinstance(template, str) else template or {}),
+        render=compile_templates(templates),
+        templates=MappingProxyType(templates),
         special_tokens=MappingProxyType(special),
         bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         max_token_id=max_token_id,
