@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="requests that run at the same time (default: 256)")
     group.add_argument("--max-waiting", type=positive, default=1024, metavar="N", help="requests that may wait; more get status 429")
     group.add_argument("--max-waiting-tokens", type=positive, metavar="N", help="prompt tokens of waiting requests; more get status 429")
+    for name, what in (("tool", "tool calls"), ("reasoning", "think blocks")):
+        told = f"the format of {what}; none: they are plain text (default: auto, what the chat template tells)"
+        group.add_argument(f"--{name}-parser", default="auto", metavar="NAME", help=told)
     shut = "how long running requests may go on after SIGTERM (default: 30)"
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
     group.add_argument("--no-restart", action="store_true", help="do not start an engine again that has failed")
@@ -62,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
         shutdown_seconds=options.shutdown_seconds,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
     )
     if not settings.api_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
         raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.entrypoints.server.fields import InvalidParamError
 from nanovllm.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -65,6 +66,8 @@ def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
             return ApiError(503, message, type="server_error", code="out_of_memory", headers=(("retry-after", RETRY_SECONDS),))
         case ReleasedChunkError():
             return ApiError(404, message, param="chunks", code="chunk_not_found")
+        case InvalidParamError():
+            return ApiError(400, message, param=error.param)
         case InvalidRequestError():
             return ApiError(400, message, param=param or named(message))
         case _:

@@ -34,6 +34,8 @@ class Settings:
         max_waiting: How many requests may wait for the engine.
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together; None: any number.
         metrics_names: `"nanovllm"` or `"vllm"`: the names of the metrics.
+        tool_parser: The format of tool calls: a name of `tools.formats.FORMATS`, "auto" for what the chat template tells, or "none".
+        reasoning_parser: The format of think blocks: a name of `reasoning.REASONING_FORMATS`, "auto" or "none".
 
     Raises:
         InvalidRequestError: A value is invalid.
@@ -50,6 +52,8 @@ class Settings:
     max_waiting: int | None = 1024
     max_waiting_tokens: int | None = None
     metrics_names: str = "nanovllm"
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -156,8 +156,9 @@ class Supervisor:
         from nanovllm.entrypoints.server.engine_process import run_engine
 
         self.http.close()
+        parsers = (self.settings.tool_parser, self.settings.reasoning_parser)
         limits = {"max_waiting": self.settings.max_waiting, "max_waiting_tokens": self.settings.max_waiting_tokens}
-        return run_engine(self.model, self.options, limits, self.listener, ready)
+        return run_engine(self.model, self.options, parsers, limits, self.listener, ready)
 
     def _front(self) -> int:
         import uvloop
