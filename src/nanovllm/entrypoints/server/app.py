@@ -43,7 +43,7 @@ class Server:
     engine: EngineClient
     tokenizer: Tokenizer | None
     generation: SamplingParams
-    formats: ReplyFormats = ReplyFormats()
+    formats: ReplyFormats = field(default_factory=ReplyFormats)
     draining: bool = False
     streams: set[EventStream] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
