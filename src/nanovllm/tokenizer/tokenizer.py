@@ -12,7 +12,10 @@ import tokenizers
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.chat_template import Render, compile_templates
 from nanovllm.tokenizer.limit import TokenLimit
+from nanovllm.tokenizer.memo import Memo
 from nanovllm.tokenizer.token_texts import TokenTexts
+
+MEMO = 128  # compiled grammars of a tokenizer that are kept
 
 
 class TooManyTokensError(InvalidRequestError):
@@ -33,6 +36,7 @@ class Tokenizer:
         think_token_ids: The ids of `<think>` and `</think>`, if both are single tokens.
         texts: What single tokens stand for: with special tokens, and without them.
         limit: Tells from the beginning of a text whether it has more tokens than a limit.
+        memo: What others made of the tokenizer, such as compiled grammars.
     """
 
     backend: tokenizers.Tokenizer = field(repr=False)
@@ -44,6 +48,7 @@ class Tokenizer:
     think_token_ids: tuple[int, int] | None
     texts: tuple[TokenTexts, TokenTexts] = field(repr=False)
     limit: TokenLimit = field(repr=False)
+    memo: Memo = field(repr=False, default_factory=lambda: Memo(MEMO))
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The token ids of a text.
