@@ -21,7 +21,8 @@ def problem(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ..
     slots[::3] = -1
     lines, masks = ints(-1, 2, rows), torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), generator=random).int()
     biases = torch.where(ints(0, 3, rows + 2, vocab) == 0, torch.randn(rows + 2, vocab, generator=random), 0.0)
-    return logits, slots, ints(0, 6, rows + 2, vocab), biases, chosen(1.0, 1.3, 0.7), chosen(0.0, 0.5, -1.0), chosen(0.0, 0.3, -2.0), lines, masks
+    penalties = chosen(1.0, 1.3, 0.7), chosen(0.0, 0.5, -1.0), chosen(0.0, 0.3, -2.0)
+    return logits, slots, ints(0, 6, rows + 2, vocab), biases, *penalties, lines, masks
 
 
 def test_each_penalty_acts_on_its_tokens() -> None:
