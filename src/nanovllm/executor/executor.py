@@ -69,6 +69,7 @@ class Drawn:
         return carried_rows(self.processing, sequence, row if self.rows is None else int(self.rows[row]))
 
 
+@runtime_checkable
 class Masks(Protocol):
     """What the next tokens of some rows may be, known when the tokens before them are."""
 

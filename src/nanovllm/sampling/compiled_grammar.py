@@ -91,7 +91,9 @@ def _llguidance(grammar: Grammar) -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise InvalidRequestError(f"grammar={grammar!r} needs llguidance: pip install 'llguidance>=1.9', or nanovllm's extra 'grammar'") from error
+        raise InvalidRequestError(
+            f"grammar={grammar!r} needs llguidance: pip install 'llguidance>=1.9', or nanovllm's extra 'grammar'"
+        ) from error
     return llguidance
 
 
