@@ -523,7 +523,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "self._mask_lines[place] for place in self._ahead.places",
             "self._mask_lines[place] for place in range(len(self._ahead.places))",
         ),
-        ("the sampling does not wait for masks", "launch = step.run if held else step.replay", "launch = step.replay"),
     ),
     *bugs(
         "engine/step.py",

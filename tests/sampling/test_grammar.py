@@ -244,11 +244,15 @@ def test_end_tokens_are_allowed_exactly_where_the_grammar_accepts() -> None:
     assert allowed(matcher, may_end=False) == {256, 258}  # nothing else is left
     with pytest.raises(NotAllowedError, match="is not allowed as number 4"):
         matcher.read(ids("c")[0])
+    with pytest.raises(NotAllowedError):  # its mask would allow the end tokens alone
+        allowed(matcher)
 
 
-def test_ids_beyond_the_tokenizer_and_special_tokens_are_never_allowed() -> None:
-    matcher = Matcher(compiled_for(MODEL, GRAMMAR.regex("(.|\\n)*")))
-    assert max(allowed(matcher, may_end=False)) < 256
+def test_a_dead_end_is_no_complete_reply() -> None:
+    matcher = Matcher(compiled_for(MODEL, GRAMMAR.regex("x[^\\s\\S]|y")))
+    with pytest.raises(NotAllowedError):
+        matcher.read(ids("x")[0])
+        allowed(matcher)
 
 
 @given(st.lists(st.integers(0, 12), max_size=8))
