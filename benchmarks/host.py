@@ -88,7 +88,7 @@ class Nothing:
         """Return the number of remaining rows as the carry."""
         return len(rows)
 
-    def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
+    def decode(self, model: nv.Model, carry: Any, masks: Any = None) -> tuple[Any, Drawn]:
         """Record the time; return zeros."""
         self.steps.append(time.perf_counter())
         return carry, _zeros(carry)
@@ -120,7 +120,7 @@ class Writing(Nothing):
         super().__init__()
         self.text, self.num_logprobs = np.array(text, np.int32), num_logprobs
 
-    def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
+    def decode(self, model: nv.Model, carry: Any, masks: Any = None) -> tuple[Any, Drawn]:
         """Record the time; return the next token of every row."""
         self.steps.append(time.perf_counter())
         token_ids = self.text[(np.arange(carry) * 97 + len(self.steps)) % len(self.text)]

@@ -60,6 +60,7 @@ CUTS = (
 SLOTS = ("tests/sampling/test_table_slots.py",)
 ROW_OPTIONS = ("tests/sampling/test_row_options.py",)
 GRAPHS = ("tests/executor/test_graph_executor.py",)
+GRAMMAR = ("tests/sampling/test_grammar.py", "tests/engine/test_grammar.py")
 COMPOSE = ("tests/chunks/test_compose.py",)
 HANDLES = ("tests/chunks/test_handles.py",)
 CHUNK_FILES = (
@@ -369,8 +370,8 @@ MUTANTS: tuple[Mutant, ...] = (
         STEP,
         (
             "a carry of an earlier step is used again",
-            "prefilled, loaded, decoded = None, None, None",
-            "prefilled, loaded, decoded = None, state.loaded, None",
+            "prefilled, loaded, decoded, ends = None, None, None, ",
+            "prefilled, loaded, decoded, ends = None, state.loaded, None, ",
         ),
         ("a request waits after a row has ended", "steps=0 if state.waiting else after.steps)", "steps=after.steps)"),
     ),
@@ -393,8 +394,8 @@ MUTANTS: tuple[Mutant, ...] = (
         STEP,
         (
             "length wins over a stop",
-            "    if token in request.stop_ids or (",
-            "    if (token in request.stop_ids and sequence.tokens.length < request.max_len) or (",
+            "    if complete or token in request.stop_ids or (",
+            "    if complete or (token in request.stop_ids and sequence.tokens.length < request.max_len) or (",
         ),
         (
             "tokens run again after a preemption are not counted",
@@ -494,9 +495,48 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a slot keeps another's tokens", "        marks.zero_()\n", ""),
     ),
     *bugs(
+        "sampling/matchers.py",
+        GRAMMAR,
+        (
+            "an error of the parser looks like a complete reply",
+            "        if self._native.is_error():\n            raise NotAllowedError(told(self._native))\n        if not may",
+            "        if not may",
+        ),
+        ("end tokens stay where a reply may not end", "if others.any():", "if not others.any():"),
+        ("a matcher that is ahead stays there", "if length < len(self.token_ids):", "if length < 0:"),
+        ("another newest token is taken for the same", "if self.token_ids and tokens[0] != self.token_ids[-1]:", "if False:"),
+        ("matchers are kept for ever", "if len(self._known) > MOST:", "if len(self._known) < 0:"),
+    ),
+    *bugs(
+        "sampling/grammar_bounds.py",
+        GRAMMAR,
+        ("nested repetitions do not multiply", "last, place = most.pop(), place + 1", "last, place = most.pop() and 1, place + 1"),
+        ("braces in a class count", "last, place = 1, _after_class(pattern, place)", "last, place = 1, place + 1"),
+        ("references are not followed", "linked = depth + sum(", "linked = depth + 0 * sum("),
+        ("multiples are looked at one by one", "math.lcm(multiples, _digits(", "math.lcm(1, _digits("),
+    ),
+    *bugs(
+        "executor/graph_executor.py",
+        GRAPHS,
+        (
+            "masks go to the lines of other rows",
+            "self._mask_lines[place] for place in self._ahead.places",
+            "self._mask_lines[place] for place in range(len(self._ahead.places))",
+        ),
+    ),
+    *bugs(
+        "engine/step.py",
+        GRAMMAR,
+        (
+            "a reply goes on after its grammar has ended",
+            "by_grammar = [row for row in running.constrained if running.ids[row] in ends] if ends else []",
+            "by_grammar = list[int]()",
+        ),
+    ),
+    *bugs(
         "sampling/row_options.py",
         ROW_OPTIONS,
-        ("padding has a slot", "0.0, 0.0, -1.0)", "0.0, 0.0, 0.0)"),
+        ("padding has a slot", "0.0, 0.0, -1.0, -1.0)", "0.0, 0.0, 0.0, -1.0)"),
         ("a bias needs no table", "return p.logit_bias is not None or penalises(p)", "return penalises(p)"),
     ),
     *bugs(
@@ -839,7 +879,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("all rows of a function end with one whose init raises", "if not culprit.request_ids or _id(s) in culprit.request_ids]", "]"),
         (
             "all rows end with those of a function",
-            "theirs = [s for s in rows if s.request.process_logits == culprit.processor]",
+            "theirs = [s for s in rows if culprit.processor is None or s.request.process_logits == culprit.processor]",
             "theirs = rows",
         ),
         ("a kept error holds the state", "            one.__traceback__ = None\n", ""),

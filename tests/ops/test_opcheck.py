@@ -39,7 +39,15 @@ def arguments(name):
         "rotary_angles": (int32([0, 9]), torch.rand(4), 1.0),
         "next_places": (int32([2, 9]), int32([1, 8]), tables, int32([0, 1]), 5, 4),
         "highest": (torch.randn(3, 7),),
-        "penalised": (torch.randn(2, 7), int32([1, -1]), torch.ones(3, 7).int(), torch.rand(3, 7), *torch.rand(3, 2).unbind()),
+        "penalised": (
+            torch.randn(2, 7),
+            int32([1, -1]),
+            torch.ones(3, 7).int(),
+            torch.rand(3, 7),
+            *torch.rand(3, 2).unbind(),
+            int32([0, -1]),
+            int32([[21]]),
+        ),
         "least_kept": (torch.randn(3, 7), torch.ones(3), int32([2, 0, 1]), torch.full((3,), 0.5), None, None),
     }[name]
 

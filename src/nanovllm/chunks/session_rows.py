@@ -49,6 +49,11 @@ def opened(
         OutOfPagesError: Too few pages are available; nothing was written.
         InvalidRequestError: Without `to_fill`, the tokens to fill are more than a step can run.
     """
+    if (constrained := next((s.request.sampling.grammar for s in sequences if s.request.sampling.grammar is not None), None)) is not None:
+        raise InvalidRequestError(
+            f"grammar={constrained!r} needs the host between two steps: use generate, or submit and step, where process_logits works too; "
+            "begin, and generate_many with process_logits, take no grammar"
+        )
     ticket, size = state.next_id, state.config.page_size
     lease = SessionLease(session=ticket, engine=state.runtime.lease)
     room = max(s.request.max_len - len(s.tokens) for s in sequences)

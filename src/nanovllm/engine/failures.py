@@ -85,7 +85,7 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
             message = "the device has no memory for even one of its tokens"
     elif culprit:
         rows = [*(s for s, count in prompts if count == s.todo), *decoding]
-        theirs = [s for s in rows if s.request.process_logits == culprit.processor]
+        theirs = [s for s in rows if culprit.processor is None or s.request.process_logits == culprit.processor]
         failed = [s for s in theirs if not culprit.request_ids or _id(s) in culprit.request_ids]
         message = str(culprit)
     if not (short or failed):
@@ -116,6 +116,11 @@ def unsearchable(sequence: Sequence, token: int, error: Exception) -> NanoVLLMEr
     """The error of a sequence whose text up to `token` cannot be searched for stop strings."""
     message = f"token {token} cannot be searched for stop={list(sequence.request.sampling.stop)}"
     return request_error(_id(sequence), RequestFailedError, message, as_value(error))
+
+
+def outside(sequence: Sequence, error: Exception) -> NanoVLLMError:
+    """The error of a sequence whose newest token its grammar does not allow."""
+    return request_error(_id(sequence), RequestFailedError, f"in its grammar {sequence.request.sampling.grammar!r}", as_value(error))
 
 
 def last_output(

@@ -50,10 +50,10 @@ def scan_steady(running: Steady, token_ids: np.ndarray) -> tuple[Steady, dict[in
     return (replace(running, scans={**running.scans, **scans}) if scans else running), scans, failed
 
 
-def finish_reason(sequence: Sequence, token: int) -> str | None:
-    """Why the newest token ends the reply: "stop" or "length", or None if the reply goes on."""
+def finish_reason(sequence: Sequence, token: int, *, complete: bool = False) -> str | None:
+    """Why the newest token ends the reply: "stop" or "length", or None if it goes on. `complete`: its grammar allows nothing more."""
     request = sequence.request
-    if token in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
+    if complete or token in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
         return "stop"
     return "length" if sequence.tokens.length >= request.max_len else None
 

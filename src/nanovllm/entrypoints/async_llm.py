@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.prompt import Context, encode, parts_of
 from nanovllm.entrypoints.calls import Call
 from nanovllm.entrypoints.engine_thread import EngineThread
@@ -14,6 +15,7 @@ from nanovllm.entrypoints.llm import LLM, Piece, last_piece, one_each, pushed, w
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.model import Model
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
@@ -338,7 +340,7 @@ class AsyncLLM:
     async def _submit(
         self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: Any, *, streamed: bool = False
     ) -> Call:
-        """Queue requests. Their texts are encoded here or, if they are long, in a thread of the loop's pool: not in the engine's thread."""
+        """Queue requests, not in the engine's thread. A thread of the loop's pool encodes long texts, and compiles grammars."""
         call = Call(len(contexts), streamed=streamed)
         with self._engine.place_for(call):
             processor = as_processor(processor)
@@ -348,6 +350,8 @@ class AsyncLLM:
                     contexts = _encoded(self.model, contexts)
                 else:
                     contexts = await asyncio.to_thread(_encoded, self.model, contexts)
+            if grammars := {p.grammar for p in params if isinstance(p, SamplingParams) and p.grammar is not None}:
+                await asyncio.to_thread(_compile, self.model, grammars)
             self._engine.submit(call, contexts, params, processor, priorities)
         return call
 
@@ -371,6 +375,11 @@ class AsyncLLM:
                 yield Piece(text=piece, token_ids=token_ids)
         finally:
             self._engine.cancel(call)
+
+
+def _compile(model: Model, grammars: set[Grammar]) -> None:
+    for grammar in grammars:
+        compile_grammar(model, grammar)
 
 
 def _encoded(model: Model, contexts: list[Context]) -> list[Context]:

@@ -6,7 +6,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,13 +15,14 @@ from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.row_processing import CarriedRow, carried_rows
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
+from nanovllm.sampling.matchers import Matchers
 from nanovllm.sampling.process_logits import Processing
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Lease
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float32, Int64, Tensor
+from nanovllm.types import Float32, Int32, Int64, Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
 
@@ -69,6 +70,18 @@ class Drawn:
 
 
 @runtime_checkable
+class Masks(Protocol):
+    """What the next tokens of some rows may be, known when the tokens before them are."""
+
+    def fill(self, words: Int32[np.ndarray, "L W"], lines: Seq[int]) -> None:
+        """Write the mask of each row r that has one into `words[lines[r]]`, one bit per token. Other lines stay as they are.
+
+        Its exceptions belong to a request, and leave the step to be run again.
+        """
+        ...
+
+
+@runtime_checkable
 class Executor(Protocol):
     """Runs the kinds of step: prefill, scoring and decode.
 
@@ -77,7 +90,14 @@ class Executor(Protocol):
     """
 
     def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        *,
+        draw: bool = True,
+        frames: Frames | None = None,
+        masks: Masks | None = None,
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens, and sample for each sequence that is complete afterwards.
 
@@ -87,6 +107,7 @@ class Executor(Protocol):
             rows: Each sequence, with the number of its next tokens to run.
             draw: Whether to sample at all.
             frames: The frames of the sliding-window pages, if layers have a window.
+            masks: What the tokens may be, if sequences follow grammars. Its rows are the complete sequences, in order.
 
         Returns:
             The sampled tokens of the complete sequences, in order, and the KV memory. The former is None if there are none, or if `draw` is
@@ -128,8 +149,11 @@ class Executor(Protocol):
         """
         ...
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """Donates `carry`. Run one decode step: one token of every row."""
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
+        """Donates `carry`. Run one decode step: one token of every row.
+
+        `masks` says what the tokens may be, if rows follow grammars. It is called once, when the model runs already if the executor can.
+        """
         ...
 
     def take_discarded_count(self) -> int:
@@ -171,11 +195,13 @@ class Runtime:
         lease: The lease on the engine's KV memory.
         executor: Runs the steps, and holds graphs, buffers and plans.
         cuts: The tile configurations of the executor's kernels. None: the defaults, or no kernels.
+        matchers: Where running replies stand in their grammars.
     """
 
     lease: Lease
     executor: Executor
     cuts: Cuts | None = None
+    matchers: Matchers = field(default_factory=Matchers)
 
 
 def runtime_of(state: EngineState) -> Runtime:

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.types import brief
 
 __all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_generation_config", "show", "validate_for"]
@@ -175,6 +176,8 @@ class SamplingParams:
         logit_bias: A mapping from token id to a number in [-100, 100] that is added to its logit, or None; kept as sorted pairs.
         logprobs: How many of the most probable tokens to report per sampled token, up to 20. 0: only the sampled token's log-probability.
             None: no log-probabilities.
+        grammar: The language of the reply, or None: any text. The reply ends with "stop" where the grammar allows nothing more. Needs the
+            extra `grammar`.
 
     Raises:
         InvalidRequestError: An option is unknown, or its value is not accepted. The message names the value and the accepted ones.
@@ -205,8 +208,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if not (self.grammar is None or isinstance(self.grammar, Grammar)):
+            _refuse("grammar", self.grammar, "must be None or a Grammar: make one by Grammar.json_schema(...) or another of its methods")
         if not isinstance(self.ignore_eos, bool):
             _refuse("ignore_eos", self.ignore_eos, "must be True or False")
         normal = {

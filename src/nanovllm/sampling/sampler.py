@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.ops.sampling.least_kept import least_kept
+from nanovllm.ops.sampling.penalised import allowed_tokens
 from nanovllm.sampling.tensors import Penalties, Sampling
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor, register_value, writable
 
@@ -39,9 +40,9 @@ register_value(Sampled)
 def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Tensor, "B"] | Int64[Tensor, "B"]) -> Sampled:
     """Sample one token per row.
 
-    The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; temperature; min-p;
-    top-k; top-p; sampling. The token is `argmax(logits + temperature * g)`, with Gumbel noise g from the key (seed, position) and the token
-    id. At temperature 0 it is the argmax of the penalised logits, without filters and noise.
+    The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; grammars;
+    temperature; min-p; top-k; top-p; sampling. The token is `argmax(logits + temperature * g)`, with Gumbel noise g from the key
+    (seed, position) and the token id. At temperature 0 it is the argmax of the penalised logits, without filters and noise.
 
     Ties: the filters compare values, so tokens that tie with the last kept token are kept too. Top-p counts the mass of exactly top_k of
     them. Argmax takes the lowest id. The largest logit is always kept. A logit of -inf is never sampled, unless the whole row is -inf: then
@@ -57,6 +58,8 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
         x_BV = torch.where(sampling.logit_bias != 0, x_BV.float() + sampling.logit_bias, x_BV.float())
     if sampling.penalties is not None:
         x_BV = _penalised(x_BV.float(), sampling.penalties)
+    if sampling.allowed is not None:
+        x_BV = torch.where(allowed_tokens(sampling.allowed, x_BV.shape[1]), x_BV, -torch.inf)
     if sampling.temperature is None:
         ids = highest(x_BV)
     else:

@@ -8,6 +8,7 @@ import numpy as np
 from immutables import Map
 
 from nanovllm.errors import NanoVLLMError
+from nanovllm.sampling.compiled_grammar import CompiledGrammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
@@ -55,6 +56,7 @@ class Request:
         process_logits: The function between its logits and its samples, or None.
         priority: Its priority; lower comes first.
         rank: Its place among the requests, from `rank_of`.
+        grammar: The compiled form of `sampling.grammar`, or None.
     """
 
     request_id: int
@@ -68,6 +70,7 @@ class Request:
     process_logits: LogitsProcessor | None = None
     priority: int = 0
     rank: int = 0
+    grammar: CompiledGrammar | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)

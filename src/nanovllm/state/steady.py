@@ -33,6 +33,7 @@ class Steady(Seq):
         scored: Whether a row asked for log-probabilities.
         ends: For each row the bytes with which its stop strings end, `[rows, 4]`; None if no row has stop strings.
         absent: The bytes that each token lacks (`TokenTexts`), if a row has stop strings.
+        constrained: The rows whose replies follow a grammar.
         age: Steps since `base`.
         log: The tokens that were sampled since, and their log-probabilities if `scored`: the first `age` steps.
         columns: For each row its column in the log. None: the row itself.
@@ -51,6 +52,7 @@ class Steady(Seq):
     scored: bool = False
     ends: np.ndarray | None = None
     absent: np.ndarray | None = None
+    constrained: tuple[int, ...] = ()
     age: int = 0
     log: StepLog | None = None
     columns: np.ndarray | None = None
@@ -73,6 +75,7 @@ class Steady(Seq):
             scored=any(s.request.sampling.logprobs is not None for s in running),
             ends=None if searched is None else np.array([none if one is None else one.ends for one in stops]),
             absent=None if searched is None else searched.detokenizer.texts.absent,
+            constrained=tuple([row for row, s in enumerate(running) if s.request.grammar is not None]),
         )  # fmt: skip
 
     def holds(self, pool: Pool, waiting: Queue) -> bool:
@@ -93,8 +96,8 @@ class Steady(Seq):
             base, left, first_end, age, log, columns, scans = self.sequences(), left - age, first_end - age, 0, None, None, {}
         return Steady(
             base=base, ids=self.ids, stop_ids=self.stop_ids, left=left, first_end=first_end, steps=self.steps - 1, pool=self.pool,
-            waiting=self.waiting, scored=self.scored, ends=self.ends, absent=self.absent, age=age + 1, scans=scans,
-            columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
+            waiting=self.waiting, scored=self.scored, ends=self.ends, absent=self.absent, constrained=self.constrained,
+            age=age + 1, scans=scans, columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
         )  # fmt: skip
 
     def suspects(self, token_ids: np.ndarray) -> list[int]:
@@ -140,6 +143,7 @@ class Steady(Seq):
         rest = replace(
             self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans, made=[],
             ends=None if self.ends is None else self.ends[kept],
+            constrained=tuple([new for new, row in enumerate(kept.tolist()) if row in self.constrained]) if self.constrained else (),
         )  # fmt: skip
         return gone, rest
 

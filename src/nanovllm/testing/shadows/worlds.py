@@ -17,7 +17,7 @@ from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.decode import decode_step
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.eager import EagerExecutor
-from nanovllm.executor.executor import Drawn, Executor, Runtime, executor_of
+from nanovllm.executor.executor import Drawn, Executor, Masks, Runtime, executor_of
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState, init_kv, pages_for
@@ -85,9 +85,9 @@ class FlakyExecutor:
         """Keep only some rows of a carry, or raise `PlantedError`."""
         return self._run(lambda: self.inner.narrow(model, carry, keep, rows, **options))
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Run one decode step, or raise `PlantedError`."""
-        return self._run(lambda: self.inner.decode(model, carry))
+        return self._run(lambda: self.inner.decode(model, carry, masks))
 
     def take_discarded_count(self) -> int:
         """The number of tokens that steps ahead ran in vain since the last call; counting starts again. Never fails."""

@@ -14,7 +14,7 @@ from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.cli.bench.workloads import Spent, random_tokens
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.executor.executor import Drawn, Executor, runtime_of
+from nanovllm.executor.executor import Drawn, Executor, Masks, runtime_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
@@ -61,10 +61,10 @@ class Stopwatch:
         """Donates `carry`. Keep some rows of a decode carry with the inner executor."""
         return self.inner.narrow(model, carry, keep, rows, **options)
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Donates `carry`. Run a decode step with the inner executor, add the time and count the step."""
         start = time.perf_counter()
-        result = self.inner.decode(model, carry)
+        result = self.inner.decode(model, carry, masks)
         self.seconds += time.perf_counter() - start
         self.steps += 1
         return result
