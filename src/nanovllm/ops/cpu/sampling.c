@@ -78,11 +78,11 @@ INLINE int64_t first_of(const float *x, int64_t n, float value) {
 
 // ---- random numbers ---------------------------------------------------------------------------------------------------------------
 
-// Numbers 64 * block ... of a key. `uniforms.py` describes the generator (Philox-4x32-10) and the conversion.
-static void uniforms(const int64_t *key, int64_t block, uint32_t stream, float *u) {
-    uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES], k0 = (uint32_t)key[0], k1 = (uint32_t)((uint64_t)key[0] >> 32);
+// The four words of each of 16 counters under a key, by Philox-4x32-10, as `uniforms.py` describes it.
+INLINE void philox(const int64_t *key, uint32_t stream, uint32_t words[4][LANES]) {
+    uint32_t *c0 = words[0], *c1 = words[1], *c2 = words[2], *c3 = words[3];  // `c0` has the counters
+    uint32_t k0 = (uint32_t)key[0], k1 = (uint32_t)((uint64_t)key[0] >> 32);
     for (int i = 0; i < LANES; i++) {
-        c0[i] = (uint32_t)(block * LANES + i);
         c1[i] = stream;
         c2[i] = (uint32_t)key[1];
         c3[i] = (uint32_t)((uint64_t)key[1] >> 32);
@@ -95,17 +95,21 @@ static void uniforms(const int64_t *key, int64_t block, uint32_t stream, float *
             c1[i] = (uint32_t)b;
             c3[i] = (uint32_t)a;
         }
-    uint32_t words[BLOCK];
-    for (int i = 0; i < LANES; i++) {
-        words[4 * i] = c0[i];
-        words[4 * i + 1] = c1[i];
-        words[4 * i + 2] = c2[i];
-        words[4 * i + 3] = c3[i];
-    }
-    for (int i = 0; i < BLOCK; i++) {
-        uint32_t w = words[i], fine = w < 1u << 23;
-        u[i] = (float)(int32_t)((fine ? w : w >> 9) * 2 + 1) * (fine ? 0x1p-33f : 0x1p-24f);
-    }
+}
+
+INLINE float unit_of(uint32_t w) {
+    uint32_t fine = w < 1u << 23;
+    return (float)(int32_t)((fine ? w : w >> 9) * 2 + 1) * (fine ? 0x1p-33f : 0x1p-24f);
+}
+
+// Numbers 64 * block ... of a key.
+static void uniforms(const int64_t *key, int64_t block, uint32_t stream, float *u) {
+    uint32_t words[4][LANES], in_order[BLOCK];
+    for (int i = 0; i < LANES; i++) words[0][i] = (uint32_t)(block * LANES + i);
+    philox(key, stream, words);
+    for (int i = 0; i < LANES; i++)
+        for (int word = 0; word < 4; word++) in_order[4 * i + word] = words[word][i];
+    for (int i = 0; i < BLOCK; i++) u[i] = unit_of(in_order[i]);
 }
 
 int64_t nanovllm_uniforms(const int64_t *keys, float *out, int64_t B, int64_t num, int64_t stream, int64_t threads) {
@@ -140,36 +144,63 @@ INLINE float log_of(float x) {
 
 #define MOST_NOISE 24.0f  // no Gumbel noise is larger: the smallest uniform number is 2^-33
 
-// The argmax of x + temperature * noise over the tokens whose logit is not below `least`. -1 if rounding could change it, or if the largest
-// sum is not finite. `sums` holds V rounded up to a multiple of BLOCK.
+// Gumbel noise of a uniform number, as `gumbel` in draw.py computes it.
+INLINE float noise_of(float u) {
+    float small = u + u * u * (0.5f + u / 3.0f), large = -log_of(1.0f - u);
+    return -log_of(u < 0x1p-9f ? small : large);
+}
+
+// The index of `best`, the largest of n sums; -1 if it is not finite, or if rounding could make another sum the largest.
+// Two logarithms of the noise are each within 2 units in the last place of the exact ones, here and in torch; so is each later rounding.
+static int32_t decided(const float *sums, int64_t n, float best, float temperature) {
+    const float limit = best - (6e-5f * temperature + 5e-7f * fabsf(best) + 1e-37f);
+    int64_t rivals = 0;
+    for (int64_t i = 0; i < n; i++) rivals += sums[i] >= limit;
+    return !(fabsf(best) < INFINITY) || rivals != 1 ? -1 : (int32_t)first_of(sums, n, best);
+}
+
+// The argmax of x + temperature * noise over n tokens, at most BLOCK; -1 if not decided.
+static int32_t sampled_of_few(const float *x, const uint32_t *ids, int64_t n, float temperature, const int64_t *key, uint32_t stream) {
+    float sums[BLOCK];
+    for (int64_t start = 0; start < n; start += LANES) {
+        uint32_t words[4][LANES], own[LANES];
+        for (int i = 0; i < LANES; i++) words[0][i] = ids[start + i] / 4;
+        philox(key, stream, words);
+        for (int i = 0; i < LANES; i++) own[i] = words[ids[start + i] % 4][i];
+        for (int i = 0; i < LANES; i++) sums[start + i] = temperature * noise_of(unit_of(own[i]));
+    }
+    for (int64_t i = 0; i < n; i++) sums[i] = x[ids[i]] + sums[i];
+    int32_t at = decided(sums, n, largest(sums, n), temperature);
+    return at < 0 ? -1 : (int32_t)ids[at];
+}
+
+// The argmax of x + temperature * noise over the tokens whose logit is not below `least`; -1 if not decided. `sums` holds V rounded up to a
+// multiple of BLOCK.
 static int32_t sampled(const float *x, int64_t V, float temperature, float least, const int64_t *key, uint32_t stream, float *sums) {
-    float best = -INFINITY;
+    uint32_t ids[BLOCK + 1] = {0};
+    int64_t num = 0;
+    for (int64_t i = 0; i < V && num <= BLOCK; i++)
+        if (!(x[i] < least)) ids[num++] = (uint32_t)i;
+    if (num <= BLOCK) return sampled_of_few(x, ids, num, temperature, key, stream);
     const int64_t padded = (V + BLOCK - 1) / BLOCK * BLOCK;
-    int nan = 0;
+    float best = -INFINITY;
     for (int64_t start = 0; start < padded; start += BLOCK) {
         float *sum = sums + start, u[BLOCK];
         const int64_t n = V - start < BLOCK ? V - start : BLOCK;
         for (int64_t i = n; i < BLOCK; i++) sum[i] = -INFINITY;
         for (int64_t i = 0; i < n; i++) sum[i] = x[start + i] < least ? -INFINITY : x[start + i];
         const float top = largest(sum, BLOCK);
-        nan |= top != top;
+        if (top != top) return -1;
         if (top + MOST_NOISE * temperature < best - 1e-6f * fabsf(best) || top == -INFINITY) {  // none of them can be the argmax
             for (int i = 0; i < BLOCK; i++) sum[i] = -INFINITY;
             continue;
         }
         uniforms(key, start / BLOCK, stream, u);
-        for (int i = 0; i < BLOCK; i++) {
-            float small = u[i] + u[i] * u[i] * (0.5f + u[i] / 3.0f), exponential = u[i] < 0x1p-9f ? small : -log_of(1.0f - u[i]);
-            sum[i] = sum[i] + temperature * -log_of(exponential);
-        }
+        for (int i = 0; i < BLOCK; i++) sum[i] = sum[i] + temperature * noise_of(u[i]);
         const float highest = largest(sum, BLOCK);
         best = highest > best ? highest : best;
     }
-    // Two logarithms of the noise are each within 2 units in the last place of the exact ones, here and in torch; so is each later rounding.
-    const float limit = best - (6e-5f * temperature + 5e-7f * fabsf(best) + 1e-37f);
-    int64_t rivals = 0;
-    for (int64_t i = 0; i < padded; i++) rivals += sums[i] >= limit;
-    return nan || !(fabsf(best) < INFINITY) || rivals != 1 ? -1 : (int32_t)first_of(sums, V, best);
+    return decided(sums, padded, best, temperature);
 }
 
 // out[b]: the sampled token of each row, or -1 where torch must decide. Returns the number of such rows. scratch: threads * (2 V + BLOCK) floats.
@@ -292,6 +323,7 @@ static float kept_from(struct filtered r, int64_t top_k, float top_p, float lowe
     for (int64_t start = 0; start < r.V; start += BLOCK) {
         const int64_t n = r.V - start < BLOCK ? r.V - start : BLOCK;
         int64_t weights[BLOCK];
+        if (largest(r.x + start, n) < floor) continue;
         for (int64_t i = 0; i < n; i++) weights[i] = r.x[start + i] >= floor ? weight_of(&r, r.x[start + i]) : 0;
         for (int64_t i = 0; i < n; i++) held[r.buckets[start + i]] += weights[i], total += weights[i], above += r.x[start + i] > kth;
     }
