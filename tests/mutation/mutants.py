@@ -219,10 +219,10 @@ MUTANTS: tuple[Mutant, ...] = (
         PROMPT_ROOM,
         (
             "a long prompt takes all in the step that admits it",
-            "part = room.without_share() if draft.must_leave_share(room) else room",
+            "part = room.without_share() if must_leave_share(draft, room) else room",
             "part = room",
         ),
-        ("a share is left to a request that has no place", "or len(self.running) + 1 >= self.config.max_num_seqs:", "or False:"),
+        ("a share is left to a request that has no place", "or len(draft.running) + 1 >= draft.config.max_num_seqs:", "or False:"),
     ),
     *bugs(
         "engine/prompt_room.py",
@@ -322,30 +322,38 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/scheduler.py",
         SCHEDULER + STEP,
+        ("a sequence with all its pages holds others up", "if left < steps and lacks_pages(s, size):", "if left < steps:"),
+        ("steady steps run until a page is missing", "early = EARLY if may_grow_early(draft) else 0", "early = 0"),
+        ("each free place is given away at once", "admits = bool(prefill) or opens(draft, num_steps)", "admits = True"),
+        ("steady steps pass over the end of a wait", "min(steps, HELD - num_steps % HELD)", "steps"),
+    ),
+    *bugs(
+        "engine/prompt_pages.py",
+        SCHEDULER + STEP,
         (
             "the copy of a shared tail needs no page",
-            "spare = self.pool.num_available - shares_tail(self.pool, sequence, size)",
-            "spare = self.pool.num_available",
+            "spare = draft.pool.num_available - shares_tail(draft.pool, sequence, size)",
+            "spare = draft.pool.num_available",
         ),
-        (
-            "a sequence with all its pages holds others up",
-            "if room - filled - early < steps and room < request.max_len - 1:",
-            "if room - filled - early < steps:",
-        ),
-        ("steady steps run until a page is missing", "early = EARLY if draft.may_grow_early() else 0", "early = 0"),
-        ("pages grow although a request could begin with them", "taken = self.waiting.first() is None or", "taken = True or"),
-        ("tokens run again count as reused", "self.num_reused += max(0, reused - sequence.most_filled)", "self.num_reused += reused"),
+    ),
+    *bugs(
+        "engine/decode_pages.py",
+        SCHEDULER + STEP,
+        ("pages grow although a request could begin with them", "taken = draft.waiting.first() is None or", "taken = True or"),
         ("pages ahead of need while one waits to come back", "only_free=first is not None and first.most_filled > 0", "only_free=False"),
-        ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
-        ("each free place is given away at once", "opens = bool(prefill) or draft.opens(num_steps)", "opens = True"),
-        ("an urgent request waits for places", " or _turn(first) < _turn(self.running[-1])", ""),
+    ),
+    *bugs("engine/preemption.py", SCHEDULER + STEP, ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]")),
+    *bugs(
+        "engine/admission.py",
+        SCHEDULER + STEP,
+        ("tokens run again count as reused", "draft.num_reused += max(0, reused - sequence.most_filled)", "draft.num_reused += reused"),
+        ("an urgent request waits for places", " or turn_of(first) < turn_of(draft.running[-1])", ""),
         ("a free place waits without an end", "or num_steps % HELD == 0:", "or False:"),
-        ("steady steps pass over the end of a wait", "min(steps, HELD - num_steps % HELD)", "steps"),
     ),
     *bugs(
         "engine/scheduler.py",
         PROMPT_ROOM,
-        ("nothing is left for the first prompt", "            most -= 1\n", "            most -= 0\n"),
+        ("nothing is left for the first prompt", "        most -= 1\n", "        most -= 0\n"),
         (
             "a long prompt in the queue has a part of the room",
             "first is not None and room.is_short(first.todo) and",
@@ -362,8 +370,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/scheduler.py",
         BEGINNINGS,
-        ("beginnings are offered only from the next step on", "            draft.offer([admitted])\n", ""),
-        ("the pages of a running prompt are not offered", "draft.offer([(s, prefill[_id(s)])", "list([(s, prefill[_id(s)])"),
+        ("beginnings are offered only from the next step on", "            offer(draft, [admitted])\n", ""),
+        ("the pages of a running prompt are not offered", "offer(draft, [(s, prefill[id_of(s)])", "list([(s, prefill[id_of(s)])"),
     ),
     *bugs(
         "engine/step.py",
@@ -382,11 +390,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a prompt as long as the engine is accepted", "if num_prompt >= limit:", "if num_prompt > limit:"),
     ),
     *bugs(
-        "engine/scheduler.py",
+        "engine/admission.py",
         SCHEDULER,
         ("a request that fits exactly waits", "return missing <= free - idle", "return missing < free - idle"),
-        ("a request is admitted that cannot grow", "(self.fits(first) and self.can_grow(first))", "self.fits(first)"),
-        ("shared pages count as growth", "num_busy(self.pool, self.reusable(first)[0])", "0"),
+        ("a request is admitted that cannot grow", "(fits(draft, first) and can_grow(draft, first))", "fits(draft, first)"),
+        ("shared pages count as growth", "num_busy(draft.pool, reusable(draft, first)[0])", "0"),
         ("idle pages of a prompt count twice", "return missing <= free - idle", "return missing <= free"),
     ),
     *bugs(

@@ -15,7 +15,7 @@ from immutables import Map
 from nanovllm.config import EngineConfig
 from nanovllm.engine.donation import forgotten, overwritten
 from nanovllm.engine.output import draw_token, reply_text, result
-from nanovllm.engine.scheduler import Plan
+from nanovllm.engine.plan import Plan
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, RequestFailedError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model

@@ -17,7 +17,8 @@ from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
 from nanovllm.engine.output import counted, finish_reason, scan_steady
-from nanovllm.engine.scheduler import Plan, schedule, steady
+from nanovllm.engine.plan import Plan
+from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn, executor_of, runtime_of
 from nanovllm.models.model import Model
