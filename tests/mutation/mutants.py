@@ -41,6 +41,7 @@ STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
 SCORE = ("tests/chunks/test_score.py",)
+SHARED_CONTEXTS = ("tests/chunks/test_shared_contexts.py",)
 CAPTURE = ("tests/executor/test_capture.py",)
 BRANCHES = ("tests/executor/test_branches.py",)
 LOOP = ("tests/chunks/test_loop.py",)
@@ -634,6 +635,24 @@ MUTANTS: tuple[Mutant, ...] = (
             "context.tokens.extend(ids), len(context.tokens)",
         ),
         ("logits without a bound", "max(0, run.first - run.at) + room)", "max(0, run.first - run.at) + room + 1)"),
+    ),
+    *bugs(
+        "chunks/prefill.py",
+        SHARED_CONTEXTS,
+        ("a token that runs later is offered", "max(0, owners[i].todo - kept_back)", "max(0, owners[i].todo)"),
+        ("contexts of one call share nothing", "pool, owners[i] = _begun_with_offered(pool, owners[i], kept_back)", "pass"),
+        ("shared tokens are not counted", "reused += owners[i].most_filled - sequences[i].most_filled", "pass"),
+        ("a first step has no bound", "if most_todo is not None and (count", "if False and (count"),
+    ),
+    *bugs(
+        "chunks/session_rows.py",
+        SHARED_CONTEXTS,
+        ("unfilled pages stay in the index", "        state = _without_unfilled(state, sequences)\n", "        pass\n"),
+    ),
+    *bugs(
+        "chunks/score.py",
+        SHARED_CONTEXTS,
+        ("a context begins before an earlier one has ended", "            if count < left:\n                break\n", ""),
     ),
     *bugs(
         "executor/scoring.py",

@@ -1,4 +1,5 @@
 """`score`: the log-probabilities of given continuations. Each distinct context runs once; continuations run as prompt tokens in batches.
+Contexts with equal beginnings share the full pages of these.
 
 Contexts are admitted in order, as many at a time as fill a step and fit into the available pages. After a context ran, the logits of its
 last token score the first token of each of its continuations. Then the continuations run over its pages, without their last tokens, whose
@@ -99,9 +100,9 @@ class _Run:
 def score(model: Model, state: EngineState, contexts: Seq[Context], continuations: Seq[Continuation]) -> tuple[EngineState, list[Score]]:
     """Compute the log-probabilities of given continuations, each after its context.
 
-    Donates `state`. Contexts that are equal run once; to score several continuations of one context, repeat it. Chunks and prefixes in the
-    prefix index are not run again. Requests and sessions stay as they are. Afterwards the pages of all continuations are free, and the
-    prefix index keeps the full pages of contexts.
+    Donates `state`. Contexts that are equal run once; to score several continuations of one context, repeat it. Contexts with equal
+    beginnings share the full pages of these. Chunks and prefixes in the prefix index are not run again. Requests and sessions stay as they
+    are. Afterwards the pages of all continuations are free, and the prefix index keeps the full pages of contexts.
 
     Args:
         model: The model of `init_state`.
@@ -251,7 +252,7 @@ def _scored(
     model: Model, state: EngineState, tasks: Seq[_Task], sequences: list[Sequence], taken: Taken, found: list[tuple[np.ndarray, Tensor]]
 ) -> EngineState:
     """Run contexts and their continuations, and give all their pages back. Donates the KV; adds to `found`."""
-    state, sequences = reserve_all(state, sequences, [len(s.tokens) for s in sequences], taken)
+    state, sequences = reserve_all(state, sequences, [len(s.tokens) for s in sequences], taken, kept_back=0)
     contexts = [_context_run(task, sequence) for task, sequence in zip(tasks, sequences, strict=True)]
     state = _forward(model, state, [run for run in contexts if run.sequence.todo], found)
     pool, runs = state.pool, []
@@ -295,6 +296,8 @@ def _in_turn(model: Model, state: EngineState, runs: Seq[_Run], taken: Taken, fo
         done += len(batch)
         owners = [run.sequence for run in batch]
         state, owners = reserve_all(state, owners, [len(s.tokens) for s in owners], taken)
+        for sequence in owners:
+            require_writable(state.pool.pages, written_pages(sequence, sequence.todo, limits.page_size))
         state = _forward(model, state, [replace(run, sequence=s) for run, s in zip(batch, owners, strict=True)], found)
         pool = state.pool
         for sequence in owners:
@@ -306,7 +309,8 @@ def _in_turn(model: Model, state: EngineState, runs: Seq[_Run], taken: Taken, fo
 def _forward(model: Model, state: EngineState, runs: Seq[_Run], found: list[tuple[np.ndarray, Tensor]]) -> EngineState:
     """Run tokens on pages that are reserved, at most one step's token budget at a time. Donates the KV.
 
-    Adds the log-probabilities with their places to `found`.
+    No run begins before those ahead of it have ended, or end in the same pass, because it may read what they fill. Adds the
+    log-probabilities with their places to `found`.
     """
     runs, limits, kv, stats = list(runs), state.config, state.kv, state.stats
     while True:
@@ -314,11 +318,11 @@ def _forward(model: Model, state: EngineState, runs: Seq[_Run], found: list[tupl
         asked, places = [], []
         budget, room, num_tokens = limits.max_num_batched_tokens, most_logits(model.config.vocab_size), 0
         for i, run in enumerate(runs):
-            count = min(budget - num_tokens, len(run.sequence.tokens) - run.at, max(0, run.first - run.at) + room)
-            if count <= 0 or len(rows) == limits.max_num_seqs:
+            if not (left := len(run.sequence.tokens) - run.at):
                 continue
-            if run.sequence.todo:
-                require_writable(state.pool.pages, written_pages(run.sequence, count, limits.page_size).tolist())
+            count = min(budget - num_tokens, left, max(0, run.first - run.at) + room)
+            if count <= 0 or len(rows) == limits.max_num_seqs:
+                break
             start, stop = np.searchsorted(run.asked[:, 0], (run.at, run.at + count))
             asked.append(run.asked[start:stop, :2] + (num_tokens - run.at, 0))
             places.append(run.asked[start:stop, 2])
@@ -327,6 +331,8 @@ def _forward(model: Model, state: EngineState, runs: Seq[_Run], found: list[tupl
             room -= max(0, run.at + count - max(run.at, run.first))
             filled = run.sequence.advance(min(count, run.sequence.todo))
             runs[i] = replace(run, sequence=filled, at=run.at + count)
+            if count < left:
+                break
         if not rows:
             return replace(state, kv=kv, stats=stats)
         logprobs, kv = executor_of(state).score(model, kv, rows, np.concatenate(asked), frames=state.pool.frames)

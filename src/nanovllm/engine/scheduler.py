@@ -31,7 +31,7 @@ from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.pool_sizes import LOOKAHEAD
 from nanovllm.state.request import Queue, Sequence
-from nanovllm.state.sequence_pages import frames_of_copies, give_up_pages, num_busy, reserve, shares_tail, worth_taking, written_pages
+from nanovllm.state.sequence_pages import begun, frames_of_copies, give_up_pages, num_busy, offered, reserve, shares_tail
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import IntVector, joined
 from nanovllm.state.window_frames import least_frames, num_retired
@@ -336,14 +336,12 @@ class _Draft:
     def offer(self, prefill: Seq[tuple[Sequence, int]]) -> None:
         """Index the pages that these prompts fill in this step.
 
-        Requests that are admitted later in the step begin with them. Three rules make that safe. The prompts of a step run in one pass, and
-        in each layer the KV of all of them is written before any is read. Sequences that decode run after this pass. No sequence is
-        preempted after its pages were offered: a step that preempted admits nothing, and an admission preempts nobody.
+        Requests that are admitted later in the step begin with them. Three rules make that safe. The prompts of a step run in one pass (see
+        `offered`). Sequences that decode run after this pass. No sequence is preempted after its pages were offered: a step that preempted
+        admits nothing, and an admission preempts nobody.
         """
         for sequence, count in prefill:
-            require_writable(self.pool.pages, written_pages(sequence, count, self.config.page_size))
-            grown = sequence.advance(count)
-            self.pool = pools.insert(self.pool, grown.tokens.array(0, grown.num_exact), grown.pages.array())
+            self.pool = offered(self.pool, sequence, count, self.config.page_size)
 
     def make_room(self, sequence: Sequence, length: int) -> bool:
         """Reserve pages, preempting those whose turn is last. False if `sequence` itself was preempted or is stuck."""
@@ -484,10 +482,7 @@ class _Draft:
         before = self.pool, self.waiting, self.num_reused
         self.waiting = self.waiting.pop(_id(sequence))
         matched, retired = self.reusable(sequence)
-        if worth_taking(self.pool, matched, sequence, self.config.page_size):
-            self.pool = pools.acquire(self.pool, matched, retired)
-            self.pool = pools.release(self.pool, sequence.pages, sequence.retired)
-            sequence = sequence.restart(IntVector.of(matched), len(matched) * self.config.page_size, retired)
+        self.pool, sequence = begun(self.pool, sequence, matched, retired, self.config.page_size)
         reused = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even if it is filled
         self.num_reused += max(0, reused - sequence.most_filled)
         cached = sequence.num_cached if sequence.most_filled else reused
