@@ -38,6 +38,7 @@ from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.process import freeze
 from nanovllm.executor.batch import decode_batch, to_device
 from nanovllm.executor.executor import Drawn
+from nanovllm.executor.scoring import Scored
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer
@@ -70,10 +71,11 @@ class Nothing:
         whole = sum(count == sequence.todo for sequence, count in rows)
         return (_zeros(whole) if draw and whole else None), kv
 
-    def score(self, model: nv.Model, kv: Any, rows: Any, asked: Any, *, frames: Any = None) -> tuple[torch.Tensor, Any]:
+    def score(self, model: nv.Model, kv: Any, rows: Any, asked: Any, *, num_top: int = 0, frames: Any = None) -> tuple[Scored, Any]:
         """Record the time; return zeros."""
         self.prompts.append(time.perf_counter())
-        return torch.zeros(len(asked)), kv
+        top = torch.zeros(len(asked), num_top)
+        return Scored(torch.zeros(len(asked)), top.int(), top), kv
 
     def load(self, model: nv.Model, kv: Any, rows: Any, *, frames: Any = None) -> Any:
         """Return the number of rows as the carry."""

@@ -41,6 +41,7 @@ STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
 SCORE = ("tests/chunks/test_score.py",)
+PROMPT_LOGPROBS = ("tests/chunks/test_prompt_logprobs.py",)
 SHARED_CONTEXTS = ("tests/chunks/test_shared_contexts.py",)
 CAPTURE = ("tests/executor/test_capture.py",)
 BRANCHES = ("tests/executor/test_branches.py",)
@@ -653,6 +654,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "chunks/score.py",
         SHARED_CONTEXTS,
         ("a context begins before an earlier one has ended", "            if count < left:\n                break\n", ""),
+    ),
+    *bugs(
+        "executor/scoring.py",
+        PROMPT_LOGPROBS,
+        (
+            "the most probable tokens are another place's",
+            "top.indices[own].int()",
+            "top.indices[torch.arange(len(own)) % len(piece)].int()",
+        ),
+        ("a whole batch is normalised at once", "PIECE_BYTES // (4 * logits.shape[1])", "LOGIT_BYTES // (4 * logits.shape[1])"),
     ),
     *bugs(
         "executor/scoring.py",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from immutables import Map
 
+from nanovllm.chunks.score import Continuation, score
 from nanovllm.engine.donation import enter
 from nanovllm.engine.failures import request_error
 from nanovllm.engine.init_state import init_state
@@ -25,6 +26,7 @@ from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.logprobs import Score
 from nanovllm.state.request import RequestOutput, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.tokenizer.messages import render
@@ -311,6 +313,39 @@ class LLM:
         tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)
         (output,) = self.generate([tokens], sampling_params, priority=priority, process_logits=process_logits)
         return whole(output)
+
+    @explain_unknown_keywords
+    def score(self, contexts: list[Context], continuations: list[Continuation], *, top_logprobs: int = 0) -> list[Score]:
+        """Compute the log-probabilities of given continuations, each after its context.
+
+        For all tokens of a prompt but the first, pass its first token as the context and the others as the continuation.
+
+        Args:
+            contexts: As in `nv.score`.
+            continuations: As in `nv.score`.
+            top_logprobs: How many of the most probable tokens to report in the place of each token, up to 20.
+
+        Returns:
+            One score per continuation, in the same order.
+
+        Raises:
+            InvalidRequestError: An argument is invalid, or a context with its continuation is too long for the engine.
+            OutOfPagesError: Too few pages are available for a context with one of its continuations.
+            EngineDeadError: The device is broken.
+            DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
+            ReleasedChunkError: A chunk in a context was released.
+            ForeignChunkError: A chunk in a context belongs to another engine.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> ids = model.tokenizer.encode("Once upon a time")
+            >>> (prompt,) = llm.score([ids[:1]], [ids[1:]], top_logprobs=2)
+            >>> [model.tokenizer.decode([entry.token_id]) for entry in prompt.entries], len(prompt.entries[0].top)
+            ([' upon', ' a', ' time'], 2)
+        """
+        with uninterrupted():
+            self.state, scores = score(self.model, self.state, contexts, continuations, top_logprobs=top_logprobs)
+        return scores
 
     @explain_unknown_keywords
     def chat_tokens(self, messages: Any, *, enable_thinking: bool = True) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from nanovllm.errors import InvalidRequestError
 from nanovllm.types import brief
 
-__all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_generation_config", "show", "validate_for"]
+__all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_generation_config", "num_top_of", "show", "validate_for"]
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -231,6 +231,15 @@ class SamplingParams:
         values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         told = (f"{name}={brief(value) if isinstance(value, tuple) and len(value) > MAX_STOPS else repr(value)}" for name, value in values)
         return f"SamplingParams({', '.join(text if len(text) < 400 else f'{text[:400]}...' for text in told)})"
+
+
+def num_top_of(name: str, value: Any) -> int:
+    """How many of the most probable tokens to report, from the argument called `name`.
+
+    Raises:
+        InvalidRequestError: The value is not an integer from 0 to `MAX_LOGPROBS`.
+    """
+    return _int(name, value, 0, MAX_LOGPROBS)
 
 
 def validate_for(params: SamplingParams, vocab_size: int) -> None:

@@ -1,11 +1,11 @@
-"""Log-probabilities of sampled tokens: as arrays while a reply grows, and as the values that a caller gets."""
+"""Log-probabilities of tokens: as arrays while a reply grows, and as the values that a caller gets."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.types import brief_fields
+from nanovllm.types import Float32, Int32, brief_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +56,46 @@ class Scores(NamedTuple):
             tops = [tuple(zip(*top, strict=True)) for top in zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)]
         each = zip(token_ids, values, tops, strict=True)
         return [TokenLogprobs(token_id=token, logprob=value, top=top) for token, value, top in each]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Score:
+    """The log-probabilities of one continuation, under the model's own distribution, before any sampling option.
+
+    Attributes:
+        token_ids: The tokens of the continuation.
+        logprobs: For each token the natural logarithm of its probability after all tokens before it; float32 `[n]`, read-only.
+        top_ids: The most probable tokens in the place of each token, highest first, int32 `[n, k]`, read-only. k is `top_logprobs` of
+            `score`, or the size of the vocabulary if that is smaller.
+        top_logprobs: Their log-probabilities, float32 `[n, k]`, read-only.
+        total: The sum of `logprobs`, a float.
+        entries: The same as a list of `TokenLogprobs`, which a reply has.
+
+    Examples:
+        >>> state, (score,) = nv.score(model, state, ["Once upon a time"], [", a boy"], top_logprobs=2)
+        >>> score.token_ids, score.logprobs.shape, score.top_ids.shape, score.total < 0
+        ([11, 258, 1060], (3,), (3, 2), True)
+        >>> score.entries[0].token_id, score.entries[0].top[0][0]
+        (11, 11)
+    """
+
+    token_ids: list[int]
+    logprobs: Float32[np.ndarray, "n"]
+    top_ids: Int32[np.ndarray, "n k"]
+    top_logprobs: Float32[np.ndarray, "n k"]
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the whole continuation: the sum of `logprobs`."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def entries(self) -> list[TokenLogprobs]:
+        """The log-probabilities as a list with one value per token, which is made anew at each use."""
+        return Scores(len(self.token_ids), self.logprobs, self.top_ids, self.top_logprobs).entries(self.token_ids)
 
 
 def scores_of(
