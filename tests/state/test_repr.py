@@ -62,10 +62,11 @@ def values() -> list[Any]:
         request_id=0, prompt_token_ids=np.array(IDS), token_ids=IDS, text="x" * LONG, finish_reason="stop", num_cached_tokens=0,
         logprobs=[logprob] * LONG, metrics=nv.Metrics(time_to_first_token=0.0, total_time=1.0, decode_tokens_per_second=2.0),
     )  # fmt: skip
+    pairs = np.zeros((LONG, 2), np.int32)
     return [
         logprob, params, request, sequence, queue, array, older, steady, output, IntVector.of(IDS), session, stream,
         StepOutput(0, tuple(IDS), "stop", output), Piece(text="x" * LONG, token_ids=IDS, output=output),
-        Score(token_ids=IDS, logprobs=np.zeros(LONG, np.float32)),
+        Score(token_ids=IDS, logprobs=np.zeros(LONG, np.float32), top_ids=pairs, top_logprobs=pairs.astype(np.float32)),
         Generation(chunk=CHUNK, token_ids=IDS, text="x" * LONG, finish_reason="stop", logprobs=[logprob] * LONG),
     ]  # fmt: skip
 

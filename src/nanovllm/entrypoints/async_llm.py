@@ -396,9 +396,10 @@ class AsyncLLM:
                     yield last_piece(text, seen, whole(output))
                     return
                 token_ids, call.token_ids = call.token_ids, []
+                logprobs, call.logprobs = call.logprobs, None
                 seen += len(token_ids)
                 text, piece = pushed(text, token_ids, call.ids[0])
-                yield Piece(text=piece, token_ids=token_ids)
+                yield Piece(text=piece, token_ids=token_ids, logprobs=None if logprobs is None else tuple(logprobs))
         finally:
             self._engine.cancel(call)
 

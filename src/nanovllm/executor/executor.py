@@ -20,6 +20,7 @@ from nanovllm.sampling.process_logits import Processing
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Lease
+from nanovllm.state.logprobs import StepScores
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
 from nanovllm.types import Int64, Tensor
@@ -46,6 +47,11 @@ class Drawn:
     top_logprobs: np.ndarray | None = None
     processing: tuple[Processing, ...] = ()
     rows: np.ndarray | None = None
+
+    @property
+    def scores(self) -> StepScores:
+        """The log-probabilities."""
+        return StepScores(self.logprobs, self.top_ids, self.top_logprobs)
 
     def at(self, rows: np.ndarray) -> "Drawn":
         """The results of some rows, in the order of `rows`."""
