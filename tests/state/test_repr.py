@@ -11,7 +11,7 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.score import Score
 from nanovllm.entrypoints.llm import Piece
 from nanovllm.executor.session_lease import SessionLease
-from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.params import MAX_STOP_LEN, SamplingParams
 from nanovllm.state.array import IntArray
 from nanovllm.state.engine_state import Session
 from nanovllm.state.logprobs import TokenLogprobs
@@ -38,7 +38,7 @@ def linked(entry: Any) -> Any:
 
 def values() -> list[Any]:
     logprob = TokenLogprobs(token_id=1, logprob=-1.0, top=tuple((i, -1.0) for i in IDS))
-    params = SamplingParams(stop="x" * LONG, stop_token_ids=IDS, logit_bias=dict.fromkeys(IDS, 1.0))
+    params = SamplingParams(stop="x" * MAX_STOP_LEN, stop_token_ids=IDS, logit_bias=dict.fromkeys(IDS, 1.0))
     request = Request(request_id=0, num_prompt=LONG, sampling=params, seed=0, max_len=LONG, stop_ids=frozenset(IDS), arrival=0.0)
     sequence = Sequence(
         request=request, tokens=IntVector.of(IDS), pages=IntVector.of(IDS), logprobs=linked(logprob), gaps=tuple((i, i) for i in IDS),
