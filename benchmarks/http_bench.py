@@ -3,9 +3,9 @@
     python -m benchmarks.http_bench --model qwen3-0.6b --output benchmarks/results/h200-http.json
     python -m benchmarks.http_bench --model tiny --device cpu --rows 1,256 8,256
 
-A shape's name stands for random weights in a folder that this program makes, with a tokenizer of as many tokens. A row of the result has the
-figures of the clients, and the share of a core that the engine and the front ends took. `library` is the tokens a second of `LLM.generate`
-on the same prompts, in a process of its own.
+A shape's name stands for random weights in a folder that this program makes, with a tokenizer of as many tokens. A row of the result
+has the figures of the clients, and the share of a core that the engine and the front ends took. `library` is the tokens a second of
+`LLM.generate` on the same prompts, in a process of its own.
 """
 
 import argparse

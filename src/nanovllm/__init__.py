@@ -10,7 +10,7 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import fork, release, truncate
 from nanovllm.chunks.loop import decode_loop
 from nanovllm.chunks.prefill import prefill
-from nanovllm.chunks.score import Score, score
+from nanovllm.chunks.score import score
 from nanovllm.chunks.session import abandon, begin, commit
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
@@ -56,7 +56,7 @@ from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, Stats
 from nanovllm.state.invariants import check
 from nanovllm.state.kv_cache import KVState
-from nanovllm.state.logprobs import TokenLogprobs
+from nanovllm.state.logprobs import Score, TokenLogprobs
 from nanovllm.state.pages import PageState
 from nanovllm.state.prefix_cache import PrefixIndex
 from nanovllm.state.request import Metrics, RequestOutput, StepOutput

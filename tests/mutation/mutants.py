@@ -41,6 +41,9 @@ STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
 SCORE = ("tests/chunks/test_score.py",)
+STEP_LOGPROBS = ("tests/engine/test_step_logprobs.py",)
+PROMPT_LOGPROBS = ("tests/chunks/test_prompt_logprobs.py",)
+SHARED_CONTEXTS = ("tests/chunks/test_shared_contexts.py",)
 CAPTURE = ("tests/executor/test_capture.py",)
 BRANCHES = ("tests/executor/test_branches.py",)
 LOOP = ("tests/chunks/test_loop.py",)
@@ -433,7 +436,6 @@ MUTANTS: tuple[Mutant, ...] = (
         CLIENTS,
         ("a search that is behind reads the newest token alone", "running.reply(row, stops.num_read)", "[int(token_ids[row])]"),
         ("all of a held text is searched at every token", "detokenizer.rest(enough) if enough", "detokenizer.rest() if enough"),
-        ("log-probabilities are the row's of the first", "each[row : row + 1] for each in arrays", "each[:1] for each in arrays"),
     ),
     *bugs(
         "tokenizer/detokenizer.py",
@@ -682,6 +684,53 @@ MUTANTS: tuple[Mutant, ...] = (
             "context.tokens.extend(ids), len(context.tokens)",
         ),
         ("logits without a bound", "max(0, run.first - run.at) + room)", "max(0, run.first - run.at) + room + 1)"),
+    ),
+    *bugs(
+        "chunks/prefill.py",
+        SHARED_CONTEXTS,
+        ("a token that runs later is offered", "max(0, owners[i].todo - kept_back)", "max(0, owners[i].todo)"),
+        ("contexts of one call share nothing", "pool, owners[i] = _begun_with_offered(pool, owners[i], kept_back)", "pass"),
+        ("shared tokens are not counted", "reused += owners[i].most_filled - sequences[i].most_filled", "pass"),
+        ("a first step has no bound", "if most_todo is not None and (count", "if False and (count"),
+    ),
+    *bugs(
+        "chunks/session_rows.py",
+        SHARED_CONTEXTS,
+        ("unfilled pages stay in the index", "        state = _without_unfilled(state, sequences)\n", "        pass\n"),
+    ),
+    *bugs(
+        "chunks/score.py",
+        SHARED_CONTEXTS,
+        ("a context begins before an earlier one has ended", "            if count < left:\n                break\n", ""),
+    ),
+    *bugs(
+        "state/steady.py",
+        STEP_LOGPROBS,
+        ("rows that stay keep the options of others", "tuple([self.num_top[row] for row in kept.tolist()])", "self.num_top[: len(kept)]"),
+        ("a stream gets the first log-probabilities again", "self.log.part(self.age - new, self.age,", "self.log.part(0, new,"),
+    ),
+    *bugs(
+        "state/logprobs.py",
+        (*CLIENTS, *STEP_LOGPROBS),
+        ("log-probabilities are the row's of the first", "each[row : row + 1] for each in arrays", "each[:1] for each in arrays"),
+        ("the first tokens of a part are given for its last", "each[-count:]", "each[:count]"),
+        ("a row's alternatives are all that the step has", "self.top_ids[row, :num_top].tolist()", "self.top_ids[row].tolist()"),
+    ),
+    *bugs(
+        "engine/step.py",
+        STEP_LOGPROBS,
+        ("a token after a prompt has no log-probabilities", "row_scores(sequence, prefilled, row)", "None"),
+        ("the last token of a steady row has none", "failed.get(rid), scored)", "failed.get(rid))"),
+    ),
+    *bugs(
+        "executor/scoring.py",
+        PROMPT_LOGPROBS,
+        (
+            "the most probable tokens are another place's",
+            "top.indices[own].int()",
+            "top.indices[torch.arange(len(own)) % len(piece)].int()",
+        ),
+        ("a whole batch is normalised at once", "PIECE_BYTES // (4 * logits.shape[1])", "LOGIT_BYTES // (4 * logits.shape[1])"),
     ),
     *bugs(
         "executor/scoring.py",
@@ -1354,8 +1403,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a stream that is left runs on",
-            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            self._engine.cancel(call)",
-            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            pass",
+            "logprobs=None if logprobs is None else tuple(logprobs))\n        finally:\n            self._engine.cancel(call)",
+            "logprobs=None if logprobs is None else tuple(logprobs))\n        finally:\n            pass",
         ),
     ),
 )

@@ -18,8 +18,7 @@ from nanovllm.errors import BrokenInvariantError
 from nanovllm.state import pool as pools
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import Sequence
-from nanovllm.state.sequence_pages import num_busy, worth_taking
-from nanovllm.state.vector import IntVector
+from nanovllm.state.sequence_pages import begun, num_busy
 from nanovllm.state.window_frames import least_frames
 
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
@@ -132,10 +131,7 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
     before = draft.pool, draft.waiting, draft.num_reused
     draft.waiting = draft.waiting.pop(id_of(sequence))
     matched, retired = reusable(draft, sequence)
-    if worth_taking(draft.pool, matched, sequence, draft.config.page_size):
-        draft.pool = pools.acquire(draft.pool, matched, retired)
-        draft.pool = pools.release(draft.pool, sequence.pages, sequence.retired)
-        sequence = sequence.restart(IntVector.of(matched), len(matched) * draft.config.page_size, retired)
+    draft.pool, sequence = begun(draft.pool, sequence, matched, retired, draft.config.page_size)
     reused = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even if it is filled
     draft.num_reused += max(0, reused - sequence.most_filled)
     cached = sequence.num_cached if sequence.most_filled else reused

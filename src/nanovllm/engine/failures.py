@@ -22,6 +22,7 @@ from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import Culprit
 from nanovllm.state.device_errors import chain, fatal, message_of, out_of_memory
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.logprobs import RowScores
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.sequence_pages import give_up_pages
@@ -124,7 +125,13 @@ def outside(sequence: Sequence, error: Exception) -> NanoVLLMError:
 
 
 def last_output(
-    model: Model, sequence: Sequence, token_ids: tuple[int, ...], reason: str, now: float, error: NanoVLLMError | None = None
+    model: Model,
+    sequence: Sequence,
+    token_ids: tuple[int, ...],
+    reason: str,
+    now: float,
+    error: NanoVLLMError | None = None,
+    scored: RowScores = None,
 ) -> StepOutput:
     """The output of a request that ends. A reply that cannot be decoded ends with an error, and has no text."""
     try:
@@ -132,7 +139,7 @@ def last_output(
     except Exception as raised:
         text, error = "", error or request_error(_id(sequence), RequestFailedError, "its tokens cannot be decoded", as_value(raised))
     output = result(sequence, text, reason if error is None else "error", now, error)
-    return StepOutput(output.request_id, token_ids, output.finish_reason, output, error)
+    return StepOutput(output.request_id, token_ids, output.finish_reason, output, error, scored)
 
 
 def ended(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool, Map[int, Sequence]]:

@@ -10,10 +10,8 @@ from collections.abc import Sequence as Seq
 from nanovllm.engine.draft import Draft, room_of
 from nanovllm.engine.preemption import make_room
 from nanovllm.engine.prompt_room import PromptRoom
-from nanovllm.state import pool as pools
-from nanovllm.state.pages import require_writable
 from nanovllm.state.request import Sequence
-from nanovllm.state.sequence_pages import shares_tail, written_pages
+from nanovllm.state.sequence_pages import offered, shares_tail
 
 
 def place_prefill(draft: Draft, sequence: Sequence, room: PromptRoom) -> int:
@@ -36,11 +34,9 @@ def fitting(draft: Draft, sequence: Sequence, room: PromptRoom) -> int:
 def offer(draft: Draft, prefill: Seq[tuple[Sequence, int]]) -> None:
     """Index the pages that these prompts fill in this step.
 
-    Requests that are admitted later in the step begin with them. Three rules make that safe. The prompts of a step run in one pass, and
-    in each layer the KV of all of them is written before any is read. Sequences that decode run after this pass. No sequence is
-    preempted after its pages were offered: a step that preempted admits nothing, and an admission preempts nobody.
+    Requests that are admitted later in the step begin with them. Three rules make that safe. The prompts of a step run in one pass (see
+    `offered`). Sequences that decode run after this pass. No sequence is preempted after its pages were offered: a step that preempted
+    admits nothing, and an admission preempts nobody.
     """
     for sequence, count in prefill:
-        require_writable(draft.pool.pages, written_pages(sequence, count, draft.config.page_size))
-        grown = sequence.advance(count)
-        draft.pool = pools.insert(draft.pool, grown.tokens.array(0, grown.num_exact), grown.pages.array())
+        draft.pool = offered(draft.pool, sequence, count, draft.config.page_size)

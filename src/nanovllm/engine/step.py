@@ -16,7 +16,7 @@ import torch
 from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
-from nanovllm.engine.output import counted, finish_reason, scan_steady
+from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.errors import NanoVLLMError
@@ -25,6 +25,7 @@ from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.expected_reply import after_preemptions, after_reply
 from nanovllm.state.kv_cache import KVState, copy_pages
+from nanovllm.state.logprobs import RowScores
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.steady import Steady
@@ -131,7 +132,12 @@ def _settle_steady(
     The scheduled sequences are unchanged, so only replies that end with this step need work. `ends` are those that their grammars end.
     """
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
-    outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
+    if running.scored:
+        step = decoded.scores
+        each = enumerate(zip(running.ids, tokens, running.num_top, strict=True))
+        outputs = [StepOutput(rid, (token,), scored=None if top is None else (step, row, top)) for row, (rid, token, top) in each]
+    else:
+        outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
     token_ids = decoded.token_ids.astype(np.int32, copy=False)
     after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
     after, scans, failed = (after, {}, {}) if after.ends is None else scan_steady(after, token_ids)
@@ -143,7 +149,7 @@ def _settle_steady(
             token, fault = tokens[row], ends.get(running.ids[row])
             reason = finish_reason(sequence, token, complete=row in by_grammar) or "length"
             error = unsearchable(sequence, token, failed[row]) if row in failed else fault and outside(sequence, fault)
-            outputs[row] = last_output(model, sequence, (token,), reason, now, error)
+            outputs[row] = last_output(model, sequence, (token,), reason, now, error, outputs[row].scored)
             pool, kept = ended(pool, kept, sequence)
             expected = _expected(expected, sequence, state)
         if isinstance(after, Steady):
@@ -216,7 +222,8 @@ def _finish_step(
 ):
     """Append the sampled tokens, end finished requests, and count the tokens that ran."""
     now, pool = time.perf_counter(), plan.pool
-    moved: dict[int, tuple[Sequence, int | None]] = {}  # by request id: the new sequence, and the token that it sampled
+    # By request id: the new sequence, the token that it sampled, and the log-probabilities.
+    moved: dict[int, tuple[Sequence, int | None, RowScores]] = {}
     failed: dict[int, NanoVLLMError] = {}  # by request id: why the token could not be searched for stop strings
     prompt_run = reply_run = rerun = 0
     first_tokens = iter([] if prefilled is None else enumerate(prefilled.token_ids.tolist()))
@@ -225,23 +232,24 @@ def _finish_step(
         prompt, again = counted(sequence, count)
         prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
         grown = sequence.advance(count)
-        token = None
+        token = scored = None
         if prefilled is not None and count == sequence.todo:
             row, token = next(first_tokens)
-            grown = draw(grown, token, prefilled, row, now, failed)
-        moved[rid] = grown, token
+            grown, scored = draw(grown, token, prefilled, row, now, failed), row_scores(sequence, prefilled, row)
+        moved[rid] = grown, token, scored
     if decoded is not None:
         reply_run += len(plan.decode)
         for row, (sequence, token) in enumerate(zip(plan.decode, decoded.token_ids.tolist(), strict=True)):
             prompt, again = counted(sequence, 1)
             if prompt or again:
                 prompt_run, reply_run, rerun = prompt_run + prompt, reply_run - prompt, rerun + again
-            moved[sequence.request.request_id] = draw(sequence, token, decoded, row, now, failed), token
+            grown = draw(sequence, token, decoded, row, now, failed)
+            moved[sequence.request.request_id] = grown, token, row_scores(sequence, decoded, row)
     running, kept, outputs = [], state.kept, []
     expected = after_preemptions(state.expected_reply, plan.num_preempted, state.config.max_model_len)
     for sequence in plan.running:
         rid = sequence.request.request_id
-        grown, token = moved.get(rid) or (sequence, None)
+        grown, token, scored = moved.get(rid) or (sequence, None, None)
         if token is None:
             running.append(grown)
             continue
@@ -250,9 +258,9 @@ def _finish_step(
         reason = "error" if rid in failed else finish_reason(grown, token, complete=rid in ends)
         if reason is None:
             running.append(grown)
-            outputs.append(StepOutput(rid, (token,)))
+            outputs.append(StepOutput(rid, (token,), scored=scored))
             continue
-        outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid)))
+        outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid), scored))
         pool, kept = ended(pool, kept, grown)
         expected = _expected(expected, grown, state)
     for sequence in plan.stuck:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from nanovllm.chunks.score import Continuation, score
 from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.prompt import Context, encode, parts_of
 from nanovllm.entrypoints.calls import Call
@@ -20,6 +21,7 @@ from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.logprobs import Score
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.messages import render
 from nanovllm.tokenizer.stream import TextStream
@@ -246,6 +248,37 @@ class AsyncLLM:
         return whole(output)
 
     @explain_unknown_keywords
+    async def score(self, contexts: list[Context], continuations: list[Continuation], *, top_logprobs: int = 0) -> list[Score]:
+        """Compute the log-probabilities of given continuations, each after its context. All requests wait meanwhile, as for `apply`.
+
+        Args:
+            contexts: As in `LLM.score`.
+            continuations: As in `LLM.score`.
+            top_logprobs: As in `LLM.score`.
+
+        Returns:
+            One score per continuation, in the same order.
+
+        Raises:
+            InvalidRequestError: An argument is invalid, or a context with its continuation is too long for the engine.
+            OutOfPagesError: Too few pages are available for a context with one of its continuations.
+            ReleasedChunkError: A chunk in a context was released.
+            ForeignChunkError: A chunk in a context belongs to another engine.
+            EngineClosedError: The engine was closed.
+            EngineDeadError: The engine has failed.
+
+        Examples:
+            >>> async def main():
+            ...     async with nv.AsyncLLM(model, num_pages=64) as llm:
+            ...         return await llm.score(["Once upon a time"], [", a boy"])
+            >>> import asyncio
+            >>> asyncio.run(main())[0].token_ids
+            [11, 258, 1060]
+        """
+        scores = await self.apply(partial(score, contexts=contexts, continuations=continuations, top_logprobs=top_logprobs))
+        return scores or []
+
+    @explain_unknown_keywords
     async def chat_tokens(self, messages: Any, *, tools: Any = None, enable_thinking: bool = True) -> list[int]:
         """The token ids of a conversation's prompt. They are made in a thread of the loop's pool, because a template may take long.
 
@@ -370,9 +403,10 @@ class AsyncLLM:
                     yield last_piece(text, seen, whole(output))
                     return
                 token_ids, call.token_ids = call.token_ids, []
+                logprobs, call.logprobs = call.logprobs, None
                 seen += len(token_ids)
                 text, piece = pushed(text, token_ids, call.ids[0])
-                yield Piece(text=piece, token_ids=token_ids)
+                yield Piece(text=piece, token_ids=token_ids, logprobs=None if logprobs is None else tuple(logprobs))
         finally:
             self._engine.cancel(call)
 

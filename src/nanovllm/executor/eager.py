@@ -16,14 +16,14 @@ from nanovllm.executor.decode import decode_step
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Forward, Masks
 from nanovllm.executor.row_processing import kept, with_processing
-from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
+from nanovllm.executor.scoring import Scored, asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float32, Int64, Tensor
+from nanovllm.types import Int64, Tensor
 
 
 class EagerExecutor:
@@ -59,11 +59,18 @@ class EagerExecutor:
         return draw_first(logits, rows, model, self._width, masks) if draw else None, kv
 
     def score(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
-    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        asked: Int64[np.ndarray, "K 2"],
+        *,
+        num_top: int = 0,
+        frames: Frames | None = None,
+    ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens in one call, and look the log-probabilities up in its logits."""
         logits, kv = self._prompts(model, kv, score_batch(rows, asked, frames=frames, **self._layout))
-        return asked_logprobs(logits, asked), kv
+        return asked_logprobs(logits, asked, num_top), kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Return a carry over new tensors."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.row_processing import CarriedRow, carried_rows
+from nanovllm.executor.scoring import Scored
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.sampling.matchers import Matchers
@@ -20,9 +21,10 @@ from nanovllm.sampling.process_logits import Processing
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Lease
+from nanovllm.state.logprobs import StepScores
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float32, Int32, Int64, Tensor
+from nanovllm.types import Int32, Int64, Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
 
@@ -46,6 +48,11 @@ class Drawn:
     top_logprobs: np.ndarray | None = None
     processing: tuple[Processing, ...] = ()
     rows: np.ndarray | None = None
+
+    @property
+    def scores(self) -> StepScores:
+        """The log-probabilities."""
+        return StepScores(self.logprobs, self.top_ids, self.top_logprobs)
 
     def at(self, rows: np.ndarray) -> "Drawn":
         """The results of some rows, in the order of `rows`."""
@@ -116,8 +123,15 @@ class Executor(Protocol):
         ...
 
     def score(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
-    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        asked: Int64[np.ndarray, "K 2"],
+        *,
+        num_top: int = 0,
+        frames: Frames | None = None,
+    ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens, and return the log-probabilities of tokens that the caller names.
 
         Args:
@@ -125,10 +139,11 @@ class Executor(Protocol):
             kv: The KV memory.
             rows: Each sequence, with the number of its next tokens to run. A filled sequence runs its last token again.
             asked: For each log-probability the index of a token of the batch, ascending, and the id of the token after it.
+            num_top: How many of the most probable tokens to return in the place of each.
             frames: The frames of the sliding-window pages, if layers have a window.
 
         Returns:
-            The log-probabilities, on the device, and the KV memory.
+            The log-probabilities and the most probable tokens, on the device, and the KV memory.
         """
         ...
 

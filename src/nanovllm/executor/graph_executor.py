@@ -37,7 +37,7 @@ from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.row_tables import RowTables
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
-from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
+from nanovllm.executor.scoring import Scored, asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
@@ -53,7 +53,7 @@ from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float32, Int64, Tensor
+from nanovllm.types import Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -169,12 +169,19 @@ class GraphExecutor:
 
     @_on_device
     def score(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
-    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        asked: Int64[np.ndarray, "K 2"],
+        *,
+        num_top: int = 0,
+        frames: Frames | None = None,
+    ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens as one call of the model, and look the log-probabilities up in its logits."""
         host = score_batch(rows, asked, frames=frames, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
-        return asked_logprobs(logits, asked), kv
+        return asked_logprobs(logits, asked, num_top), kv
 
     @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:

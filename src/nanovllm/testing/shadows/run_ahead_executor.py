@@ -15,11 +15,12 @@ from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Executor, Masks
 from nanovllm.executor.row_processing import carries, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, retire
+from nanovllm.executor.scoring import Scored
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Int32, Int64, Tensor
+from nanovllm.types import Int32, Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class AheadExecutor:
         """Donates `kv`: run prompt tokens, and sample for sequences that are complete afterwards."""
         return self.inner.prefill(model, kv, rows, **options)
 
-    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Tensor, KVState]:
+    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Scored, KVState]:
         """Donates `kv`: run prompt tokens, and return the log-probabilities of tokens that the caller names."""
         return self.inner.score(model, kv, rows, asked, **options)
 
