@@ -8,13 +8,14 @@ from nanovllm.entrypoints.server.errors import unsupported
 from nanovllm.entrypoints.server.fields import InvalidParamError, mapping
 from nanovllm.entrypoints.server.tools.definitions import ToolChoice
 
-# Fields of vLLM, SGLang and llama.cpp, each of which gives a schema, a pattern, choices or a grammar
-CONSTRAINTS = frozenset(
+# Fields of other servers, each of which gives a schema, a pattern, choices or a grammar
+OTHERS = frozenset(
     {
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
         "guided_whitespace_pattern", "json_schema", "regex", "ebnf", "grammar", "structural_tag",
     }
 )  # fmt: skip
+CONSTRAINTS = OTHERS | {"response_format"}
 FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -34,7 +35,7 @@ def constraint_of(body: Mapping[str, Any], choice: ToolChoice | None = None) -> 
     """
     if choice is not None and choice.mode == "required":
         raise unsupported("tool_choice", "a choice that requires a call")
-    for name in CONSTRAINTS:
+    for name in OTHERS:
         if body.get(name) is not None:
             raise unsupported(name)
     if body.get("response_format") is not None:

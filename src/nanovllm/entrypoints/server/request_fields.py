@@ -152,7 +152,10 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
         params = SamplingParams(**options)
     except InvalidRequestError as error:
         raise api_error(error) from None
-    return {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    values = {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    if params.logit_bias is not None:
+        values["logit_bias"] = dict(params.logit_bias)
+    return values
 
 
 def _token_id(name: str) -> int:

@@ -81,8 +81,8 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     answer = {"id": frames.ident, "object": "chat.completion", "created": frames.created, "model": model, "choices": choices}
     if asked.return_token_ids:
         answer["prompt_token_ids"] = np.frombuffer(ids, INT32).tolist()
-    details = {"reasoning_tokens": sum(frames.reasoning_tokens)}
-    await exchange.respond(200, msgspec.json.encode({**answer, "usage": {**summed([length], ends), "completion_tokens_details": details}}))
+    counted = {**summed([length], ends), "completion_tokens_details": frames.details()}
+    await exchange.respond(200, msgspec.json.encode({**answer, "usage": counted}))
 
 
 async def prompt_ids(server: Server, prompt: ChatPrompt) -> bytes:
@@ -116,12 +116,12 @@ class ChatFrames:
     Attributes:
         ident: The id of the answer.
         created: Its time.
-        reasoning_tokens: The tokens of each row's think block.
+        thoughts: The text of each row's think block, if its tokens are counted.
     """
 
     def __init__(self, server: Server, model: str, ids: bytes, asked: ChatRequest, prompt: ChatPrompt, parsers: list[ReplyParser]) -> None:
         self.ident, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self.reasoning_tokens = [0] * len(parsers)
+        self.thoughts = [list[str]() for _ in parsers]
         self._server, self._ids, self._parsers, self._prompt = server, np.frombuffer(ids, INT32), parsers, prompt
         self._tells_ids = bool(asked.return_token_ids)
         self._called = [False] * len(parsers)
@@ -154,7 +154,7 @@ class ChatFrames:
         if not self._usage:
             return b""
         counted = summed([len(self._ids)], [row.ended for row in rows if row.ended is not None])
-        counted["completion_tokens_details"] = {"reasoning_tokens": sum(self.reasoning_tokens)}
+        counted["completion_tokens_details"] = self.details()
         return f'{self._before}"choices":[],"usage":{msgspec.json.encode(counted).decode()}}}\n\n'.encode()
 
     def choice(self, index: int, ended: Ended) -> dict[str, Any]:
@@ -167,8 +167,7 @@ class ChatFrames:
         ]
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not reply.content else reply.content, "refusal": None}
         if reply.reasoning:
-            tokenizer = self._server.tokenizer
-            self.reasoning_tokens[index] = 0 if tokenizer is None else len(tokenizer.encode(reply.reasoning, add_special_tokens=False))
+            self.thoughts[index].append(reply.reasoning)
             if self._shows_reasoning:
                 message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
         if calls:
@@ -176,6 +175,12 @@ class ChatFrames:
             self._called[index] = True
         choice = {"index": index, "message": message, "logprobs": None, "finish_reason": self._reason(index, ended)}
         return {**choice, "token_ids": np.frombuffer(ended.token_ids, INT32).tolist()} if self._tells_ids else choice
+
+    def details(self) -> dict[str, int]:
+        """How many tokens the texts of the think blocks have."""
+        encode = None if self._server.tokenizer is None else self._server.tokenizer.encode
+        texts = ["".join(parts) for parts in self.thoughts if parts]
+        return {"reasoning_tokens": 0 if encode is None else sum([len(encode(text, add_special_tokens=False)) for text in texts])}
 
     def _frames(self, row: StreamedRow, events: Iterable[Event], after: str) -> str:
         deltas = [delta for event in events if (delta := self._delta(row, event))]
@@ -190,7 +195,8 @@ class ChatFrames:
             case Content():
                 return f'"content":{quoted(event.source)}'
             case Reasoning():
-                self.reasoning_tokens[row.index] = row.num_tokens
+                if self._usage:
+                    self.thoughts[row.index].append(event.source)
                 text = quoted(event.source)
                 return f'"reasoning_content":{text},"reasoning":{text}' if self._shows_reasoning else ""
             case CallBegins():
