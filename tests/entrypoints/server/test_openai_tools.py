@@ -1,4 +1,4 @@
-"""OpenAI's clients, tools and think blocks, with a model whose replies the tests write: in all formats of tool calls, whole and streamed."""
+"""OpenAI's clients, tools and think blocks, with a scripted model: in all formats of tool calls, whole and streamed."""
 
 import asyncio
 import json
@@ -100,10 +100,9 @@ def test_calls_whole_and_streamed(server: tuple[str, Live], content: str, calls:
     assert all(len(i) == 9 and i.isalnum() if name == "mistral" else i.startswith("call_") for i in ids)
 
 
-def test_choices_of_tools(server: tuple[str, Live]):
-    name, live = server
-    client = client_of(live)
-    reply = written(name, SUM, PARIS)
+def test_choices_of_tools(hermes: Live):
+    client = client_of(hermes)
+    reply = written("hermes", SUM, PARIS)
     for more in ({"tool_choice": "none"}, {"tools": openai.omit, "tool_choice": openai.omit}, {"tools": []}):
         message = client.chat.completions.create(**asked(reply, **more)).choices[0]
         assert (message.message.content, message.message.tool_calls, message.finish_reason) == (reply, None, "stop")
@@ -111,7 +110,10 @@ def test_choices_of_tools(server: tuple[str, Live]):
         assert called(client.chat.completions.create(**asked(reply, **more)).choices[0].message) == [SUM, PARIS]
     one = client.chat.completions.create(**asked(reply, parallel_tool_calls=False)).choices[0]
     assert called(one.message) == [SUM] and one.finish_reason == "tool_calls"
-    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}}
+    allowed: Any = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+    }
     assert not client.chat.completions.create(**asked(reply, tool_choice=allowed)).choices[0].message.tool_calls
     allowed["allowed_tools"]["mode"] = "required"
     for choice in ("required", {"type": "function", "function": {"name": "add"}}, allowed):  # until replies can be forced
