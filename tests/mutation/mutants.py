@@ -1340,7 +1340,7 @@ MUTANTS: tuple[Mutant, ...] = (
         LLM,
         (
             "a chat thinks always",
-            "tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)",
+            "tokens = self.chat_tokens(messages, tools=tools, enable_thinking=enable_thinking)",
             "tokens = self.chat_tokens(messages)",
         ),
         ("an LLM has one seed", "            seed=seed,\n", ""),
