@@ -1,8 +1,5 @@
 """`POST /v1/chat/completions`, OpenAI's interface for conversations."""
 
-import asyncio
-import secrets
-import string
 import time
 import uuid
 from collections.abc import Iterable
@@ -10,26 +7,22 @@ from json.encoder import encode_basestring_ascii as quoted  # pyright: ignore[re
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.completions import num_choices, seeded, stops_of, summed
+from nanovllm.entrypoints.server.api.constraint import constraint_of
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
-from nanovllm.entrypoints.server.app import Server, own_model, require_engine
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.app import Server, own_model
+from nanovllm.entrypoints.server.errors import api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
-from nanovllm.entrypoints.server.reasoning import ReasoningSplitter, left_open
 from nanovllm.entrypoints.server.reply import ReplyParser
 from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
 from nanovllm.entrypoints.server.tools.events import ArgumentsDelta, CallBegins, CallEnds, Content, Event, Reasoning, whole_reply
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.stream import TextStream
-
-LETTERS = string.ascii_letters + string.digits
-ID_LENGTH = 24
-PROMPT_END = 16  # tokens of a prompt in which an opened think block is looked for
 
 
 class ChatRequest(Sampled, kw_only=True):
@@ -56,6 +49,7 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     body = await exchange.json()
     asked = read(body, ChatRequest)
     model, n = own_model(server, asked.model), num_choices(asked.n)
+    constraint_of(asked.response_format, "response_format")
     try:
         prompt = chat_prompt(body)
     except InvalidRequestError as error:
@@ -78,31 +72,6 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     answer = {"id": frames.ident, "object": "chat.completion", "created": frames.created, "model": model, "choices": choices}
     details = {"reasoning_tokens": sum(frames.reasoning_tokens)}
     await exchange.respond(200, msgspec.json.encode({**answer, "usage": {**summed([length], ends), "completion_tokens_details": details}}))
-
-
-async def prompt_ids(server: Server, prompt: ChatPrompt) -> bytes:
-    """The token ids of a conversation, made in a thread, because a template may take long.
-
-    Raises:
-        ApiError: The template refuses the messages, or they are too long.
-    """
-    try:
-        ids = await asyncio.to_thread(prompt.token_ids, server.tokenizer, most=require_engine(server).max_model_len)
-    except InvalidRequestError as error:
-        code = "context_length_exceeded" if "tokens, the model's limit" in str(error) else None
-        raise ApiError(400, str(error), param="messages", code=code) from None
-    return np.asarray(ids, INT32).tobytes()
-
-
-def reply_parser(server: Server, prompt: ChatPrompt, ids: bytes) -> ReplyParser:
-    """What divides the replies to a prompt into reasoning, content and tool calls."""
-    formats, splitter, tools = server.formats, None, None
-    if formats.reasoning is not None and server.tokenizer is not None:
-        end = server.tokenizer.decode(np.frombuffer(ids, INT32)[-PROMPT_END:], skip_special_tokens=False)
-        splitter = ReasoningSplitter.of(formats.reasoning, opened=left_open(formats.reasoning, end, prompt.continued))
-    if formats.tools is not None and prompt.callable_tools:
-        tools = formats.tools.parser(prompt.callable_tools, most=prompt.most_calls)
-    return ReplyParser(splitter=splitter, tools=tools)
 
 
 class ChatFrames:
@@ -156,13 +125,12 @@ class ChatFrames:
         parser, events = self._parsers[index].push(ended.text)
         reply = whole_reply([*events, *parser.end()])
         calls = [
-            {"id": self._call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": call_id(self._server.formats), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in reply.calls
         ]
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not reply.content else reply.content, "refusal": None}
         if reply.reasoning:
-            tokenizer = self._server.tokenizer
-            self.reasoning_tokens[index] = 0 if tokenizer is None else len(tokenizer.encode(reply.reasoning, add_special_tokens=False))
+            self.reasoning_tokens[index] = num_tokens(self._server, reply.reasoning)
             if self._shows_reasoning:
                 message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
         if calls:
@@ -186,7 +154,7 @@ class ChatFrames:
                 text = quoted(event.source)
                 return f'"reasoning_content":{text},"reasoning":{text}' if self._shows_reasoning else ""
             case CallBegins():
-                ident = self._call_id()
+                ident = call_id(self._server.formats)
                 function = f'{{"name":{quoted(event.name)},"arguments":""}}'
                 return f'"tool_calls":[{{"index":{event.index},"id":"{ident}","type":"function","function":{function}}}]'
             case ArgumentsDelta():
@@ -206,9 +174,3 @@ class ChatFrames:
         """OpenAI's word for the end. A reply whose tool was named by the request ends with "stop"."""
         called = self._called[index] and ended.finish_reason == "stop" and not self._prompt.tool_choice.single
         return "tool_calls" if called else ended.finish_reason
-
-    def _call_id(self) -> str:
-        form = self._server.formats.tools
-        length = None if form is None else form.id_length
-        ident = "".join(secrets.choice(LETTERS) for _ in range(length or ID_LENGTH))
-        return ident if length else f"call_{ident}"
