@@ -36,6 +36,7 @@ from nanovllm.entrypoints.server.wire import (
 from nanovllm.errors import EngineDeadError, NanoVLLMError, QueueFullError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.device_errors import message_of
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import StepOutput
@@ -72,6 +73,7 @@ class EngineLoop:
         listener: A socket that front ends connect to.
         max_waiting: How many requests may wait. None: any number.
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together, unless only one waits. None: any number.
+        process_logits: A function between the logits and the samples of all requests. None: there is none.
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class EngineLoop:
         *,
         max_waiting: int | None = None,
         max_waiting_tokens: int | None = None,
+        process_logits: LogitsProcessor | None = None,
     ) -> None:
-        self.model, self.state = model, state
+        self.model, self.state, self.process_logits = model, state, process_logits
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
         self.waiting_tokens = 0
         self._owners: dict[int, Owner] = {}
@@ -207,7 +210,8 @@ class EngineLoop:
         lengths = [sum(map(len, parts)) for parts in contexts]
         self._require_room(len(contexts), sum(lengths))
         params: list[SamplingParams | None] = [SamplingParams(**options) for options in message.params]
-        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=[message.priority] * len(contexts))
+        priorities, processor = [message.priority] * len(contexts), self.process_logits
+        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=priorities, process_logits=processor)
         for request_id, number, length in zip(ids, message.ids, lengths, strict=True):
             self._owners[request_id] = Owner(peer, number, message.streamed, length)
             peer.requests[number] = request_id
@@ -290,7 +294,7 @@ class News:
             self.token_ids.extend(out.token_ids)
         if (output := out.output) is not None:
             error = None if output.error is None else (type(output.error).__name__, str(output.error))
-            tokens = b"" if owner.streamed else array("i", output.token_ids).tobytes()
+            tokens = array("i", out.token_ids if owner.streamed else output.token_ids).tobytes()
             self.ended.append(
                 Ended(owner.number, output.finish_reason, output.text, output.num_cached_tokens, tokens, len(output.token_ids), error)
             )

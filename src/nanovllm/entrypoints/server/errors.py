@@ -54,6 +54,11 @@ class ApiError(Exception):
         return msgspec.json.encode(self.value())
 
 
+def unsupported(param: str, what: str | None = None) -> ApiError:
+    """The answer to a field, or to `what` it asks for, that this server does not have."""
+    return ApiError(400, f"{what or param} is not supported by this server", param=param, code="unsupported_parameter")
+
+
 def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
     """The answer for one of the library's errors."""
     message = str(error)

@@ -1,11 +1,13 @@
 """The fields of requests: their types, which fields are ignored, and what becomes of them as `SamplingParams`."""
 
+import re
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import msgspec
 
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.constraints import CONSTRAINTS
+from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import MIN_TEMPERATURE, SamplingParams, closest
 
@@ -25,17 +27,19 @@ REFUSED = frozenset(
     {
         "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "min_tokens", "bad_words",
         "allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens", "lora_path", "chat_template", "logprob_token_ids",
-        "prompt_embeds",
+        "prompt_embeds", "include_stop_str_in_output", "echo", "documents", "thinking_token_budget", "reasoning_budget",
+        "return_tokens_as_token_ids",
     }
 )  # fmt: skip
-NOTHING = (None, False, 0, "", [], {}, ["text"])
+NOTHING = (None, False, 0, "", [], ["text"])
+MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 class StreamOptions(msgspec.Struct):
     """How a stream tells its usage."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -54,7 +58,6 @@ class Sampled(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -76,20 +79,34 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
     """The fields of a request.
 
     Raises:
-        ApiError: A field has a wrong type, would change the reply and is not supported, or is unknown and similar to a known one.
+        ApiError: A field has a wrong type, would change the reply and is not supported, is unknown and similar to a known one, or has
+            no meaning without another.
     """
     known = kind.__struct_fields__
     for name, value in values.items():
-        if name in known or name in IGNORED:
+        if name in known or name in IGNORED or name in CONSTRAINTS:
             continue
         if name in REFUSED:
             if value in NOTHING:
                 continue
-            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+            raise unsupported(name)
         close = closest(name, known)
         if close is not None:
             raise ApiError(400, f"unknown field {name[:100]!r}: did you mean {close!r}?", param=name[:100], code="unknown_parameter")
-    return convert(values, kind)
+    asked = convert(values, kind)
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
+    if asked.skip_special_tokens is False:
+        raise unsupported("skip_special_tokens")
+    return asked
+
+
+def refuse_logprobs(logprobs: bool | int | None, top_logprobs: int | None = None) -> None:
+    """Raise `ApiError` if a request asks for log probabilities."""
+    if top_logprobs and not logprobs:
+        raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+    if logprobs is not None and logprobs is not False:
+        raise unsupported("logprobs")
 
 
 def convert(values: dict[str, Any], kind: type[S]) -> S:
@@ -101,8 +118,9 @@ def convert(values: dict[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        place = str(error).partition(" - at `$")[2]
-        raise ApiError(400, str(error).replace(" - at `$.", ": at `"), param=place.strip("`.") or None) from None
+        place, missing = str(error).partition(" - at `$")[2].strip("`."), MISSING.search(str(error))
+        param = ".".join(filter(None, (place, missing and missing[1])))
+        raise ApiError(400, str(error).replace(" - at `$.", ": at `"), param=param or None) from None
 
 
 def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -134,7 +152,10 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
         params = SamplingParams(**options)
     except InvalidRequestError as error:
         raise api_error(error) from None
-    return {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    values = {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    if params.logit_bias is not None:
+        values["logit_bias"] = dict(params.logit_bias)
+    return values
 
 
 def _token_id(name: str) -> int:

@@ -90,7 +90,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
         finish_reason: As in `RequestOutput`.
         text: The whole reply.
         num_cached: Prompt tokens that were reused.
-        token_ids: All tokens of the reply of a request that is not streamed, else empty.
+        token_ids: The tokens of the reply, or of its last step if the request is streamed.
         num_tokens: The number of tokens of the reply.
         error: The kind and the message of the error of a request that failed, else None.
     """

@@ -7,18 +7,19 @@ from json.encoder import encode_basestring_ascii as quoted  # pyright: ignore[re
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
-from nanovllm.entrypoints.server.api.completions import num_choices, seeded, stops_of, summed
-from nanovllm.entrypoints.server.api.constraint import constraint_of
+from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices, seeded, stops_of, summed
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
+from nanovllm.entrypoints.server.constraints import constraint_of
 from nanovllm.entrypoints.server.errors import api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
 from nanovllm.entrypoints.server.reply import ReplyParser
-from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
+from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
 from nanovllm.entrypoints.server.tools.events import ArgumentsDelta, CallBegins, CallEnds, Content, Event, Reasoning, whole_reply
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.errors import InvalidRequestError
@@ -41,37 +42,40 @@ class ChatRequest(Sampled, kw_only=True):
     include_reasoning: bool | None = True
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    response_format: Any = None
 
 
 async def chat_completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked = read(body, ChatRequest)
+    refuse_logprobs(asked.logprobs, asked.top_logprobs)
     model, n = own_model(server, asked.model), num_choices(asked.n)
-    constraint_of(asked.response_format, "response_format")
     try:
         prompt = chat_prompt(body)
     except InvalidRequestError as error:
         raise api_error(error, "messages") from None
+    constraint = constraint_of(body, prompt.tool_choice)
     ids = await prompt_ids(server, prompt)
     length = len(ids) // INT32.itemsize
-    most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    options = sampling(asked, server.generation, room(server, length, most, "messages"))
+    limit = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+    most = room(server, length, asked.max_tokens if limit == "max_tokens" else asked.max_completion_tokens, "messages", limit)
+    options = sampling(asked, server.generation, most, **constraint)
     params = [seeded(options, i) for i in range(n)]
     rows = [[ids] for _ in range(n)]
     parser = reply_parser(server, prompt, ids)
-    frames = ChatFrames(server, model, length, asked, prompt, [parser] * n)
+    frames = ChatFrames(server, model, ids, asked, prompt, [parser] * n)
     if asked.stream:
         stops = stops_of(asked)
         texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-        await StreamedReply(server, exchange, frames, texts).run(rows, params, asked.priority or 0)
+        await StreamedReply(server, exchange, frames, texts, tells_ids=bool(asked.return_token_ids)).run(rows, params, asked.priority or 0)
         return
     ends = await whole(server, exchange, rows, params, asked.priority or 0)
     choices = [frames.choice(i, end) for i, end in enumerate(ends)]
     answer = {"id": frames.ident, "object": "chat.completion", "created": frames.created, "model": model, "choices": choices}
-    details = {"reasoning_tokens": sum(frames.reasoning_tokens)}
-    await exchange.respond(200, msgspec.json.encode({**answer, "usage": {**summed([length], ends), "completion_tokens_details": details}}))
+    if asked.return_token_ids:
+        answer["prompt_token_ids"] = np.frombuffer(ids, INT32).tolist()
+    counted = {**summed([length], ends), "completion_tokens_details": frames.details()}
+    await exchange.respond(200, msgspec.json.encode({**answer, "usage": counted}))
 
 
 class ChatFrames:
@@ -80,44 +84,45 @@ class ChatFrames:
     Attributes:
         ident: The id of the answer.
         created: Its time.
-        reasoning_tokens: The tokens of each row's think block.
+        thoughts: The text of each row's think block, if its tokens are counted.
     """
 
-    def __init__(self, server: Server, model: str, length: int, asked: ChatRequest, prompt: ChatPrompt, parsers: list[ReplyParser]) -> None:
+    def __init__(self, server: Server, model: str, ids: bytes, asked: ChatRequest, prompt: ChatPrompt, parsers: list[ReplyParser]) -> None:
         self.ident, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self.reasoning_tokens = [0] * len(parsers)
-        self._server, self._length, self._parsers, self._prompt = server, length, parsers, prompt
+        self.thoughts = [list[str]() for _ in parsers]
+        self._server, self._ids, self._parsers, self._prompt = server, np.frombuffer(ids, INT32), parsers, prompt
+        self._tells_ids = bool(asked.return_token_ids)
         self._called = [False] * len(parsers)
         self._shows_reasoning = asked.include_reasoning is not False
-        options = asked.stream_options
-        self._usage = options is not None and options.include_usage
-        self._continuous = options is not None and options.continuous_usage_stats
+        self._usage, self._continuous = asks_usage(asked)
         self._before = f'data: {{"id":"{self.ident}","object":"chat.completion.chunk","created":{self.created},"model":{quoted(model)},'
         self._after = ',"usage":null}\n\n' if self._usage else "}\n\n"
 
     def head(self, rows: int) -> bytes:
         """The role of each choice."""
-        return "".join([self._frame(i, '"role":"assistant","content":""', "null", self._after) for i in range(rows)]).encode()
+        before = f'{self._before}"prompt_token_ids":{self._ids.tolist()},' if self._tells_ids else self._before
+        frames = [self._frame(i, '"role":"assistant","content":""', "null", self._counted(0)) for i in range(rows)]
+        return "".join([before, frames[0][len(self._before) :], *frames[1:]]).encode()
 
     def piece(self, row: StreamedRow, text: str) -> bytes:
         """A piece of one row's text."""
         parser, events = self._parsers[row.index].push(text)
         self._parsers[row.index] = parser
-        return self._frames(row, events, self._counted(row, None)).encode()
+        return self._frames(row, events, self._counted(row.num_tokens)).encode()
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
         parser, events = self._parsers[row.index].push(text)
-        after = self._counted(row, ended)
+        after = self._counted(ended.num_tokens)
         frames = self._frames(row, [*events, *parser.end()], after)
-        return (frames + self._frame(row.index, "", quoted(self._reason(row.index, ended)), after)).encode()
+        return (frames + self._frame(row.index, "", quoted(self._reason(row.index, ended)), after, row.told_ids())).encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
         if not self._usage:
             return b""
-        counted = summed([self._length], [row.ended for row in rows if row.ended is not None])
-        counted["completion_tokens_details"] = {"reasoning_tokens": sum(self.reasoning_tokens)}
+        counted = summed([len(self._ids)], [row.ended for row in rows if row.ended is not None])
+        counted["completion_tokens_details"] = self.details()
         return f'{self._before}"choices":[],"usage":{msgspec.json.encode(counted).decode()}}}\n\n'.encode()
 
     def choice(self, index: int, ended: Ended) -> dict[str, Any]:
@@ -130,19 +135,25 @@ class ChatFrames:
         ]
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not reply.content else reply.content, "refusal": None}
         if reply.reasoning:
-            self.reasoning_tokens[index] = num_tokens(self._server, reply.reasoning)
+            self.thoughts[index].append(reply.reasoning)
             if self._shows_reasoning:
                 message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
         if calls:
             message["tool_calls"] = calls
             self._called[index] = True
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": self._reason(index, ended)}
+        choice = {"index": index, "message": message, "logprobs": None, "finish_reason": self._reason(index, ended)}
+        return {**choice, "token_ids": np.frombuffer(ended.token_ids, INT32).tolist()} if self._tells_ids else choice
+
+    def details(self) -> dict[str, int]:
+        """How many tokens the texts of the think blocks have."""
+        return {"reasoning_tokens": sum([num_tokens(self._server, "".join(parts)) for parts in self.thoughts if parts])}
 
     def _frames(self, row: StreamedRow, events: Iterable[Event], after: str) -> str:
-        return "".join([self._frame(row.index, delta, "null", after) for event in events if (delta := self._delta(row, event))])
+        deltas = [delta for event in events if (delta := self._delta(row, event))]
+        return "".join([self._frame(row.index, delta, "null", after, "" if i else row.told_ids()) for i, delta in enumerate(deltas)])
 
-    def _frame(self, index: int, delta: str, reason: str, after: str) -> str:
-        return f'{self._before}"choices":[{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{reason}}}]{after}'
+    def _frame(self, index: int, delta: str, reason: str, after: str, more: str = "") -> str:
+        return f'{self._before}"choices":[{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{reason}{more}}}]{after}'
 
     def _delta(self, row: StreamedRow, event: Event) -> str:
         """The fields of one event's delta; "" for none."""
@@ -150,7 +161,8 @@ class ChatFrames:
             case Content():
                 return f'"content":{quoted(event.source)}'
             case Reasoning():
-                self.reasoning_tokens[row.index] = row.num_tokens
+                if self._usage:
+                    self.thoughts[row.index].append(event.source)
                 text = quoted(event.source)
                 return f'"reasoning_content":{text},"reasoning":{text}' if self._shows_reasoning else ""
             case CallBegins():
@@ -164,11 +176,11 @@ class ChatFrames:
                 self._called[row.index] |= event.complete
         return ""
 
-    def _counted(self, row: StreamedRow, ended: Ended | None) -> str:
+    def _counted(self, count: int) -> str:
+        """The end of an event after `count` tokens of its row."""
         if not self._continuous:
             return self._after
-        count = row.num_tokens if ended is None else ended.num_tokens
-        return f',"usage":{msgspec.json.encode(usage(self._length, count, 0)).decode()}}}\n\n'
+        return f',"usage":{msgspec.json.encode(usage(len(self._ids), count, 0)).decode()}}}\n\n'
 
     def _reason(self, index: int, ended: Ended) -> str:
         """OpenAI's word for the end. A reply whose tool was named by the request ends with "stop"."""

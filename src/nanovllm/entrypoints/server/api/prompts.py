@@ -53,14 +53,7 @@ def checked(server: Server, ids: list[int], param: str) -> bytes:
 
 
 def room(server: Server, num_prompt: int, asked: int | None, param: str, limit: str = "max_tokens") -> int:
-    """The most tokens of a reply: those that were asked for, else what is left of the context.
-
-    Args:
-        server: Its engine has the bound.
-        num_prompt: The tokens of the prompt.
-        asked: The most tokens that the request asks for, or None.
-        param: The field that has the prompt.
-        limit: The field that has `asked`.
+    """The most tokens of a reply: those that were asked for by the field `limit`, else what is left of the context.
 
     Raises:
         ApiError: The prompt, or the prompt and its reply, are too long for the engine.

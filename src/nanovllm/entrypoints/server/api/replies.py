@@ -1,6 +1,7 @@
 """Who waits for the rows of one HTTP request: for their ends only, or for every step's tokens."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +14,6 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.tokenizer.stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
-REASONS = {"stop": "stop", "length": "length"}
 
 
 class Row:
@@ -105,13 +105,18 @@ class Frames(Protocol):
 
 
 class StreamedRow:
-    """A row whose tokens are sent as they come."""
+    """A row whose tokens are sent as they come.
 
-    __slots__ = ("ended", "finished", "index", "num_tokens", "reply", "text", "unread")
+    Attributes:
+        untold: The token ids that no event has told, if events tell them, else None.
+    """
 
-    def __init__(self, reply: "StreamedReply", index: int, text: TextStream) -> None:
+    __slots__ = ("ended", "finished", "index", "num_tokens", "reply", "text", "unread", "untold")
+
+    def __init__(self, reply: "StreamedReply", index: int, text: TextStream, *, tells_ids: bool) -> None:
         self.reply, self.index, self.text = reply, index, text
         self.unread: list[int] = []
+        self.untold: list[int] | None = [] if tells_ids else None
         self.num_tokens = 0
         self.ended: Ended | None = None
         self.finished = False
@@ -123,6 +128,8 @@ class StreamedRow:
     def push(self, token_ids: list[int]) -> None:
         """A step gave tokens."""
         self.num_tokens += len(token_ids)
+        if self.untold is not None:
+            self.untold += token_ids
         if self.reply.blocked:
             self.unread += token_ids
         else:
@@ -136,6 +143,8 @@ class StreamedRow:
     def end(self, ended: Ended) -> None:
         """The row has ended."""
         self.ended = ended
+        if self.untold is not None:
+            self.untold += array("i", ended.token_ids)
         if not self.reply.blocked:
             self.finish()
 
@@ -147,6 +156,13 @@ class StreamedRow:
             self.reply.cut_off(failure(self.ended))
         else:
             self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
+
+    def told_ids(self) -> str:
+        """The field `token_ids` of an event, with the tokens since the last one; "" if events do not tell them."""
+        if self.untold is None:
+            return ""
+        token_ids, self.untold = self.untold, []
+        return f',"token_ids":{token_ids}'
 
     def catch_up(self) -> None:
         """Write what has come while the client did not read."""
@@ -167,9 +183,11 @@ class StreamedReply:
 
     Attributes:
         frames: Makes the events.
+        rows: The rows.
         started: A future for the beginning of the answer, or the error that keeps it from beginning.
 
     Args:
+        tells_ids: Whether events tell token ids.
         done: What ends the stream.
         failed: Makes the end of a stream that failed.
     """
@@ -181,6 +199,7 @@ class StreamedReply:
         frames: Frames,
         texts: list[TextStream],
         *,
+        tells_ids: bool = False,
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
     ) -> None:
@@ -189,7 +208,7 @@ class StreamedReply:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange
         self._events: EventStream | None = None
-        self.rows = [StreamedRow(self, index, text) for index, text in enumerate(texts)]
+        self.rows = [StreamedRow(self, index, text, tells_ids=tells_ids) for index, text in enumerate(texts)]
         self._headed = False
         self._cut: ApiError | None = None
         self._ids: list[int] = []

@@ -59,7 +59,6 @@ class ResponseFrames:
         self._output: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
         self._sequence = 0
-        self._reasoning_tokens = 0
         self._headed = False
         value = self._response("in_progress")  # before the first item, though the head is asked for after it
         self._head = "".join([self._event(f"response.{name}", {"response": value}) for name in ("created", "in_progress")])
@@ -72,7 +71,7 @@ class ResponseFrames:
     def piece(self, row: StreamedRow, text: str) -> bytes:
         """A piece of the reply."""
         self._parser, events = self._parser.push(text)
-        return self._frames(events, row.num_tokens).encode()
+        return self._frames(events).encode()
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of the reply."""
@@ -96,24 +95,23 @@ class ResponseFrames:
     def whole(self, ended: Ended) -> dict[str, Any]:
         """The whole response."""
         self._ending(ended.text, ended)
-        thoughts = [part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"]]
-        self._reasoning_tokens = num_tokens(self._server, "".join(thoughts))
         return self._ended(ended)
 
     def _ending(self, text: str, ended: Ended) -> str:
         self._parser, events = self._parser.push(text)
-        frames = self._frames([*events, *self._parser.end()], ended.num_tokens)
+        frames = self._frames([*events, *self._parser.end()])
         if not self._output and self._open is None:  # clients look for a message
             frames += self._begin("message")
         return frames + self._close("incomplete" if ended.finish_reason == "length" else "completed")
 
     def _ended(self, ended: Ended) -> dict[str, Any]:
+        thoughts = [part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"]]
         details = {"cached_tokens": ended.num_cached, "cache_write_tokens": 0}
         usage = {
             "input_tokens": self._length,
             "input_tokens_details": details,
             "output_tokens": ended.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(self._reasoning_tokens, ended.num_tokens)},
+            "output_tokens_details": {"reasoning_tokens": sum([num_tokens(self._server, text) for text in thoughts])},
             "total_tokens": self._length + ended.num_tokens,
         }
         if ended.finish_reason == "length":
@@ -124,15 +122,14 @@ class ResponseFrames:
         absent = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
         return {**self._base, "status": status, "output": self._output, **absent, **more}
 
-    def _frames(self, events: Iterable[Event], count: int) -> str:
-        return "".join([self._frame(event, count) for event in events])
+    def _frames(self, events: Iterable[Event]) -> str:
+        return "".join([self._frame(event) for event in events])
 
-    def _frame(self, event: Event, count: int) -> str:
+    def _frame(self, event: Event) -> str:
         match event:
             case Content():
                 return self._text("message", event.source)
             case Reasoning():
-                self._reasoning_tokens = count
                 return self._text("reasoning", event.source)
             case CallBegins():
                 return self._close() + self._begin("function_call", call_id=call_id(self._server.formats), name=event.name, arguments="")

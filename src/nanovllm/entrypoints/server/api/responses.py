@@ -6,12 +6,12 @@ import msgspec
 
 from nanovllm.entrypoints.server.api.chat_parts import prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.completions import stops_of
-from nanovllm.entrypoints.server.api.constraint import constraint_of
 from nanovllm.entrypoints.server.api.prompts import INT32, room
 from nanovllm.entrypoints.server.api.replies import StreamedReply, whole
 from nanovllm.entrypoints.server.api.response_frames import ResponseFrames
 from nanovllm.entrypoints.server.app import Server, own_model
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.constraints import constraint_of
+from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.input_items import input_messages
 from nanovllm.entrypoints.server.messages import EFFORTS, ChatPrompt, prompt_of
@@ -80,11 +80,12 @@ class ResponsesRequest(Sampled, kw_only=True):
 async def responses(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
-    asked, prompt = _read(body)
+    asked, prompt, constraint = _read(body)
     model = own_model(server, asked.model)
     ids = await prompt_ids(server, prompt, "input")
     length = len(ids) // INT32.itemsize
-    options = sampling(asked, server.generation, room(server, length, asked.max_output_tokens, "input", "max_output_tokens"))
+    most = room(server, length, asked.max_output_tokens, "input", "max_output_tokens")
+    options = sampling(asked, server.generation, most, **constraint)
     frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, reply_parser(server, prompt, ids))
     priority = asked.priority or 0
     if asked.stream:
@@ -98,14 +99,14 @@ async def responses(server: Server, exchange: Exchange) -> None:
 
 async def count_input_tokens(server: Server, exchange: Exchange) -> None:
     """`POST /v1/responses/input_tokens`: the number of tokens of the prompt that the same request to `/v1/responses` would have."""
-    asked, prompt = _read(await exchange.json())
+    asked, prompt, _ = _read(await exchange.json())
     own_model(server, asked.model)
     ids = await prompt_ids(server, prompt, "input")
     await exchange.respond(200, msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(ids) // INT32.itemsize}))
 
 
-def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt]:
-    """The fields of a request, and its conversation.
+def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, dict[str, Any]]:
+    """The fields of a request, its conversation, and the options that force the form of the reply.
 
     Raises:
         ApiError: A field is wrong, or asks for something that this server does not have.
@@ -124,10 +125,10 @@ def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt]:
         ("include", LOGPROBS in (asked.include or ())),
         ("truncation", asked.truncation == "auto"),
         ("n", asked.n not in (None, 1)),
+        ("return_token_ids", asked.return_token_ids),
     ):
         if refused:
-            raise ApiError(400, f"{name}={body[name]!r} is not supported by this server", param=name, code="unsupported_parameter")
-    constraint_of(None if asked.text is None else asked.text.format, "text.format")
+            raise unsupported(name, f"{name}={body[name]!r}")
     for key, value in _bounded(asked.metadata).items():
         if len(key) > MOST_KEY or len(value) > MOST_VALUE:
             raise ApiError(400, f"metadata has keys of at most {MOST_KEY} characters and values of {MOST_VALUE}", param="metadata")
@@ -136,7 +137,9 @@ def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt]:
         raise ApiError(400, f"reasoning.effort is {effort[:100]!r}; it must be one of {', '.join(EFFORTS)}", param="reasoning.effort")
     fields = {name: body.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")}
     try:
-        return asked, prompt_of(input_messages(asked.input, asked.instructions), {**fields, "reasoning_effort": effort})
+        prompt = prompt_of(input_messages(asked.input, asked.instructions), {**fields, "reasoning_effort": effort})
+        form = {**body, "response_format": None if asked.text is None else asked.text.format}
+        return asked, prompt, constraint_of(form, prompt.tool_choice, "text.format")
     except InvalidRequestError as error:
         raise api_error(error, "input") from None
 
