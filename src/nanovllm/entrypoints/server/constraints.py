@@ -19,12 +19,13 @@ CONSTRAINTS = OTHERS | {"response_format"}
 FORMATS = ("text", "json_object", "json_schema")
 
 
-def constraint_of(body: Mapping[str, Any], choice: ToolChoice | None = None) -> dict[str, Any]:
+def constraint_of(body: Mapping[str, Any], choice: ToolChoice | None = None, param: str = "response_format") -> dict[str, Any]:
     """The options of `SamplingParams` that force the form of the replies to a request, for `sampling(..., **options)`.
 
     Args:
         body: The request.
         choice: Which tools the reply may call; None: the request can have no tools.
+        param: The path of `response_format` for errors.
 
     Returns:
         No options: nothing is forced.
@@ -39,9 +40,9 @@ def constraint_of(body: Mapping[str, Any], choice: ToolChoice | None = None) -> 
         if body.get(name) is not None:
             raise unsupported(name)
     if body.get("response_format") is not None:
-        kind = mapping(body["response_format"], "response_format").get("type")
+        kind = mapping(body["response_format"], param).get("type")
         if kind not in FORMATS:
-            raise InvalidParamError("response_format.type", f"is {reprlib.repr(kind)}; it must be one of {', '.join(FORMATS)}")
+            raise InvalidParamError(f"{param}.type", f"is {reprlib.repr(kind)}; it must be one of {', '.join(FORMATS)}")
         if kind != "text":
-            raise unsupported("response_format", f"response_format of type {kind!r}")
+            raise unsupported(param, f"{param} of type {kind!r}")
     return {}

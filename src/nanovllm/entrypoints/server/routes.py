@@ -1,6 +1,6 @@
 """Which function answers which path. Paths of OpenAI's interface are also served without their `/v1`, as llama.cpp does."""
 
-from nanovllm.entrypoints.server.api import chat, completions, models, tokens
+from nanovllm.entrypoints.server.api import chat, completions, models, responses, tokens
 from nanovllm.entrypoints.server.app import Handler
 
 GET, POST = ("GET",), ("POST",)
@@ -9,6 +9,8 @@ OPENAI: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/models/{name:path}", GET, models.get_model),
     ("/completions", POST, completions.completions),
     ("/chat/completions", POST, chat.chat_completions),
+    ("/responses", POST, responses.responses),
+    ("/responses/input_tokens", POST, responses.count_input_tokens),
 )
 OTHERS: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/health", GET, models.health),

@@ -1,8 +1,5 @@
 """`POST /v1/chat/completions`, OpenAI's interface for conversations."""
 
-import asyncio
-import secrets
-import string
 import time
 import uuid
 from collections.abc import Iterable
@@ -12,25 +9,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices, seeded, stops_of, summed
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
-from nanovllm.entrypoints.server.app import Server, own_model, require_engine
+from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import constraint_of
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.errors import api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
-from nanovllm.entrypoints.server.reasoning import ReasoningSplitter, left_open
 from nanovllm.entrypoints.server.reply import ReplyParser
 from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
 from nanovllm.entrypoints.server.tools.events import ArgumentsDelta, CallBegins, CallEnds, Content, Event, Reasoning, whole_reply
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.stream import TextStream
-
-LETTERS = string.ascii_letters + string.digits
-ID_LENGTH = 24
-PROMPT_END = 16  # tokens of a prompt in which an opened think block is looked for
 
 
 class ChatRequest(Sampled, kw_only=True):
@@ -85,31 +78,6 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     await exchange.respond(200, msgspec.json.encode({**answer, "usage": counted}))
 
 
-async def prompt_ids(server: Server, prompt: ChatPrompt) -> bytes:
-    """The token ids of a conversation, made in a thread, because a template may take long.
-
-    Raises:
-        ApiError: The template refuses the messages, or they are too long.
-    """
-    try:
-        ids = await asyncio.to_thread(prompt.token_ids, server.tokenizer, most=require_engine(server).max_model_len)
-    except InvalidRequestError as error:
-        code = "context_length_exceeded" if "tokens, the model's limit" in str(error) else None
-        raise ApiError(400, str(error), param="messages", code=code) from None
-    return np.asarray(ids, INT32).tobytes()
-
-
-def reply_parser(server: Server, prompt: ChatPrompt, ids: bytes) -> ReplyParser:
-    """What divides the replies to a prompt into reasoning, content and tool calls."""
-    formats, splitter, tools = server.formats, None, None
-    if formats.reasoning is not None and server.tokenizer is not None:
-        end = server.tokenizer.decode(np.frombuffer(ids, INT32)[-PROMPT_END:], skip_special_tokens=False)
-        splitter = ReasoningSplitter.of(formats.reasoning, opened=left_open(formats.reasoning, end, prompt.continued))
-    if formats.tools is not None and prompt.callable_tools:
-        tools = formats.tools.parser(prompt.callable_tools, most=prompt.most_calls)
-    return ReplyParser(splitter=splitter, tools=tools)
-
-
 class ChatFrames:
     """The choices of a chat completion: as events of a stream, and whole.
 
@@ -162,7 +130,7 @@ class ChatFrames:
         parser, events = self._parsers[index].push(ended.text)
         reply = whole_reply([*events, *parser.end()])
         calls = [
-            {"id": self._call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": call_id(self._server.formats), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in reply.calls
         ]
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not reply.content else reply.content, "refusal": None}
@@ -178,9 +146,7 @@ class ChatFrames:
 
     def details(self) -> dict[str, int]:
         """How many tokens the texts of the think blocks have."""
-        encode = None if self._server.tokenizer is None else self._server.tokenizer.encode
-        texts = ["".join(parts) for parts in self.thoughts if parts]
-        return {"reasoning_tokens": 0 if encode is None else sum([len(encode(text, add_special_tokens=False)) for text in texts])}
+        return {"reasoning_tokens": sum([num_tokens(self._server, "".join(parts)) for parts in self.thoughts if parts])}
 
     def _frames(self, row: StreamedRow, events: Iterable[Event], after: str) -> str:
         deltas = [delta for event in events if (delta := self._delta(row, event))]
@@ -200,7 +166,7 @@ class ChatFrames:
                 text = quoted(event.source)
                 return f'"reasoning_content":{text},"reasoning":{text}' if self._shows_reasoning else ""
             case CallBegins():
-                ident = self._call_id()
+                ident = call_id(self._server.formats)
                 function = f'{{"name":{quoted(event.name)},"arguments":""}}'
                 return f'"tool_calls":[{{"index":{event.index},"id":"{ident}","type":"function","function":{function}}}]'
             case ArgumentsDelta():
@@ -220,9 +186,3 @@ class ChatFrames:
         """OpenAI's word for the end. A reply whose tool was named by the request ends with "stop"."""
         called = self._called[index] and ended.finish_reason == "stop" and not self._prompt.tool_choice.single
         return "tool_calls" if called else ended.finish_reason
-
-    def _call_id(self) -> str:
-        form = self._server.formats.tools
-        length = None if form is None else form.id_length
-        ident = "".join(secrets.choice(LETTERS) for _ in range(length or ID_LENGTH))
-        return ident if length else f"call_{ident}"

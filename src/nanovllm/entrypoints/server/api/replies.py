@@ -2,8 +2,9 @@
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError, api_error
@@ -82,6 +83,7 @@ async def whole(
         server.engine.cancel(ids)
 
 
+@runtime_checkable
 class Frames(Protocol):
     """The events of one kind of stream, as bytes."""
 
@@ -183,10 +185,26 @@ class StreamedReply:
         frames: Makes the events.
         rows: The rows.
         started: A future for the beginning of the answer, or the error that keeps it from beginning.
+
+    Args:
+        tells_ids: Whether events tell token ids.
+        done: What ends the stream.
+        failed: Makes the end of a stream that failed.
     """
 
-    def __init__(self, server: Server, exchange: Exchange, frames: Frames, texts: list[TextStream], *, tells_ids: bool = False) -> None:
+    def __init__(
+        self,
+        server: Server,
+        exchange: Exchange,
+        frames: Frames,
+        texts: list[TextStream],
+        *,
+        tells_ids: bool = False,
+        done: bytes = DONE,
+        failed: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         self.frames = frames
+        self._done, self._failed = done, failed or error_event
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange
         self._events: EventStream | None = None
@@ -240,7 +258,7 @@ class StreamedReply:
         if not self._headed:
             self._headed = True
             data = self.frames.head(len(self.rows)) + data
-        self._events.end(data + self.frames.tail(self.rows) + DONE)
+        self._events.end(data + self.frames.tail(self.rows) + self._done)
 
     def cut_off(self, error: ApiError) -> None:
         """End with an error: as the answer itself or, after its beginning, as an event."""
@@ -253,7 +271,7 @@ class StreamedReply:
         if self._events.paused:
             self._cut = error
             return
-        self._events.end(b"data: " + error.body() + b"\n\n" + DONE)
+        self._events.end(self._failed(error))
 
     def _resumed(self) -> None:
         if self._cut is not None:
@@ -267,6 +285,11 @@ class StreamedReply:
     def _dropped(self) -> None:
         self._server.engine.cancel(self._ids)
         self._exchange.abort()
+
+
+def error_event(error: ApiError) -> bytes:
+    """The end of a stream that failed, as OpenAI's clients expect it for completions."""
+    return b"data: " + error.body() + b"\n\n" + DONE
 
 
 def failure(ended: Ended) -> ApiError:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from nanovllm.entrypoints.server.api.chat import prompt_ids
+from nanovllm.entrypoints.server.api.chat_parts import prompt_ids
 from nanovllm.entrypoints.server.api.prompts import INT32, checked, encoded
 from nanovllm.entrypoints.server.app import Server, own_model, require_engine
 from nanovllm.entrypoints.server.errors import ApiError, api_error
