@@ -14,7 +14,7 @@ from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices,
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
-from nanovllm.entrypoints.server.constraints import constraint_of
+from nanovllm.entrypoints.server.constraints import chat_form, forced, form_of
 from nanovllm.entrypoints.server.errors import api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
@@ -51,18 +51,18 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     refuse_logprobs(asked.logprobs, asked.top_logprobs)
     model, n = own_model(server, asked.model), num_choices(asked.n)
     try:
-        prompt = chat_prompt(body)
+        form, prompt = form_of(body), chat_prompt(body)
     except InvalidRequestError as error:
         raise api_error(error, "messages") from None
-    constraint = constraint_of(body, prompt.tool_choice)
     ids = await prompt_ids(server, prompt)
     length = len(ids) // INT32.itemsize
     limit = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     most = room(server, length, asked.max_tokens if limit == "max_tokens" else asked.max_completion_tokens, "messages", limit)
+    parser = reply_parser(server, prompt, ids)
+    constraint = await forced(server, chat_form(server, form, prompt, parser))
     options = sampling(asked, server.generation, most, **constraint)
     params = [seeded(options, i) for i in range(n)]
     rows = [[ids] for _ in range(n)]
-    parser = reply_parser(server, prompt, ids)
     frames = ChatFrames(server, model, ids, asked, prompt, [parser] * n)
     if asked.stream:
         stops = stops_of(asked)

@@ -11,7 +11,7 @@ import numpy as np
 from nanovllm.entrypoints.server.api.prompts import INT32, checked, encoded, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
-from nanovllm.entrypoints.server.constraints import constraint_of
+from nanovllm.entrypoints.server.constraints import forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
@@ -37,7 +37,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
     body = await exchange.json()
     asked = read(body, CompletionRequest)
     refuse_logprobs(asked.logprobs)
-    constraint = constraint_of(body)
+    form = form_of(body)
     model, n = own_model(server, asked.model), num_choices(asked.n)
     if asked.best_of not in (None, n):
         raise ApiError(400, f"best_of={asked.best_of}: only the value of n ({n}) is supported", param="best_of")
@@ -47,6 +47,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
         raise ApiError(400, f"{len(prompts)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
     lengths = [len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    constraint = await forced(server, form)
     options = [
         sampling(asked, server.generation, room(server, length, most, name), **constraint)
         for (name, _), length in zip(named, lengths, strict=True)
