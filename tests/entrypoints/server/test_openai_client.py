@@ -103,7 +103,7 @@ def test_chat_with_all_documented_fields(live: Live, client: openai.OpenAI):
     assert usage is not None and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens and usage.completion_tokens <= 128
     system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hel\nlo"}]
     system += [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Hello"}]
-    plain = client.chat.completions.create(**GREEDY, messages=system, max_tokens=64)  # pyright: ignore[reportArgumentType]
+    plain = client.chat.completions.create(**GREEDY, messages=system, max_tokens=64)
     assert plain.choices[0].message == first.message and plain.usage is not None and plain.usage.prompt_tokens == usage.prompt_tokens
 
     async def the_same() -> openai.types.chat.ChatCompletion:
@@ -168,7 +168,7 @@ def test_a_message_is_continued(client: openai.OpenAI):
     assert caught.value.param == "messages[1].role"
     more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
     answer = client.chat.completions.create(**GREEDY, messages=begun, max_tokens=3, extra_body=more)
-    (card,) = answer.to_dict()["choices"]  # pyright: ignore[reportGeneralTypeIssues]
+    (card,) = answer.to_dict()["choices"]
     assert len(card["token_ids"]) == 3 and answer.choices[0].message.content
 
 

@@ -230,7 +230,7 @@ def test_reasoning(hermes: Live, shown: bool | None):
     texts: dict[str, list[str]] = {"reasoning_content": ["", ""], "reasoning": ["", ""], "content": ["", ""]}
     for chunk in chunks:
         for field, found in texts.items():
-            found[chunk.choices[0].index] += chunk.choices[0].delta.to_dict().get(field) or ""  # pyright: ignore[reportOperatorIssue]
+            found[chunk.choices[0].index] += chunk.choices[0].delta.to_dict().get(field) or ""
     thought = "" if shown is False else "Hm, é.\nSo: <b>"
     assert texts == {"reasoning_content": [thought] * 2, "reasoning": [thought] * 2, "content": ["Yes."] * 2}
 
@@ -253,7 +253,7 @@ def test_variables_of_the_template(hermes: Live):
         given["extra_body"] = {**given.get("extra_body", {}), "return_token_ids": True}
         answer = client.chat.completions.create(**given).to_dict()
         text = hermes.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
-        assert text.endswith("<think>\n\n</think>\n\n") and answer["choices"][0]["message"]["content"] == "Yes."  # pyright: ignore[reportIndexIssue]
+        assert text.endswith("<think>\n\n</think>\n\n") and answer["choices"][0]["message"]["content"] == "Yes."
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**asked("x", extra_body={"chat_template_kwargs": {"messages": "x"}}))
     assert caught.value.param == "chat_template_kwargs.messages"

@@ -106,9 +106,8 @@ class ChatFrames:
 
     def piece(self, row: StreamedRow, text: str) -> bytes:
         """A piece of one row's text."""
-        parser, events = self._parsers[row.index].push(text)
-        self._parsers[row.index] = parser
-        return self._frames(row, events, self._counted(row.num_tokens)).encode()
+        self._parsers[row.index], events = self._parsers[row.index].push(text)
+        return self._frames(row, events, self._counted(row.num_tokens)).encode() if events else b""
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
@@ -149,8 +148,11 @@ class ChatFrames:
         return {"reasoning_tokens": sum([num_tokens(self._server, "".join(parts)) for parts in self.thoughts if parts])}
 
     def _frames(self, row: StreamedRow, events: Iterable[Event], after: str) -> str:
-        deltas = [delta for event in events if (delta := self._delta(row, event))]
-        return "".join([self._frame(row.index, delta, "null", after, "" if i else row.told_ids()) for i, delta in enumerate(deltas)])
+        frames = ""
+        for event in events:
+            if delta := self._delta(row, event):
+                frames += self._frame(row.index, delta, "null", after, row.told_ids() if not frames else "")
+        return frames
 
     def _frame(self, index: int, delta: str, reason: str, after: str, more: str = "") -> str:
         return f'{self._before}"choices":[{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{reason}{more}}}]{after}'
