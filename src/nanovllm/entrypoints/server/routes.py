@@ -1,9 +1,11 @@
 """Which function answers which path. Paths of OpenAI's interface are also served without their `/v1`, as llama.cpp does."""
 
 from nanovllm.entrypoints.server.api import chat, completions, models, responses, tokens
+from nanovllm.entrypoints.server.api.about import About
 from nanovllm.entrypoints.server.app import Handler
 
 GET, POST = ("GET",), ("POST",)
+about = About(lambda: ROUTES)
 OPENAI: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/models", GET, models.list_models),
     ("/models/{name:path}", GET, models.get_model),
@@ -19,5 +21,7 @@ OTHERS: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/tokenize", POST, tokens.tokenize),
     ("/detokenize", POST, tokens.detokenize),
     ("/tokenizer_info", GET, tokens.tokenizer_info),
+    ("/openapi.json", GET, about.openapi),
+    ("/docs", GET, about.docs),
 )
 ROUTES = (*((f"/v1{path}", methods, handler) for path, methods, handler in OPENAI), *OPENAI, *OTHERS)
