@@ -26,7 +26,9 @@ from nanovllm.errors import (
     BrokenInvariantError,
     CaptureError,
     CheckpointError,
+    ChunkExistsError,
     ChunkFileError,
+    ChunkLimitError,
     DonatedStateError,
     EngineClosedError,
     EngineDeadError,
@@ -38,6 +40,7 @@ from nanovllm.errors import (
     ReleasedChunkError,
     RequestFailedError,
     TuningFileError,
+    UnknownChunkError,
 )
 from nanovllm.executor.branches import split_rows
 from nanovllm.executor.capture import capture
@@ -67,7 +70,9 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Chunk",
+    "ChunkExistsError",
     "ChunkFileError",
+    "ChunkLimitError",
     "ChunkStore",
     "DecodeCarry",
     "DecodeOutput",
@@ -105,6 +110,7 @@ __all__ = [
     "TokenLogprobs",
     "TokensSoFar",
     "TuningFileError",
+    "UnknownChunkError",
     "abandon",
     "begin",
     "cancel",

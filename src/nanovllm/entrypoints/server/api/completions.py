@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.prompts import INT32, checked, encoded, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
@@ -41,31 +42,35 @@ async def completions(server: Server, exchange: Exchange) -> None:
     prompts = await _prompts(server, asked)
     if len(prompts) * n > MOST_ROWS:
         raise ApiError(400, f"{len(prompts)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
-    lengths = [len(ids) // INT32.itemsize for ids in prompts]
+    reuse = await reuse_of(server, exchange, asked, len(prompts) * n)
+    lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
     options = [sampling(asked, server.generation, room(server, length, asked.max_tokens or DEFAULT_TOKENS, "prompt")) for length in lengths]
-    rows = [[ids] for ids in prompts for _ in range(n)]
+    rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
     ident, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
     if not asked.stream:
-        ends = await whole(server, exchange, rows, params, asked.priority or 0)
+        ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         choices = [
             {"index": i, "text": echoes[i // n] + end.text, "logprobs": None, "finish_reason": end.finish_reason}
             for i, end in enumerate(ends)
         ]
         answer = {"id": ident, "object": "text_completion", "created": created, "model": model, "choices": choices}
-        await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends)}))
+        await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
         return
     stops = tuple(chain.from_iterable([[asked.stop] if isinstance(asked.stop, str) else asked.stop or ()]))
-    frames = CompletionFrames(ident, created, model, echoes, lengths, n, asked)
+    frames = CompletionFrames(ident, created, model, echoes, lengths, n, asked, reuse)
     texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-    await StreamedReply(server, exchange, frames, texts).run(rows, params, asked.priority or 0)
+    await StreamedReply(server, exchange, frames, texts).run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
 
 
 class CompletionFrames:
     """The events of a stream of `text_completion` objects."""
 
-    def __init__(self, ident: str, created: int, model: str, echoes: list[str], lengths: list[int], n: int, asked: Sampled) -> None:
+    def __init__(
+        self, ident: str, created: int, model: str, echoes: list[str], lengths: list[int], n: int, asked: Sampled, reuse: Reuse
+    ) -> None:
+        self._reuse = reuse
         self._before = f'data: {{"id":"{ident}","object":"text_completion","created":{created},"model":{quoted(model)},"choices":['
         self._echoes, self._lengths, self._n = echoes, lengths, n
         options = asked.stream_options
@@ -86,7 +91,9 @@ class CompletionFrames:
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
-        return f"{self._before}{_choice(row.index, text, quoted(ended.finish_reason))}]{self._end(row, ended)}".encode()
+        told = msgspec.json.encode(self._reuse.told([ended]))[1:-1].decode()
+        more = f",{told}" if told else ""
+        return f"{self._before}{_choice(row.index, text, quoted(ended.finish_reason))}]{more}{self._end(row, ended)}".encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
@@ -132,7 +139,7 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
 async def _prompts(server: Server, asked: CompletionRequest) -> list[bytes]:
     prompt = asked.prompt
     if isinstance(prompt, str):
-        return [await encoded(server, prompt, "prompt")]
+        return [await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks)]
     if prompt and all(isinstance(one, int) for one in prompt):
         return [checked(server, prompt, "prompt")]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
@@ -142,7 +149,9 @@ async def _prompts(server: Server, asked: CompletionRequest) -> list[bytes]:
         name = f"prompt[{place}]"
         if isinstance(one, int):
             raise ApiError(400, "prompt mixes token ids with texts or lists", param="prompt")
-        found.append(checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name))
+        found.append(
+            checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, add_special_tokens=not asked.chunks)
+        )
     return found
 
 
