@@ -138,7 +138,8 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
         params = SamplingParams(**options)
     except InvalidRequestError as error:
         raise api_error(error) from None
-    return {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    found = {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    return {**found, "logit_bias": dict(params.logit_bias)} if params.logit_bias else found  # msgpack would make lists of the pairs
 
 
 def _token_id(name: str) -> int:
