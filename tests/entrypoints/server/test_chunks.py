@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,11 +268,9 @@ def test_chunks_are_bounded_in_number(served: Live) -> None:
 
 
 def test_chunks_are_bounded_in_pages(served: Live) -> None:
-    ids = list(range(100, 132))
     made_so_far = 0
     for count in range(12):
-        body = {"name": f"p{count}", "token_ids": (ids * 20)[: 12 * 16 - 1] + [200 + count], "replace": False}
-        body["token_ids"] = [200 + count, *body["token_ids"][1:]]
+        body = {"name": f"p{count}", "token_ids": [200 + count, *(i % 32 + 100 for i in range(12 * 16 - 1))]}
         answer = served.post("/v1/chunks", body)
         if answer.status != 200:
             assert code_of(answer) == (400, "chunk_limit")
@@ -382,7 +379,8 @@ def test_other_replies_go_on_while_a_long_chunk_is_made(served: Live) -> None:
     assert all(counts[first:last]) and last > first
 
 
-def test_settings_of_chunks_are_checked(tmp_path: Path) -> None:
-    for wrong in ({"max_chunks": -1}, {"chunk_share": 2.0}, {"chunk_share": -0.1}):
+def test_settings_of_chunks_are_checked() -> None:
+    wrong: list[dict[str, Any]] = [{"max_chunks": -1}, {"chunk_share": 2.0}, {"chunk_share": -0.1}]
+    for options in wrong:
         with pytest.raises(nv.InvalidRequestError):
-            Settings(**wrong)
+            Settings(**options)

@@ -63,6 +63,10 @@ def of(samples: Samples, name: str, **labels: str) -> float:
     return sum(value for (found, own), value in samples.items() if found == name and wanted <= own)
 
 
+def family(name: str) -> str:
+    return re.sub("_(bucket|sum|count)$", "", name)
+
+
 @pytest.fixture(scope="module")
 def fresh():
     with Live(num_pages=128) as server:
@@ -167,12 +171,8 @@ def test_the_dashboard_asks_for_metrics_that_exist(fresh: Live) -> None:
         by = [label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")]
         assert {*by} <= labels, query
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
-    shown = {
-        name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
-        for query in queries
-        for name in re.findall(r"nanovllm_\w+", query)
-    }
-    every = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in names if name.startswith("nanovllm_")}
+    shown = {family(name) for query in queries for name in re.findall(r"nanovllm_\w+", query)}
+    every = {family(name) for name in names if name.startswith("nanovllm_")}
     assert every - shown == {"nanovllm_prefill_tokens_total", "nanovllm_request_inference_seconds"}
 
 

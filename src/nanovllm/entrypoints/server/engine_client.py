@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -36,6 +36,7 @@ KINDS: Mapping[str, type[NanoVLLMError]] = MappingProxyType(
 RECONNECT_SECONDS = 0.1
 
 
+@runtime_checkable
 class Receiver(Protocol):
     """Who waits for one request. The methods run in the event loop, in the middle of the delivery of a step, and must not raise."""
 

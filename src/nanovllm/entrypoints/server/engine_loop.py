@@ -65,7 +65,7 @@ class Peer:
 @dataclass(slots=True)
 class Owner:
     """Whose a request of the engine is: the front end, its number there, whether it is streamed, and its waiting prompt tokens;
-    what becomes a chunk at its end, and when things happened to it.
+    what becomes a chunk at its end, when things happened to it, and whether it has given nothing yet.
     """
 
     peer: Peer
@@ -74,6 +74,7 @@ class Owner:
     waiting: int
     keep: Keep | None
     line: Timeline
+    fresh: bool = True
 
     @property
     def counted(self) -> bool:
@@ -300,12 +301,13 @@ class EngineLoop:
         news: dict[int, News] = {}
         for out in outputs:
             owner = self._owners[out.request_id]
-            if not owner.line.first and owner.counted and out.token_ids:
-                metrics.began(out.request_id, owner.line, now)
-                firsts += 1
-            if owner.waiting:
+            if owner.fresh:
+                owner.fresh = False
                 self.waiting_tokens -= owner.waiting
                 owner.waiting = 0
+                if owner.counted and out.token_ids:
+                    metrics.began(out.request_id, owner.line, now)
+                    firsts += 1
             if out.output is None and not owner.streamed:
                 continue
             if (told := news.get(id(owner.peer))) is None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError, api_error
@@ -89,6 +89,7 @@ async def whole(
         server.engine.cancel(ids)
 
 
+@runtime_checkable
 class Frames(Protocol):
     """The events of one kind of stream, as bytes."""
 
