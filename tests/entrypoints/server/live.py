@@ -72,8 +72,9 @@ class Live:
         self.listener.listen()
         self.sock = bound(self.settings)
         self.port = self.sock.getsockname()[1]
-        self.start_engine()
         self.server: Server = load_front(self.settings, "tiny", {})
+        self.model = replace(self.model, tokenizer=self.server.tokenizer)
+        self.start_engine()
         self.loop = uvloop.new_event_loop()
         self.front = FrontEnd(self.server, self.sock, self.path)
         self.front_thread = threading.Thread(target=self._front, daemon=True)

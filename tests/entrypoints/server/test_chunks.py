@@ -384,3 +384,18 @@ def test_settings_of_chunks_are_checked() -> None:
     for options in wrong:
         with pytest.raises(nv.InvalidRequestError):
             Settings(**options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_goes_on_after_the_chunk_of_its_last_turn(served: Live, stream: bool) -> None:
+    first = [{"role": "user", "content": "Hello"}]
+    body = {"messages": first, "max_tokens": 12, "temperature": 0, "keep": "turn", "stream": stream}
+    told = served.events("/v1/chat/completions", body)[-1] if stream else served.post("/v1/chat/completions", body).json()
+    kept = told["nanovllm"]["kept"]
+    assert kept["name"] == "turn" and kept["exact"]
+    body = {"messages": [{"role": "user", "content": "And then?"}], "chunks": ["turn"], "max_tokens": 4, "temperature": 0}
+    plain = served.post("/v1/chat/completions", {**body, "chunks": None}).json()
+    after = served.post("/v1/chat/completions", body).json()
+    assert after["usage"]["prompt_tokens"] == kept["tokens"] + plain["usage"]["prompt_tokens"]
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= kept["tokens"]
+    assert after["nanovllm"] == {"chunks": ["turn"], "exact": True} and "nanovllm" not in plain

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="requests that run at the same time (default: 256)")
     group.add_argument("--max-waiting", type=positive, default=1024, metavar="N", help="requests that may wait; more get status 429")
     group.add_argument("--max-waiting-tokens", type=positive, metavar="N", help="prompt tokens of waiting requests; more get status 429")
+    for name, what in (("tool", "tool calls"), ("reasoning", "think blocks")):
+        told = f"the format of {what}; none: they are plain text (default: auto, what the chat template tells)"
+        group.add_argument(f"--{name}-parser", default="auto", metavar="NAME", help=told)
     shut = "how long running requests may go on after SIGTERM (default: 30)"
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
     group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
@@ -73,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
         chunk_dir=options.chunk_dir,
         max_chunks=options.max_chunks,
         chunk_share=options.chunk_share,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
     )
     if settings.chunk_dir is not None and not settings.chunk_dir.is_dir():
         raise InvalidRequestError(f"--chunk-dir {settings.chunk_dir} is not a folder")

@@ -14,6 +14,7 @@ from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_client import EngineClient
 from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange, Receive, Scope, Send
+from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
@@ -33,7 +34,7 @@ class Server:
         engine: The connection to the engine.
         tokenizer: The model's tokenizer, or None.
         generation: The model's own sampling options.
-        template: The source of the model's chat template, or None.
+        formats: How replies are read.
         draining: Whether the server ends, and takes no more requests.
         streams: The open streams of events.
         created: When the server started, in Unix time.
@@ -44,7 +45,7 @@ class Server:
     engine: EngineClient
     tokenizer: Tokenizer | None
     generation: SamplingParams
-    template: str | None = None
+    formats: ReplyFormats = field(default_factory=ReplyFormats)
     draining: bool = False
     streams: set[EventStream] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.entrypoints.server.fields import InvalidParamError
 from nanovllm.errors import (
     ChunkExistsError,
     ChunkFileError,
@@ -75,6 +76,8 @@ def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
             return ApiError(400, message, param=param, code="chunk_limit")
         case ChunkFileError():
             return ApiError(500, message, type="server_error", code="chunk_file", headers=(("x-should-retry", "false"),))
+        case InvalidParamError():
+            return ApiError(400, message, param=error.param)
         case InvalidRequestError():
             return ApiError(400, message, param=param or named(message))
         case _:

@@ -1,6 +1,6 @@
 """Which function answers which path. Paths of OpenAI's interface are also served without their `/v1`, as llama.cpp does."""
 
-from nanovllm.entrypoints.server.api import chunks, completions, metrics, models, tokens
+from nanovllm.entrypoints.server.api import chat, chunks, completions, metrics, models, tokens
 from nanovllm.entrypoints.server.app import Handler
 
 GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
@@ -8,6 +8,7 @@ OPENAI: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/models", GET, models.list_models),
     ("/models/{name:path}", GET, models.get_model),
     ("/completions", POST, completions.completions),
+    ("/chat/completions", POST, chat.chat_completions),
     ("/chunks", (*GET, *POST), chunks.all_chunks),
     ("/chunks/{name}", (*GET, *POST, *DELETE), chunks.one_chunk),
     ("/chunks/{name}/fork", POST, chunks.fork),

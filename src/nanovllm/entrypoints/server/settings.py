@@ -38,6 +38,8 @@ class Settings:
         chunk_dir: The folder of chunk files; None: chunks are not saved.
         max_chunks: How many chunks the clients of one key may have.
         chunk_share: The part of the KV memory that chunks may hold, all keys together.
+        tool_parser: The format of tool calls: a name of `tools.formats.FORMATS`, "auto" for what the chat template tells, or "none".
+        reasoning_parser: The format of think blocks: a name of `reasoning.REASONING_FORMATS`, "auto" or "none".
 
     Raises:
         InvalidRequestError: A value is invalid.
@@ -57,6 +59,8 @@ class Settings:
     chunk_dir: Path | None = None
     max_chunks: int = 256
     chunk_share: float = 0.5
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -157,12 +157,13 @@ class Supervisor:
         from nanovllm.entrypoints.server.named_chunks import chunk_limits
 
         self.http.close()
+        parsers = (self.settings.tool_parser, self.settings.reasoning_parser)
         limits = {
             "max_waiting": self.settings.max_waiting,
             "max_waiting_tokens": self.settings.max_waiting_tokens,
             "chunk_limits": chunk_limits(self.settings),
         }
-        return run_engine(self.model, self.options, limits, self.listener, ready)
+        return run_engine(self.model, self.options, parsers, limits, self.listener, ready)
 
     def _front(self) -> int:
         import uvloop

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from nanovllm.entrypoints.server.app import Server, given_digest
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
@@ -45,6 +47,11 @@ class Reuse:
             kept = ends[0].kept or {"error": "the reply failed"}
             value |= {"keep_error": kept["error"]} if "error" in kept else {"kept": kept}
         return {"nanovllm": value} if value else {}
+
+    def event(self, ended: Ended) -> str:
+        """The same as JSON, for the last event of a row."""
+        told = msgspec.json.encode(self.told([ended]))[1:-1].decode()
+        return f",{told}" if told else ""
 
 
 def namespace(server: Server, exchange: Exchange) -> str:

@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from itertools import chain
 from json.encoder import encode_basestring_ascii as quoted  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
@@ -58,7 +57,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
         answer = {"id": ident, "object": "text_completion", "created": created, "model": model, "choices": choices}
         await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
         return
-    stops = tuple(chain.from_iterable([[asked.stop] if isinstance(asked.stop, str) else asked.stop or ()]))
+    stops = stops_of(asked)
     frames = CompletionFrames(ident, created, model, echoes, lengths, n, asked, reuse)
     texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
     await StreamedReply(server, exchange, frames, texts).run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
@@ -91,9 +90,8 @@ class CompletionFrames:
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
-        told = msgspec.json.encode(self._reuse.told([ended]))[1:-1].decode()
-        more = f",{told}" if told else ""
-        return f"{self._before}{_choice(row.index, text, quoted(ended.finish_reason))}]{more}{self._end(row, ended)}".encode()
+        choice = _choice(row.index, text, quoted(ended.finish_reason))
+        return f"{self._before}{choice}]{self._reuse.event(ended)}{self._end(row, ended)}".encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
@@ -111,6 +109,11 @@ class CompletionFrames:
 
 def _choice(index: int, text: str, reason: str = "null") -> str:
     return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":{reason}}}'
+
+
+def stops_of(asked: Sampled) -> tuple[str, ...]:
+    """The stop strings of a request."""
+    return (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
 
 
 def num_choices(n: int | None) -> int:

@@ -136,8 +136,8 @@ class StreamedRow:
 
     def _write(self, token_ids: list[int]) -> None:
         self.text, piece = self.text.push(token_ids)
-        if piece:
-            self.reply.write(self.reply.frames.piece(self, piece))
+        if piece and (data := self.reply.frames.piece(self, piece)):
+            self.reply.write(data)
 
     def end(self, ended: Ended) -> None:
         """The row has ended."""

@@ -62,4 +62,4 @@ async def tokenizer_info(server: Server, exchange: Exchange) -> None:
         raise ApiError(400, "this model has no tokenizer")
     special = server.tokenizer.special_tokens
     answer = {name: special.get(name) for name in ("eos_token", "bos_token", "pad_token", "unk_token")}
-    await exchange.respond(200, msgspec.json.encode({**answer, "chat_template": server.template}))
+    await exchange.respond(200, msgspec.json.encode({**answer, "chat_template": server.tokenizer.templates.get("default")}))
