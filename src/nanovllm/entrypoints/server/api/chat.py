@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
-from nanovllm.entrypoints.server.api.chunk_reuse import reuse_of
+from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices, seeded, stops_of, summed
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
