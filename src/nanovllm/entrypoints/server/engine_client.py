@@ -156,9 +156,9 @@ class EngineClient(asyncio.Protocol):
             raise EngineDeadError("the engine is not there: it is starting, or it has failed")
         self._transport.write(frame(message))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         """A connection begins."""
-        self._transport = transport  # pyright: ignore[reportAttributeAccessIssue]
+        self._transport = transport
         self._inward.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -14,10 +14,17 @@ import numpy as np
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import Queue, RequestOutput
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-WAITS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-COUNTS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0
+)  # fmt: skip
+GAPS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0
+)  # fmt: skip
+WAITS = (
+    0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+COUNTS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 BUCKETS = {
     "time_to_first_token": SECONDS,
     "inter_token": GAPS,
@@ -44,16 +51,16 @@ class Histogram:
 
     __slots__ = ("_edges", "_floats", "counts", "sum")
 
-    def __init__(self, edges: Seq[float]) -> None:
+    def __init__(self, edges: Seq[float | int]) -> None:
         self._edges, self._floats = np.asarray(edges, float), tuple(map(float, edges))
         self.counts, self.sum = np.zeros(len(edges) + 1, np.int64), 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float | int) -> None:
         """Count one value."""
         self.counts[bisect_left(self._floats, value)] += 1
         self.sum += value
 
-    def add_many(self, values: Seq[float], weights: Seq[int]) -> None:
+    def add_many(self, values: Seq[float | int], weights: Seq[int]) -> None:
         """Count values, each as often as its weight says."""
         array, times = np.asarray(values, float), np.asarray(weights, np.int64)
         np.add.at(self.counts, np.searchsorted(self._edges, array), times)
