@@ -47,7 +47,6 @@ def test_a_schema_is_obeyed_after_the_think_block(live: Live, thinking: bool, st
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"response_format": {"type": "json_object"}, "max_tokens": 200}, r"\{(?s:.*)\}"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
         ({"guided_choice": ["yes", "no/never"]}, "yes|no/never"),
         ({"guided_regex": "[0-9]{3}-[a-c]/x"}, "[0-9]{3}-[a-c]/x"),
