@@ -8,6 +8,8 @@ import pytest
 
 from tests.entrypoints.server.live import Live
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},

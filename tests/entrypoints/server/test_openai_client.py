@@ -14,6 +14,8 @@ from nanovllm.entrypoints.server.settings import Settings
 from tests.entrypoints.server.live import LIMIT, Live
 from tests.entrypoints.server.openai_clients import async_client_of, client_of
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": "tiny", "temperature": 0}
 # All documented fields, with values that must not change a greedy reply

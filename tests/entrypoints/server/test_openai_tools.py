@@ -13,6 +13,8 @@ from tests.entrypoints.server.live import Live
 from tests.entrypoints.server.openai_clients import async_client_of, client_of
 from tests.entrypoints.server.scripted import FORMATS, say, scripted
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [
