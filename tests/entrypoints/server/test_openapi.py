@@ -81,7 +81,7 @@ def assert_conforms(live: Live, path: str, method: str, body: Any = None) -> Non
     content = {name.partition(";")[0]: value for name, value in described["content"].items()}[kind]
     if kind == "text/event-stream":
         for event in parsed(re.sub(rb"(?m)^event: .*\n", b"", answer.body)):
-            assert event == "[DONE]" or not [*faults(event, content["x-event"], DOCUMENT)], event
+            assert event == "[DONE]" or not [*faults(event, content["schema"]["properties"]["data"]["contentSchema"], DOCUMENT)], event
     elif kind == "application/json":
         assert not [*faults(answer.json(), content["schema"], DOCUMENT)], answer
 

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from nanovllm.entrypoints.server.chat_limits import MAX_MESSAGES, MAX_TOOLS
-from nanovllm.entrypoints.server.messages import EFFORTS
+from nanovllm.entrypoints.server.messages import EFFORTS, ROLES
 from nanovllm.entrypoints.server.openapi.answers import BOOLEAN, NULL, OBJECT, STRING, Schema, array, const, either, obj, words
 from nanovllm.sampling.params import SamplingParams
 
 TEMPLATE = "#/components/schemas/{name}"
 ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.M)
 CONTENT = either(STRING, array(obj({"type": words("text", "input_text", "output_text", "refusal")}, {"text": STRING})), NULL)
-MESSAGE = obj({"role": STRING}, {"content": CONTENT, "name": STRING, "tool_calls": array(OBJECT), "tool_call_id": STRING})
+MESSAGE = obj({"role": words(*ROLES)}, {"content": CONTENT, "name": STRING, "tool_calls": array(OBJECT), "tool_call_id": STRING})
 ITEM = obj(
     {},
     {
@@ -105,7 +105,9 @@ def request_schemas(structs: Iterable[type[msgspec.Struct]]) -> dict[str, Schema
 def _described(schema: dict[str, Any], more: Iterable[str], notes: Mapping[str, str]) -> Schema:
     properties = {}
     for name, given in {**schema.get("properties", {}), **{name: {} for name in more}}.items():
-        checked = CHECKED.get(name, {}) if not given.keys() - {"default"} else {}
+        checked = {} if given.keys() - {"default"} else CHECKED.get(name, {})
+        if name == "messages" and "default" in given:
+            checked = either(checked, NULL)
         note = {"description": notes[name]} if name in notes else {}
         properties[name] = {**checked, **given, **note}
     first, _, _ = schema.get("description", "").partition(". ")
