@@ -5,8 +5,6 @@ tokenizer reads anything into it. The reply is "one"; after the result of a tool
 """
 
 import re
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -45,37 +43,39 @@ def scripted(name: str, settings: Settings | None = None) -> Live:
     tokenizer = make_tokenizer(backend, {"bos_token": "<s>", "eos_token": end}, (TEMPLATES / f"{template}.jinja").read_text())
     end_id = backend.token_to_id(end)
     model = random_model(tiny_config(vocab_size=288, max_position_embeddings=4096, eos_token_ids=(end_id,)), tokenizer=tokenizer)
-    processor = LogitsProcessor(forced(tokenizer, end_id, result), prompt_lengths)
-    limits = {"process_logits": processor}
+    limits = {"process_logits": forcing(tokenizer, end_id, result)}
     return Live(model, settings or Settings(shutdown_seconds=1.0, model_name="scripted"), limits=limits, num_pages=1024)
 
 
-def prompt_lengths(tokens: TokensSoFar) -> Tensor:
-    """What the processor carries: how long each row's prompt is."""
-    return tokens.lengths.clone()
+def forcing(tokenizer: Tokenizer, end: int, result: str) -> LogitsProcessor:
+    """What allows only the next token of each row's script, and `end` after it. A prompt without a script is left alone.
 
+    For each row it carries the number of its script, or -1, and the length of its prompt.
+    """
+    scripts: list[tuple[int, ...]] = []
 
-def forced(tokenizer: Tokenizer, end: int, result: str) -> Callable[[Tensor, TokensSoFar, Tensor], tuple[Tensor, Tensor]]:
-    """A function that allows only the next token of each row's script, and `end` after it. A prompt without a script is left alone."""
-
-    @cache
-    def script(prompt: tuple[int, ...]) -> tuple[int, ...] | None:
+    def read(prompt: list[int]) -> int:
         text = tokenizer.decode(prompt, skip_special_tokens=False)
         found = [*SCRIPT.finditer(text)]
         if not found:
-            return None
+            return -1
         replies = found[-1][1].split(",")
         turn = text.count(result, found[-1].end())
-        return (*tokenizer.encode(bytes.fromhex(replies[min(turn, len(replies) - 1)]), add_special_tokens=False), end)
+        reply = bytes.fromhex(replies[min(turn, len(replies) - 1)]).decode()
+        scripts.append((*tokenizer.encode(reply, add_special_tokens=False), end))
+        return len(scripts) - 1
 
-    def force(logits: Tensor, tokens: TokensSoFar, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(tokens: TokensSoFar) -> Tensor:
+        lengths = tokens.lengths.tolist()
+        return torch.tensor([(read(ids[:length].tolist()), length) for ids, length in zip(tokens.token_ids, lengths, strict=True)])
+
+    def force(logits: Tensor, tokens: TokensSoFar, carried: Tensor) -> tuple[Tensor, Tensor]:
         after = logits.clone()
-        for row, (ids, length, start) in enumerate(zip(tokens.token_ids.tolist(), tokens.lengths.tolist(), lengths.tolist(), strict=True)):
-            if start and (reply := script(tuple(ids[:start]))) is not None:
+        for row, (length, (script, start)) in enumerate(zip(tokens.lengths.tolist(), carried.tolist(), strict=True)):
+            if start and script >= 0:
+                reply = scripts[script]
                 after[row] = -torch.inf
                 after[row, reply[min(length - start, len(reply) - 1)]] = 0.0
-        return after, lengths
+        return after, carried
 
-    return force
-
-
+    return LogitsProcessor(force, begin)

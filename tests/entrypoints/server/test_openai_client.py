@@ -75,8 +75,8 @@ def test_completions_with_all_documented_fields(live: Live, client: openai.OpenA
     assert both.usage.prompt_tokens_details is not None and both.object == "text_completion" and both.model == "tiny"
 
     async def the_same() -> openai.types.Completion:
-        async with async_client_of(live) as client:
-            return await client.completions.create(**COMPLETION)
+        async with async_client_of(live) as other:
+            return await other.completions.create(**COMPLETION)
 
     assert asyncio.run(the_same()).choices == both.choices
 
@@ -103,12 +103,12 @@ def test_chat_with_all_documented_fields(live: Live, client: openai.OpenAI):
     assert usage is not None and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens and usage.completion_tokens <= 128
     system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hel\nlo"}]
     system += [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Hello"}]
-    plain = client.chat.completions.create(**GREEDY, messages=system, max_tokens=64)  # pyright: ignore[reportArgumentType]
+    plain = client.chat.completions.create(**GREEDY, messages=system, max_tokens=64)
     assert plain.choices[0].message == first.message and plain.usage is not None and plain.usage.prompt_tokens == usage.prompt_tokens
 
     async def the_same() -> openai.types.chat.ChatCompletion:
-        async with async_client_of(live) as client:
-            return await client.chat.completions.create(**CHAT)
+        async with async_client_of(live) as other:
+            return await other.chat.completions.create(**CHAT)
 
     assert asyncio.run(the_same()).choices == both.choices
 
@@ -143,7 +143,7 @@ def test_the_accumulator_of_the_client(live: Live, client: openai.OpenAI):
     assert {event.type for event in events} == {"chunk", "content.delta", "content.done"}
 
     async def collected() -> Any:
-        async with async_client_of(live) as client, client.chat.completions.stream(**asked) as stream:
+        async with async_client_of(live) as other, other.chat.completions.stream(**asked) as stream:
             return await stream.get_final_completion()
 
     assert asyncio.run(collected()).choices == final.choices
@@ -168,7 +168,7 @@ def test_a_message_is_continued(client: openai.OpenAI):
     assert caught.value.param == "messages[1].role"
     more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
     answer = client.chat.completions.create(**GREEDY, messages=begun, max_tokens=3, extra_body=more)
-    (card,) = answer.to_dict()["choices"]  # pyright: ignore[reportGeneralTypeIssues]
+    (card,) = answer.to_dict()["choices"]
     assert len(card["token_ids"]) == 3 and answer.choices[0].message.content
 
 

@@ -35,6 +35,7 @@ from nanovllm.entrypoints.server.wire import (
 )
 from nanovllm.errors import EngineDeadError, NanoVLLMError, QueueFullError
 from nanovllm.models.model import Model
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.device_errors import message_of
@@ -175,6 +176,7 @@ class EngineLoop:
             dtype=str(self.model.dtype).removeprefix("torch."),
             num_pages=config.num_pages,
             page_size=config.page_size,
+            end_ids=[*self.model.config.eos_token_ids],
         )
         try:
             self._send(peer, hello)
@@ -209,7 +211,7 @@ class EngineLoop:
         contexts: list[Any] = [[np.frombuffer(part, np.int32) for part in parts] for parts in message.prompts]
         lengths = [sum(map(len, parts)) for parts in contexts]
         self._require_room(len(contexts), sum(lengths))
-        params: list[SamplingParams | None] = [SamplingParams(**options) for options in message.params]
+        params: list[SamplingParams | None] = [_params(options) for options in message.params]
         priorities, processor = [message.priority] * len(contexts), self.process_logits
         self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=priorities, process_logits=processor)
         for request_id, number, length in zip(ids, message.ids, lengths, strict=True):
@@ -302,3 +304,10 @@ class News:
     def message(self) -> Stepped:
         """The frame's message."""
         return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended)
+
+
+def _params(options: dict[str, Any]) -> SamplingParams:
+    """The sampling options of a frame."""
+    if (grammar := options.get("grammar")) is not None:
+        options = {**options, "grammar": Grammar(**grammar)}
+    return SamplingParams(**options)

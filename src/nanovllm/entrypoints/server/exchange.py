@@ -118,14 +118,15 @@ class EventStream:
         dropped: Called when the client has not read for too long. The answer is then cut off.
     """
 
-    __slots__ = ("_send", "_since", "_streams", "dropped", "ended", "paused", "resumed")
+    __slots__ = ("_loop", "_send", "_since", "_streams", "dropped", "ended", "paused", "resumed")
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], streams: "set[EventStream]") -> None:
         self._send, self._streams = send, streams
         self.paused = self.ended = False
         self.resumed: Callable[[], None] = _nothing
         self.dropped: Callable[[], None] = _nothing
-        self._since = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
         streams.add(self)
         self._drive({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -154,15 +155,14 @@ class EventStream:
 
     def _drive(self, message: dict[str, Any]) -> None:
         """Run `send` up to its end. Usually it does not wait, so that no task is needed; if it waits, a task runs the rest."""
-        loop = asyncio.get_running_loop()
-        self._since = loop.time()
+        self._since = self._loop.time()
         sending = self._send(message)
         try:
             waits_for = sending.send(None)
         except StopIteration:
             return
         self.paused = True
-        loop.create_task(self._rest(sending, waits_for))  # noqa: RUF006 - the loop keeps it through the future that it waits for
+        self._loop.create_task(self._rest(sending, waits_for))  # noqa: RUF006 - the loop keeps it through the future that it waits for
 
     async def _rest(self, sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
         await _Rest(sending, waits_for)

@@ -6,20 +6,24 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nanovllm.entrypoints.server.constraints import CONSTRAINTS
 from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import MIN_TEMPERATURE, SamplingParams, closest
 
 T = TypeVar("T", bound="Sampled")
 S = TypeVar("S", bound=msgspec.Struct)
+# Fields that force the form of a reply (see `constraints`): OpenAI's, and those of other servers
+CONSTRAINTS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
+    "ebnf", "grammar", "structural_tag",
+)  # fmt: skip
 # Fields that OpenAI's clients and those of other servers send, and that cannot change the text of the reply
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
         "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "cache_salt", "return_progress",
         "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "add_special_tokens",
-        "stream_interval",
+        "stream_interval", "guided_decoding_backend", "guided_whitespace_pattern",
     }
 )  # fmt: skip
 # Fields that would change the reply and that this server does not have. A value that asks for nothing is let through.
@@ -155,6 +159,8 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
     values = {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
     if params.logit_bias is not None:
         values["logit_bias"] = dict(params.logit_bias)
+    if params.grammar is not None:
+        values["grammar"] = {"form": params.grammar.form, "source": params.grammar.source}
     return values
 
 

@@ -57,6 +57,7 @@ class Hello(msgspec.Struct, tag=10, array_like=True, frozen=True):
         dtype: The type of the weights.
         num_pages: Pages of KV memory.
         page_size: Tokens per page.
+        end_ids: The model's end-of-sequence tokens.
     """
 
     max_model_len: int
@@ -66,6 +67,7 @@ class Hello(msgspec.Struct, tag=10, array_like=True, frozen=True):
     dtype: str
     num_pages: int
     page_size: int
+    end_ids: list[int]
 
 
 class Failure(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):

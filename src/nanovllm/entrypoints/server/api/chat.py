@@ -14,7 +14,7 @@ from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices,
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
-from nanovllm.entrypoints.server.constraints import constraint_of
+from nanovllm.entrypoints.server.constraints import chat_form, forced, form_of
 from nanovllm.entrypoints.server.errors import api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
@@ -51,18 +51,18 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     refuse_logprobs(asked.logprobs, asked.top_logprobs)
     model, n = own_model(server, asked.model), num_choices(asked.n)
     try:
-        prompt = chat_prompt(body)
+        form, prompt = form_of(body), chat_prompt(body)
     except InvalidRequestError as error:
         raise api_error(error, "messages") from None
-    constraint = constraint_of(body, prompt.tool_choice)
     ids = await prompt_ids(server, prompt)
     length = len(ids) // INT32.itemsize
     limit = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     most = room(server, length, asked.max_tokens if limit == "max_tokens" else asked.max_completion_tokens, "messages", limit)
+    parser = reply_parser(server, prompt, ids)
+    constraint = await forced(server, chat_form(server, form, prompt, parser))
     options = sampling(asked, server.generation, most, **constraint)
     params = [seeded(options, i) for i in range(n)]
     rows = [[ids] for _ in range(n)]
-    parser = reply_parser(server, prompt, ids)
     frames = ChatFrames(server, model, ids, asked, prompt, [parser] * n)
     if asked.stream:
         stops = stops_of(asked)
@@ -106,9 +106,8 @@ class ChatFrames:
 
     def piece(self, row: StreamedRow, text: str) -> bytes:
         """A piece of one row's text."""
-        parser, events = self._parsers[row.index].push(text)
-        self._parsers[row.index] = parser
-        return self._frames(row, events, self._counted(row.num_tokens)).encode()
+        self._parsers[row.index], events = self._parsers[row.index].push(text)
+        return self._frames(row, events, self._counted(row.num_tokens)).encode() if events else b""
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
@@ -149,8 +148,11 @@ class ChatFrames:
         return {"reasoning_tokens": sum([num_tokens(self._server, "".join(parts)) for parts in self.thoughts if parts])}
 
     def _frames(self, row: StreamedRow, events: Iterable[Event], after: str) -> str:
-        deltas = [delta for event in events if (delta := self._delta(row, event))]
-        return "".join([self._frame(row.index, delta, "null", after, "" if i else row.told_ids()) for i, delta in enumerate(deltas)])
+        frames = ""
+        for event in events:
+            if delta := self._delta(row, event):
+                frames += self._frame(row.index, delta, "null", after, row.told_ids() if not frames else "")
+        return frames
 
     def _frame(self, index: int, delta: str, reason: str, after: str, more: str = "") -> str:
         return f'{self._before}"choices":[{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{reason}{more}}}]{after}'

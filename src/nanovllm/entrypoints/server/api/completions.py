@@ -11,7 +11,7 @@ import numpy as np
 from nanovllm.entrypoints.server.api.prompts import INT32, checked, encoded, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
-from nanovllm.entrypoints.server.constraints import constraint_of
+from nanovllm.entrypoints.server.constraints import forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
@@ -37,16 +37,21 @@ async def completions(server: Server, exchange: Exchange) -> None:
     body = await exchange.json()
     asked = read(body, CompletionRequest)
     refuse_logprobs(asked.logprobs)
-    constraint = constraint_of(body)
+    form = form_of(body)
     model, n = own_model(server, asked.model), num_choices(asked.n)
     if asked.best_of not in (None, n):
         raise ApiError(400, f"best_of={asked.best_of}: only the value of n ({n}) is supported", param="best_of")
-    prompts = await _prompts(server, asked)
+    named = await _prompts(server, asked)
+    prompts = [ids for _, ids in named]
     if len(prompts) * n > MOST_ROWS:
         raise ApiError(400, f"{len(prompts)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
     lengths = [len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
-    options = [sampling(asked, server.generation, room(server, length, most, "prompt"), **constraint) for length in lengths]
+    constraint = await forced(server, form)
+    options = [
+        sampling(asked, server.generation, room(server, length, most, name), **constraint)
+        for (name, _), length in zip(named, lengths, strict=True)
+    ]
     rows = [[ids] for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
@@ -160,12 +165,13 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
     return usage(sum(lengths), sum(end.num_tokens for end in ends), sum(end.num_cached for end in ends[::n]))
 
 
-async def _prompts(server: Server, asked: CompletionRequest) -> list[bytes]:
+async def _prompts(server: Server, asked: CompletionRequest) -> list[tuple[str, bytes]]:
+    """Each prompt's place in the request, and its token ids."""
     prompt = asked.prompt
     if isinstance(prompt, str):
-        return [await encoded(server, prompt, "prompt")]
+        return [("prompt", await encoded(server, prompt, "prompt"))]
     if prompt and all(isinstance(one, int) for one in prompt):
-        return [checked(server, prompt, "prompt")]  # pyright: ignore[reportArgumentType]
+        return [("prompt", checked(server, prompt, "prompt"))]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")
     found = []
@@ -173,7 +179,7 @@ async def _prompts(server: Server, asked: CompletionRequest) -> list[bytes]:
         name = f"prompt[{place}]"
         if isinstance(one, int):
             raise ApiError(400, "prompt mixes token ids with texts or lists", param="prompt")
-        found.append(checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name))
+        found.append((name, checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name)))
     return found
 
 

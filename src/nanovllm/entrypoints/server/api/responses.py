@@ -10,7 +10,7 @@ from nanovllm.entrypoints.server.api.prompts import INT32, room
 from nanovllm.entrypoints.server.api.replies import StreamedReply, whole
 from nanovllm.entrypoints.server.api.response_frames import ResponseFrames
 from nanovllm.entrypoints.server.app import Server, own_model
-from nanovllm.entrypoints.server.constraints import constraint_of
+from nanovllm.entrypoints.server.constraints import Form, chat_form, forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.input_items import input_messages
@@ -80,13 +80,15 @@ class ResponsesRequest(Sampled, kw_only=True):
 async def responses(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
-    asked, prompt, constraint = _read(body)
+    asked, prompt, form = _read(body)
     model = own_model(server, asked.model)
     ids = await prompt_ids(server, prompt, "input")
     length = len(ids) // INT32.itemsize
     most = room(server, length, asked.max_output_tokens, "input", "max_output_tokens")
+    parser = reply_parser(server, prompt, ids)
+    constraint = await forced(server, chat_form(server, form, prompt, parser))
     options = sampling(asked, server.generation, most, **constraint)
-    frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, reply_parser(server, prompt, ids))
+    frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, parser)
     priority = asked.priority or 0
     if asked.stream:
         texts = [TextStream.of(server.tokenizer, stops_of(asked))]
@@ -105,8 +107,8 @@ async def count_input_tokens(server: Server, exchange: Exchange) -> None:
     await exchange.respond(200, msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(ids) // INT32.itemsize}))
 
 
-def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, dict[str, Any]]:
-    """The fields of a request, its conversation, and the options that force the form of the reply.
+def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, Form | None]:
+    """The fields of a request, its conversation, and the form that it asks for.
 
     Raises:
         ApiError: A field is wrong, or asks for something that this server does not have.
@@ -138,8 +140,8 @@ def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, dict[str,
     fields = {name: body.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")}
     try:
         prompt = prompt_of(input_messages(asked.input, asked.instructions), {**fields, "reasoning_effort": effort})
-        form = {**body, "response_format": None if asked.text is None else asked.text.format}
-        return asked, prompt, constraint_of(form, prompt.tool_choice, "text.format")
+        form = form_of({**body, "response_format": None if asked.text is None else asked.text.format}, "text.format")
+        return asked, prompt, form
     except InvalidRequestError as error:
         raise api_error(error, "input") from None
 
@@ -174,7 +176,7 @@ def _echo(asked: ResponsesRequest, prompt: ChatPrompt, body: dict[str, Any], mod
         "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
         "store": False,
         "temperature": options.get("temperature", DEFAULTS.temperature),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format},
         "tool_choice": _choice(prompt, asked.tool_choice),
         "tools": tools,
         "top_logprobs": 0,

@@ -62,7 +62,7 @@ def _section(method: str, path: str, entry: dict[str, Any], alias: str | None, b
     content = entry["responses"]["200"]["content"]
     answers = [f"{_type(value['schema'])} (<code>{escape(kind)}</code>)" for kind, value in content.items() if kind != STREAM]
     if STREAM in content:
-        event = content[STREAM]["schema"]["properties"]["data"]["contentSchema"]
+        event = content[STREAM]["schema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
         answers.append(f"with <code>stream</code>, events of {_type(event)} (<code>{STREAM}</code>)")
     yield f"<p>Answer: {'; '.join(answers)}</p><pre>{escape(shlex.join(words))}</pre>"
 
