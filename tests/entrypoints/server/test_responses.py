@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 import nanovllm as nv
 from nanovllm.entrypoints.server.input_items import input_messages
@@ -191,8 +192,12 @@ def test_a_refusal_before_a_stream_is_a_status(live: Live, client: openai.OpenAI
 def test_choices_of_tools_come_back_in_their_flat_form(live: Live, client: openai.OpenAI):
     named = {"type": "function", "name": "weather"}
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [named]}
-    for choice, wanted in (("none", "none"), (allowed, allowed), ({"type": "allowed_tools", "allowed_tools": allowed}, allowed)):
-        answer = client.responses.create(**ASKED, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)  # pyright: ignore[reportCallIssue,reportArgumentType]
+    nested = {"type": "function", "function": {"name": "weather"}}
+    inner = {"type": "allowed_tools", "allowed_tools": allowed}
+    for choice, wanted in (("none", "none"), (named, named), (nested, named), (allowed, allowed), (inner, allowed)):
+        asked = {**ASKED, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+        with answering(live, CALL):
+            answer = client.responses.create(**asked)
         assert answer.to_dict()["tool_choice"] == wanted and answer.parallel_tool_calls is False
 
 
@@ -248,6 +253,7 @@ def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI):
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name", None),
         ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice", None),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", None),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "hiccup"}}}}, "text.format", None),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 3}}}, "text.format.schema", None),
         ({"text": {"format": {"type": "hiccup"}}}, "text.format.type", None),
         ({"text": {"format": 3}}, "text.format", None),
@@ -286,6 +292,23 @@ def test_another_model_is_not_found(client: openai.OpenAI):
         client.responses.create(**{**ASKED, "model": "gpt-5"})
     with pytest.raises(openai.NotFoundError):
         client.responses.input_tokens.count(model="gpt-5", input="x")
+
+
+class Colour(BaseModel):
+    """What a reply is to be."""
+
+    name: Literal["red", "green"]
+    dark: bool
+
+
+@pytest.mark.parametrize("effort", ["none", "low"])
+def test_the_text_is_of_the_form_that_was_asked_for(client: openai.OpenAI, effort: Any):
+    asked = {**ASKED, "max_output_tokens": 400, "reasoning": {"effort": effort}}
+    parsed = client.responses.parse(**asked, text_format=Colour)
+    assert parsed.status == "completed" and isinstance(parsed.output_parsed, Colour)
+    assert parsed.text and parsed.text.format and parsed.text.format.type == "json_schema"
+    with client.responses.stream(**asked, text_format=Colour) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
 def test_the_engine_is_idle_at_last(live: Live):

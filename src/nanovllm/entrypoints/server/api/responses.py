@@ -176,7 +176,7 @@ def _echo(asked: ResponsesRequest, prompt: ChatPrompt, body: dict[str, Any], mod
         "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
         "store": False,
         "temperature": options.get("temperature", DEFAULTS.temperature),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format},
         "tool_choice": _choice(prompt, asked.tool_choice),
         "tools": tools,
         "top_logprobs": 0,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanovllm.entrypoints.server.openapi.answers import ANSWERS, ref
+from nanovllm.entrypoints.server.openapi.answers import ANSWERS, STRING, const, either, obj, ref
 from nanovllm.entrypoints.server.openapi.operations import OPERATIONS, Operation
 from nanovllm.entrypoints.server.openapi.requests import request_schemas
 
@@ -83,7 +83,9 @@ def _entry(operation: Operation, method: str, path: str, model_name: str) -> dic
 def _answer(operation: Operation) -> Mapping[str, Any]:
     content: dict[str, Any] = {operation.kind: {"schema": {} if operation.answers is None else ref(operation.answers)}}
     if operation.events is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": ref(operation.events)}
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(operation.events)}
+        data = either(data, const("[DONE]")) if operation.done else either(data)
+        content["text/event-stream"] = {"schema": obj({"data": data}, {"event": STRING})}  # of each event, as OpenAPI 3.2 means it
     return {"description": "The answer", "content": content}
 
 

@@ -24,6 +24,7 @@ class Operation:
         takes: The struct that reads its body, or None.
         answers: The schema of its answer, a name of `ANSWERS`; None: the answer is not JSON.
         events: The schema of an event, if the answer may be a stream.
+        done: Whether such a stream ends with `[DONE]`.
         example: A body.
         kind: The content type of an answer that is not JSON.
         open: Whether it needs no key.
@@ -33,6 +34,7 @@ class Operation:
     takes: type[msgspec.Struct] | None = None
     answers: str | None = None
     events: str | None = None
+    done: bool = False
     example: Mapping[str, Any] | None = None
     kind: str = "application/json"
     open: bool = False
@@ -48,6 +50,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             takes=CompletionRequest,
             answers="Completion",
             events="CompletionEvent",
+            done=True,
             example={"prompt": "Once upon a time", "max_tokens": 24},
         ),
         ("POST", "/chat/completions"): Operation(
@@ -55,6 +58,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             takes=ChatRequest,
             answers="ChatCompletion",
             events="ChatCompletionEvent",
+            done=True,
             example={"messages": [{"role": "user", "content": HELLO}], "max_completion_tokens": 64},
         ),
         ("POST", "/responses"): Operation(

@@ -11,6 +11,7 @@ POLICY = (
     b"content-security-policy",
     b"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 )
+STREAM = "text/event-stream"
 STYLE = """\
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}
 table{border-collapse:collapse;width:100%}
@@ -59,8 +60,10 @@ def _section(method: str, path: str, entry: dict[str, Any], alias: str | None, b
         for example in body.get("examples", {}).values():
             words = ["curl", f"{base}{path}", "-H", "Content-Type: application/json", "-d", json.dumps(example["value"])]
     content = entry["responses"]["200"]["content"]
-    answers = [f"{_type(value['schema'])} (<code>{escape(kind)}</code>)" for kind, value in content.items() if "x-event" not in value]
-    answers += [f"with <code>stream</code>, events of {_type(value['x-event'])}" for value in content.values() if "x-event" in value]
+    answers = [f"{_type(value['schema'])} (<code>{escape(kind)}</code>)" for kind, value in content.items() if kind != STREAM]
+    if STREAM in content:
+        event = content[STREAM]["schema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
+        answers.append(f"with <code>stream</code>, events of {_type(event)} (<code>{STREAM}</code>)")
     yield f"<p>Answer: {'; '.join(answers)}</p><pre>{escape(shlex.join(words))}</pre>"
 
 

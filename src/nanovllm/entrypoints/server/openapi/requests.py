@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from nanovllm.entrypoints.server.chat_limits import MAX_MESSAGES, MAX_TOOLS
-from nanovllm.entrypoints.server.messages import EFFORTS
+from nanovllm.entrypoints.server.messages import EFFORTS, ROLES
 from nanovllm.entrypoints.server.openapi.answers import BOOLEAN, NULL, OBJECT, STRING, Schema, array, const, either, obj, words
 from nanovllm.sampling.params import SamplingParams
 
 TEMPLATE = "#/components/schemas/{name}"
 ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.M)
 CONTENT = either(STRING, array(obj({"type": words("text", "input_text", "output_text", "refusal")}, {"text": STRING})), NULL)
-MESSAGE = obj({"role": STRING}, {"content": CONTENT, "name": STRING, "tool_calls": array(OBJECT), "tool_call_id": STRING})
+MESSAGE = obj({"role": words(*ROLES)}, {"content": CONTENT, "name": STRING, "tool_calls": array(OBJECT), "tool_call_id": STRING})
 ITEM = obj(
     {},
     {
@@ -46,13 +46,16 @@ CHECKED: Mapping[str, Schema] = MappingProxyType(
         "chat_template_kwargs": {"type": ["object", "null"]},
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
-        "response_format": either(obj({"type": const("text")}), NULL),
-        "format": either(obj({"type": const("text")}), NULL),
+        **{name: {"type": ["object", "null"]} for name in ("response_format", "format", "structured_outputs")},
     }
 )
 # Fields that other functions read than those of the structs
 ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"ChatRequest": ("response_format",), "CompletionRequest": ("response_format",)}
+    {
+        "CompletionRequest": ("response_format", "structured_outputs"),
+        "ChatRequest": ("response_format", "structured_outputs"),
+        "ResponsesRequest": ("structured_outputs",),
+    }
 )
 # What structs do not say of their fields
 NOTES: Mapping[str, str] = MappingProxyType(
@@ -70,12 +73,14 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "best_of": "Only the value of `n` is supported.",
         "messages": "The conversation. Its last message is not the assistant's, unless `continue_final_message` is set.",
         "tools": "The functions that the reply may call.",
-        "tool_choice": '`"none"`, `"auto"`, or the functions that may be called.',
+        "tool_choice": '`"none"`, `"auto"`, `"required"`, a function, or the functions that may be called.',
         "parallel_tool_calls": "Whether the reply may call several functions.",
         "reasoning_effort": '`"none"` asks the model not to think.',
         "chat_template_kwargs": "Variables of the model's chat template.",
         "include_reasoning": "Whether the answer has the text of the think block.",
-        "response_format": "Only plain text is supported.",
+        "response_format": 'Of the type `"text"`, `"json_object"` or `"json_schema"`: the form of the reply.',
+        "structured_outputs": "One of `json`, `regex`, `choice`, `grammar` and `json_object`, as vLLM has them.",
+        "format": 'Of the type `"text"`, `"json_object"` or `"json_schema"`: the form of the reply.',
         "input": "A text, or the items of the conversation.",
         "instructions": "The text of a system message before the input.",
         "previous_response_id": "Not supported: the server keeps no responses.",
@@ -105,7 +110,9 @@ def request_schemas(structs: Iterable[type[msgspec.Struct]]) -> dict[str, Schema
 def _described(schema: dict[str, Any], more: Iterable[str], notes: Mapping[str, str]) -> Schema:
     properties = {}
     for name, given in {**schema.get("properties", {}), **{name: {} for name in more}}.items():
-        checked = CHECKED.get(name, {}) if not given.keys() - {"default"} else {}
+        checked = {} if given.keys() - {"default"} else CHECKED.get(name, {})
+        if name == "messages" and "default" in given:
+            checked = either(checked, NULL)
         note = {"description": notes[name]} if name in notes else {}
         properties[name] = {**checked, **given, **note}
     first, _, _ = schema.get("description", "").partition(". ")
