@@ -51,6 +51,7 @@ class Live:
         port: The port.
         engine: The engine's loop.
         server: What the front end's functions share. It belongs to the front end's thread.
+        clients: Clients that are closed with the server.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Live:
         self.limits = {"max_waiting": self.settings.max_waiting, "max_waiting_tokens": self.settings.max_waiting_tokens, **(limits or {})}
 
     def __enter__(self) -> "Live":
+        self.clients = contextlib.ExitStack()
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "engine"
         self.listener = socket.socket(socket.AF_UNIX)
@@ -81,6 +83,7 @@ class Live:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.clients.close()
         if self.front_thread.is_alive():
             self.loop.call_soon_threadsafe(self.front.stop)
         self.front_thread.join(LIMIT)

@@ -228,10 +228,7 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str | None, str | None]]:
         yield kind, {"extra_body": {"min_tokens": 3}}, "min_tokens", "unsupported_parameter"
         yield kind, {"extra_body": {"response_format": {"type": "hiccup"}}}, "response_format.type", None
         yield kind, {"extra_body": {"response_format": "json_object"}}, "response_format", None
-        for field in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "grammar"):
-            yield kind, {"extra_body": {field: {"type": "object"}}}, field, "unsupported_parameter"
-        for form in ("json_object", "json_schema"):
-            yield kind, {"extra_body": {"response_format": {"type": form}}}, "response_format", "unsupported_parameter"
+        yield kind, {"extra_body": {"grammar": 'root ::= "a"'}}, "grammar", "unsupported_parameter"
     yield text, {"best_of": 3}, "best_of", None
     yield text, {"suffix": "."}, "suffix", "unsupported_parameter"
     yield chat, {"max_completion_tokens": 0}, "max_completion_tokens", None
@@ -246,8 +243,6 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str | None, str | None]]:
     yield chat, {"reasoning_effort": "much"}, "reasoning_effort", None
     yield chat, {"tool_choice": "required"}, "tool_choice", None
     tools = [{"type": "function", "function": {"name": "f"}}]
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):  # until replies can be forced
-        yield chat, {"tools": tools, "tool_choice": choice}, "tool_choice", "unsupported_parameter"
     yield chat, {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name", None
 
 
