@@ -27,7 +27,9 @@ from nanovllm.errors import (
     BrokenInvariantError,
     CaptureError,
     CheckpointError,
+    ChunkExistsError,
     ChunkFileError,
+    ChunkLimitError,
     DonatedStateError,
     EngineClosedError,
     EngineDeadError,
@@ -39,6 +41,7 @@ from nanovllm.errors import (
     ReleasedChunkError,
     RequestFailedError,
     TuningFileError,
+    UnknownChunkError,
 )
 from nanovllm.executor.branches import split_rows
 from nanovllm.executor.capture import capture
@@ -69,7 +72,9 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Chunk",
+    "ChunkExistsError",
     "ChunkFileError",
+    "ChunkLimitError",
     "ChunkStore",
     "DecodeCarry",
     "DecodeOutput",
@@ -108,6 +113,7 @@ __all__ = [
     "TokenLogprobs",
     "TokensSoFar",
     "TuningFileError",
+    "UnknownChunkError",
     "abandon",
     "begin",
     "cancel",

@@ -22,6 +22,7 @@ from nanovllm.entrypoints.server.engine_client import EngineClient
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
 from nanovllm.entrypoints.server.front import FrontEnd
 from nanovllm.entrypoints.server.front_model import load_front
+from nanovllm.entrypoints.server.named_chunks import chunk_limits
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.supervisor import bound
@@ -60,7 +61,12 @@ class Live:
         self.model = nv.load_model("tiny", device="cpu") if model is None else model
         self.settings = replace(settings or Settings(shutdown_seconds=1.0), port=0)
         self.options = {"num_pages": 256, "max_num_seqs": 8, **options}
-        self.limits = {"max_waiting": self.settings.max_waiting, "max_waiting_tokens": self.settings.max_waiting_tokens, **(limits or {})}
+        self.limits = {
+            "max_waiting": self.settings.max_waiting,
+            "max_waiting_tokens": self.settings.max_waiting_tokens,
+            "chunk_limits": chunk_limits(self.settings),
+            **(limits or {}),
+        }
 
     def __enter__(self) -> "Live":
         self.folder = tempfile.TemporaryDirectory()

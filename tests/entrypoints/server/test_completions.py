@@ -67,6 +67,12 @@ def test_many_prompts_of_texts_and_ids_with_several_choices(live: Live, llm: nv.
     assert one["choices"][0]["text"] == live.post(PATH, GREEDY).json()["choices"][0]["text"]
 
 
+def test_a_bias_changes_the_reply(live: Live):
+    body = GREEDY | {"logit_bias": {"7": 100}, "max_tokens": 3}
+    text = live.post(PATH, body).json()["choices"][0]["text"]
+    assert text == nv.load_model("tiny", device="cpu").tokenizer.decode([7, 7, 7])
+
+
 def test_choices_of_one_seed_differ_and_come_again(live: Live):
     body = GREEDY | {"n": 3, "temperature": 1.0, "seed": 5}
     one, two = ([choice["text"] for choice in live.post(PATH, body).json()["choices"]] for _ in range(2))

@@ -87,7 +87,7 @@ def test_responses_have_a_form_too(live: Live):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 123}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "hiccup"}}}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True, "type": "array"}}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {"uniqueItems": True, "type": "array"}}}, "response_format"),
         ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.routing import Match, Route, Router
 
+from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_client import EngineClient
 from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange, Receive, Scope, Send
@@ -37,6 +38,7 @@ class Server:
         draining: Whether the server ends, and takes no more requests.
         streams: The open streams of events.
         created: When the server started, in Unix time.
+        answers: What was answered since the engine was told.
     """
 
     settings: Settings
@@ -47,6 +49,7 @@ class Server:
     draining: bool = False
     streams: set[EventStream] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
+    answers: AnswerCounts = field(default_factory=AnswerCounts)
     num_running: int = 0  # requests that are being answered
 
 
@@ -82,6 +85,7 @@ class App:
         exchange = Exchange(scope, receive, send)
         scope["exchange"] = exchange
         self.server.num_running += 1
+        began = time.perf_counter()
         try:
             self._admit(exchange)
             await self._route(scope, receive, send)
@@ -96,6 +100,7 @@ class App:
             await self._fail(exchange, ApiError(500, "an error of the server itself", type="server_error", code="internal_error"))
         finally:
             self.server.num_running -= 1
+            self.server.answers.add(scope.get("route_path"), scope["method"], exchange.status, time.perf_counter() - began)
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> None:
         if not exchange.started:
@@ -106,6 +111,7 @@ class App:
             match, child = route.matches(scope)
             if match == Match.FULL:
                 scope.update(child)
+                scope["route_path"] = route.path  # pyright: ignore[reportAttributeAccessIssue]
                 await route.handle(scope, receive, send)
                 return
         raise ApiError(404, f"there is nothing at {scope['path'][:200]!r}", code="not_found")
@@ -134,13 +140,18 @@ def host_allowed(host: str, settings: Settings) -> bool:
     return name in LOOPBACK or "*" in settings.allowed_hosts or name in settings.allowed_hosts or name == settings.host.lower()
 
 
-def key_accepted(exchange: Exchange, digests: tuple[bytes, ...]) -> bool:
-    """Whether a request brings one of the keys. The time that this takes tells nothing of them."""
+def given_digest(exchange: Exchange) -> bytes:
+    """The digest of the key that a request brings."""
     given = exchange.header(b"authorization") or b""
     scheme, _, key = given.partition(b" ")
     if scheme.lower() != b"bearer":
         key = exchange.header(b"x-api-key") or b""
-    digest = hashlib.sha256(key.strip()).digest()
+    return hashlib.sha256(key.strip()).digest()
+
+
+def key_accepted(exchange: Exchange, digests: tuple[bytes, ...]) -> bool:
+    """Whether a request brings one of the keys. The time that this takes tells nothing of them."""
+    digest = given_digest(exchange)
     return any([hmac.compare_digest(digest, other) for other in digests])  # noqa: C419 - all are compared
 
 

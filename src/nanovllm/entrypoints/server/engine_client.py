@@ -21,6 +21,7 @@ from nanovllm.entrypoints.server.wire import (
     Failure,
     Hello,
     Inward,
+    Keep,
     Outward,
     Stepped,
     Submit,
@@ -104,15 +105,19 @@ class EngineClient(asyncio.Protocol):
         *,
         streamed: bool,
         priority: int = 0,
+        space: str = "",
+        keep: Keep | None = None,
     ) -> list[int]:
         """Send requests to the engine, which accepts all or refuses all.
 
         Args:
-            prompts: The parts of each prompt: int32 token ids as bytes, or names of chunks.
+            prompts: The parts of each prompt: first names of chunks, then int32 token ids as bytes.
             params: The sampling options of each request that are not the defaults.
             receivers: Who is told of each request.
             streamed: Whether the receivers are told of each step's tokens.
             priority: As in `nanovllm.submit`.
+            space: The namespace of the chunks.
+            keep: What becomes a chunk when the only request ends.
 
         Returns:
             A number for each request, for `cancel`.
@@ -121,7 +126,7 @@ class EngineClient(asyncio.Protocol):
             EngineDeadError: There is no engine at present.
         """
         ids = [next(self._numbers) & 0xFFFFFFFF for _ in prompts]
-        self._send(Submit(ids, prompts, params, streamed, priority))
+        self._send(Submit(ids, prompts, params, streamed, priority, space, keep))
         self._receivers.update(zip(ids, receivers, strict=True))
         return ids
 
@@ -131,7 +136,7 @@ class EngineClient(asyncio.Protocol):
         if left and self._transport is not None:
             self._send(Cancel(left))
 
-    async def ask(self, name: str, **arguments: Any) -> Any:
+    async def ask(self, function: str, /, **arguments: Any) -> Any:
         """Call one of the engine's functions (`engine_calls`).
 
         Raises:
@@ -139,7 +144,7 @@ class EngineClient(asyncio.Protocol):
             NanoVLLMError: What the function raised.
         """
         number = next(self._numbers) & 0xFFFFFFFF
-        self._send(Ask(number, name, arguments))
+        self._send(Ask(number, function, arguments))
         self._answers[number] = answer = asyncio.get_running_loop().create_future()
         try:
             return await answer
@@ -151,9 +156,9 @@ class EngineClient(asyncio.Protocol):
             raise EngineDeadError("the engine is not there: it is starting, or it has failed")
         self._transport.write(frame(message))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         """A connection begins."""
-        self._transport = transport  # pyright: ignore[reportAttributeAccessIssue]
+        self._transport = transport
         self._inward.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:

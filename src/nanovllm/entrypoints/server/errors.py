@@ -7,6 +7,9 @@ import msgspec
 
 from nanovllm.entrypoints.server.fields import InvalidParamError
 from nanovllm.errors import (
+    ChunkExistsError,
+    ChunkFileError,
+    ChunkLimitError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -14,6 +17,7 @@ from nanovllm.errors import (
     OutOfPagesError,
     QueueFullError,
     ReleasedChunkError,
+    UnknownChunkError,
 )
 
 RETRY_SECONDS = "1"
@@ -69,8 +73,14 @@ def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
             return ApiError(503, message, type="server_error", code="engine_unavailable", headers=(("retry-after", RETRY_SECONDS),))
         case OutOfPagesError():
             return ApiError(503, message, type="server_error", code="out_of_memory", headers=(("retry-after", RETRY_SECONDS),))
-        case ReleasedChunkError():
-            return ApiError(404, message, param="chunks", code="chunk_not_found")
+        case ReleasedChunkError() | UnknownChunkError():
+            return ApiError(404, message, param=param, code="chunk_not_found")
+        case ChunkExistsError():
+            return ApiError(409, message, param=param, code="chunk_exists", headers=(("x-should-retry", "false"),))
+        case ChunkLimitError():
+            return ApiError(400, message, param=param, code="chunk_limit")
+        case ChunkFileError():
+            return ApiError(500, message, type="server_error", code="chunk_file", headers=(("x-should-retry", "false"),))
         case InvalidParamError():
             return ApiError(400, message, param=error.param)
         case InvalidRequestError():

@@ -29,13 +29,15 @@ class Exchange:
     Attributes:
         scope: The ASGI scope.
         id: The client's `X-Request-Id`, or one of ours. It is returned, and is no key of anything.
+        started: Whether the answer has begun.
+        status: Its status, or 0.
     """
 
-    __slots__ = ("_receive", "_send", "id", "scope", "started")
+    __slots__ = ("_receive", "_send", "id", "scope", "started", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
-        self.started = False
+        self.started, self.status = False, 0
         given = self.header(b"x-request-id")
         valid = given is not None and 0 < len(given) <= MOST_ID and given.isascii() and given.decode("ascii").isprintable()
         self.id = given.decode("ascii") if given is not None and valid else uuid.uuid4().hex
@@ -84,7 +86,7 @@ class Exchange:
 
     async def respond(self, status: int, body: bytes, *, kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Send the whole answer."""
-        self.started = True
+        self.started, self.status = True, status
         head = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (b"x-request-id", self.id.encode()), *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body})
@@ -105,7 +107,7 @@ class Exchange:
 
     def events(self, streams: "set[EventStream]") -> "EventStream":
         """Begin a stream of server-sent events."""
-        self.started = True
+        self.started, self.status = True, 200
         return EventStream(self._send, [*EVENTS, (b"x-request-id", self.id.encode())], streams)
 
 
@@ -162,7 +164,7 @@ class EventStream:
         except StopIteration:
             return
         self.paused = True
-        self._loop.create_task(self._rest(sending, waits_for))  # noqa: RUF006 - the loop keeps it through the future that it waits for
+        self._loop.create_task(self._rest(sending, waits_for))
 
     async def _rest(self, sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
         await _Rest(sending, waits_for)

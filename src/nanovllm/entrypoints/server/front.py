@@ -14,7 +14,7 @@ from nanovllm.entrypoints.server.app import App, Server
 from nanovllm.entrypoints.server.http_protocol import BoundedProtocol
 from nanovllm.entrypoints.server.routes import ROUTES
 from nanovllm.entrypoints.server.settings import KEEP_ALIVE_SECONDS
-from nanovllm.errors import EngineClosedError
+from nanovllm.errors import EngineClosedError, EngineDeadError
 
 TICK_SECONDS = 1.0
 POLL_SECONDS = 0.02  # while the last requests end
@@ -88,12 +88,15 @@ class FrontEnd:
         self._uvicorn.should_exit = True
 
     async def _tick(self) -> None:
-        """Look after the open streams."""
+        """Look after the open streams, and tell the engine what was answered."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = asyncio.get_running_loop().time()
             for stream in [*self.server.streams]:
                 stream.tick(now)
+            if self.server.engine.alive and (counts := self.server.answers.take()):
+                with contextlib.suppress(EngineDeadError):
+                    await self.server.engine.ask("answered", http=counts)
 
 
 async def serve(server: Server, sock: socket.socket, engine_path: Path) -> None:

@@ -70,6 +70,10 @@ class Sampled(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: int | None = 0
     return_token_ids: bool | None = None
+    chunks: list[str] | None = None
+    keep: str | None = None
+    keep_thinking: bool | None = None
+    keep_replace: bool | None = None
 
 
 SAME = tuple(

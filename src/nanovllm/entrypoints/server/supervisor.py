@@ -154,10 +154,15 @@ class Supervisor:
 
     def _engine(self, ready: int) -> int:
         from nanovllm.entrypoints.server.engine_process import run_engine
+        from nanovllm.entrypoints.server.named_chunks import chunk_limits
 
         self.http.close()
         parsers = (self.settings.tool_parser, self.settings.reasoning_parser)
-        limits = {"max_waiting": self.settings.max_waiting, "max_waiting_tokens": self.settings.max_waiting_tokens}
+        limits = {
+            "max_waiting": self.settings.max_waiting,
+            "max_waiting_tokens": self.settings.max_waiting_tokens,
+            "chunk_limits": chunk_limits(self.settings),
+        }
         return run_engine(self.model, self.options, parsers, limits, self.listener, ready)
 
     def _front(self) -> int:

@@ -14,15 +14,34 @@ LENGTH = struct.Struct("<I")
 MOST_BYTES = 1 << 28  # of one frame
 
 
+class Keep(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What becomes a chunk when a request ends.
+
+    Attributes:
+        space: The namespace.
+        name: The chunk's name.
+        what: "prompt": the prompt alone, for requests that only make a chunk and are not counted. "all": the prompt and the reply. "reply":
+            these without the reply's thinking.
+        replaced: Whether an older chunk of the name is replaced.
+    """
+
+    space: str
+    name: str
+    what: str
+    replaced: bool = False
+
+
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """Queue requests, all or none.
 
     Attributes:
         ids: A number for each request.
-        prompts: The parts of each prompt: token ids, or the name of a chunk.
+        prompts: The parts of each prompt: first the names of chunks, then token ids.
         params: The sampling options of each request that are not the defaults of `SamplingParams`.
         streamed: Whether each step's tokens are sent, and not only the end.
         priority: As in `submit`.
+        space: The namespace of the names.
+        keep: What becomes a chunk; only for one request.
     """
 
     ids: list[int]
@@ -30,6 +49,8 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     params: list[dict[str, Any]]
     streamed: bool
     priority: int = 0
+    space: str = ""
+    keep: Keep | None = None
 
 
 class Cancel(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
@@ -84,7 +105,7 @@ class Accepted(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     ids: list[int]
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Ended(msgspec.Struct, array_like=True, frozen=True):
     """The end of one request.
 
     Attributes:
@@ -95,6 +116,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
         token_ids: The tokens of the reply, or of its last step if the request is streamed.
         num_tokens: The number of tokens of the reply.
         error: The kind and the message of the error of a request that failed, else None.
+        kept: The chunk that the request became, as clients are told of it; or `{"error": why it did not}`; or None.
     """
 
     id: int
@@ -104,6 +126,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_ids: bytes
     num_tokens: int
     error: tuple[str, str] | None = None
+    kept: Any = None
 
 
 class Stepped(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):

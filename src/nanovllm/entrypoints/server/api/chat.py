@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
+from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices, seeded, stops_of, summed
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
@@ -55,27 +56,29 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     except InvalidRequestError as error:
         raise api_error(error, "messages") from None
     ids = await prompt_ids(server, prompt)
-    length = len(ids) // INT32.itemsize
+    reuse = await reuse_of(server, exchange, asked, n)
+    length = reuse.num_tokens + len(ids) // INT32.itemsize
     limit = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     most = room(server, length, asked.max_tokens if limit == "max_tokens" else asked.max_completion_tokens, "messages", limit)
     parser = reply_parser(server, prompt, ids)
     constraint = await forced(server, chat_form(server, form, prompt, parser))
     options = sampling(asked, server.generation, most, **constraint)
     params = [seeded(options, i) for i in range(n)]
-    rows = [[ids] for _ in range(n)]
-    frames = ChatFrames(server, model, ids, asked, prompt, [parser] * n)
+    rows = [reuse.parts(ids) for _ in range(n)]
+    frames = ChatFrames(server, model, ids, length, asked, prompt, [parser] * n, reuse)
     if asked.stream:
         stops = stops_of(asked)
         texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-        await StreamedReply(server, exchange, frames, texts, tells_ids=bool(asked.return_token_ids)).run(rows, params, asked.priority or 0)
+        reply = StreamedReply(server, exchange, frames, texts, tells_ids=bool(asked.return_token_ids))
+        await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         return
-    ends = await whole(server, exchange, rows, params, asked.priority or 0)
+    ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
     choices = [frames.choice(i, end) for i, end in enumerate(ends)]
     answer = {"id": frames.ident, "object": "chat.completion", "created": frames.created, "model": model, "choices": choices}
     if asked.return_token_ids:
         answer["prompt_token_ids"] = np.frombuffer(ids, INT32).tolist()
     counted = {**summed([length], ends), "completion_tokens_details": frames.details()}
-    await exchange.respond(200, msgspec.json.encode({**answer, "usage": counted}))
+    await exchange.respond(200, msgspec.json.encode({**answer, "usage": counted, **reuse.told(ends)}))
 
 
 class ChatFrames:
@@ -87,11 +90,21 @@ class ChatFrames:
         thoughts: The text of each row's think block, if its tokens are counted.
     """
 
-    def __init__(self, server: Server, model: str, ids: bytes, asked: ChatRequest, prompt: ChatPrompt, parsers: list[ReplyParser]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        model: str,
+        ids: bytes,
+        length: int,
+        asked: ChatRequest,
+        prompt: ChatPrompt,
+        parsers: list[ReplyParser],
+        reuse: Reuse,
+    ) -> None:
         self.ident, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self.thoughts = [list[str]() for _ in parsers]
         self._server, self._ids, self._parsers, self._prompt = server, np.frombuffer(ids, INT32), parsers, prompt
-        self._tells_ids = bool(asked.return_token_ids)
+        self._length, self._reuse, self._tells_ids = length, reuse, bool(asked.return_token_ids)
         self._called = [False] * len(parsers)
         self._shows_reasoning = asked.include_reasoning is not False
         self._usage, self._continuous = asks_usage(asked)
@@ -114,13 +127,14 @@ class ChatFrames:
         parser, events = self._parsers[row.index].push(text)
         after = self._counted(ended.num_tokens)
         frames = self._frames(row, [*events, *parser.end()], after)
+        after = self._reuse.event(ended) + after
         return (frames + self._frame(row.index, "", quoted(self._reason(row.index, ended)), after, row.told_ids())).encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
         if not self._usage:
             return b""
-        counted = summed([len(self._ids)], [row.ended for row in rows if row.ended is not None])
+        counted = summed([self._length], [row.ended for row in rows if row.ended is not None])
         counted["completion_tokens_details"] = self.details()
         return f'{self._before}"choices":[],"usage":{msgspec.json.encode(counted).decode()}}}\n\n'.encode()
 
@@ -182,7 +196,7 @@ class ChatFrames:
         """The end of an event after `count` tokens of its row."""
         if not self._continuous:
             return self._after
-        return f',"usage":{msgspec.json.encode(usage(len(self._ids), count, 0)).decode()}}}\n\n'
+        return f',"usage":{msgspec.json.encode(usage(self._length, count, 0)).decode()}}}\n\n'
 
     def _reason(self, index: int, ended: Ended) -> str:
         """OpenAI's word for the end. A reply whose tool was named by the request ends with "stop"."""

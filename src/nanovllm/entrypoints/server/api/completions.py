@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.prompts import INT32, checked, encoded, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
@@ -45,20 +46,21 @@ async def completions(server: Server, exchange: Exchange) -> None:
     prompts = [ids for _, ids in named]
     if len(prompts) * n > MOST_ROWS:
         raise ApiError(400, f"{len(prompts)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
-    lengths = [len(ids) // INT32.itemsize for ids in prompts]
+    reuse = await reuse_of(server, exchange, asked, len(prompts) * n)
+    lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     constraint = await forced(server, form)
     options = [
         sampling(asked, server.generation, room(server, length, most, name), **constraint)
         for (name, _), length in zip(named, lengths, strict=True)
     ]
-    rows = [[ids] for ids in prompts for _ in range(n)]
+    rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
     shown_ids = [np.frombuffer(ids, INT32).tolist() for ids in prompts] if asked.return_token_ids else None
     ident, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
     if not asked.stream:
-        ends = await whole(server, exchange, rows, params, asked.priority or 0)
+        ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         choices = [
             {"index": i, "text": echoes[i // n] + end.text, "logprobs": None, "finish_reason": end.finish_reason}
             for i, end in enumerate(ends)
@@ -67,12 +69,13 @@ async def completions(server: Server, exchange: Exchange) -> None:
             for i, end in enumerate(ends):
                 choices[i] |= {"prompt_token_ids": shown_ids[i // n], "token_ids": np.frombuffer(end.token_ids, INT32).tolist()}
         answer = {"id": ident, "object": "text_completion", "created": created, "model": model, "choices": choices}
-        await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends)}))
+        await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
         return
     stops = stops_of(asked)
-    frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked)
+    frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse)
     texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-    await StreamedReply(server, exchange, frames, texts, tells_ids=shown_ids is not None).run(rows, params, asked.priority or 0)
+    reply = StreamedReply(server, exchange, frames, texts, tells_ids=shown_ids is not None)
+    await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
 
 
 class CompletionFrames:
@@ -88,7 +91,9 @@ class CompletionFrames:
         lengths: list[int],
         n: int,
         asked: Sampled,
+        reuse: Reuse,
     ) -> None:
+        self._reuse = reuse
         self._before = f'data: {{"id":"{ident}","object":"text_completion","created":{created},"model":{quoted(model)},"choices":['
         self._echoes, self._prompt_ids, self._lengths, self._n = echoes, prompt_ids, lengths, n
         self._usage, self._continuous = asks_usage(asked)
@@ -111,7 +116,7 @@ class CompletionFrames:
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
         choice = _choice(row.index, text, quoted(ended.finish_reason), row.told_ids())
-        return f"{self._before}{choice}]{self._end(row.index, ended.num_tokens)}".encode()
+        return f"{self._before}{choice}]{self._reuse.event(ended)}{self._end(row.index, ended.num_tokens)}".encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
@@ -169,7 +174,7 @@ async def _prompts(server: Server, asked: CompletionRequest) -> list[tuple[str, 
     """Each prompt's place in the request, and its token ids."""
     prompt = asked.prompt
     if isinstance(prompt, str):
-        return [("prompt", await encoded(server, prompt, "prompt"))]
+        return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks))]
     if prompt and all(isinstance(one, int) for one in prompt):
         return [("prompt", checked(server, prompt, "prompt"))]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
@@ -179,7 +184,9 @@ async def _prompts(server: Server, asked: CompletionRequest) -> list[tuple[str, 
         name = f"prompt[{place}]"
         if isinstance(one, int):
             raise ApiError(400, "prompt mixes token ids with texts or lists", param="prompt")
-        found.append((name, checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name)))
+        special = not asked.chunks
+        ids = checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, add_special_tokens=special)
+        found.append((name, ids))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange
-from nanovllm.entrypoints.server.wire import Ended
+from nanovllm.entrypoints.server.wire import Ended, Keep
 from nanovllm.errors import NanoVLLMError
 from nanovllm.tokenizer.stream import TextStream
 
@@ -60,16 +60,23 @@ class Rows:
 
 
 async def whole(
-    server: Server, exchange: Exchange, prompts: Seq[Seq[bytes | str]], params: list[dict[str, Any]], priority: int
+    server: Server,
+    exchange: Exchange,
+    prompts: Seq[Seq[bytes | str]],
+    params: list[dict[str, Any]],
+    priority: int,
+    *,
+    space: str = "",
+    keep: Keep | None = None,
 ) -> list[Ended]:
-    """Run rows to their ends.
+    """Run rows to their ends. The arguments are those of `EngineClient.submit`.
 
     Raises:
         ApiError: A row failed.
         ClientGoneError: The client has gone; the rows are cancelled.
     """
     rows = Rows(len(prompts))
-    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, priority=priority)
+    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, priority=priority, space=space, keep=keep)
     gone = asyncio.ensure_future(exchange.disconnected())
     try:
         await asyncio.wait((rows.future, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -218,14 +225,22 @@ class StreamedReply:
         """Whether nothing may be written now."""
         return self._events is None or self._events.paused or self._events.ended
 
-    async def run(self, prompts: Seq[Seq[bytes | str]], params: list[dict[str, Any]], priority: int) -> None:
-        """Send the answer.
+    async def run(
+        self,
+        prompts: Seq[Seq[bytes | str]],
+        params: list[dict[str, Any]],
+        priority: int,
+        *,
+        space: str = "",
+        keep: Keep | None = None,
+    ) -> None:
+        """Send the answer. The arguments are those of `EngineClient.submit`.
 
         Raises:
             ApiError: The engine refuses the request, and no answer has begun.
         """
         engine = self._server.engine
-        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, priority=priority)
+        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, priority=priority, space=space, keep=keep)
         try:
             await self.started
             await self._exchange.disconnected()
