@@ -11,6 +11,8 @@ from nanovllm.entrypoints.server.request_fields import REFUSED
 from nanovllm.tokenizer.messages import render
 from tests.entrypoints.server.live import Live
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"messages": HELLO, "max_tokens": 24, "temperature": 0}

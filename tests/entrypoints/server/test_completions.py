@@ -12,6 +12,8 @@ import nanovllm as nv
 from nanovllm.entrypoints.server.settings import Settings
 from tests.entrypoints.server.live import LIMIT, Live
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 PATH = "/v1/completions"
 PROMPT = "Once upon a time"
 GREEDY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}

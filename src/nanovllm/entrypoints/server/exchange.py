@@ -164,7 +164,7 @@ class EventStream:
         except StopIteration:
             return
         self.paused = True
-        self._loop.create_task(self._rest(sending, waits_for))
+        self._loop.create_task(self._rest(sending, waits_for))  # the loop keeps it through the future that it waits for
 
     async def _rest(self, sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
         await _Rest(sending, waits_for)

@@ -19,6 +19,7 @@ from nanovllm.tokenizer.tokenizer import Tokenizer
 
 TEXT = "/(?s:.*)/"
 SPACE = "/[ \\n]*/"
+LINES = "/\\n{0,2}/"  # after a think block: white space that is none of the answer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def thoughtful(grammar: Grammar, tokenizer: Tokenizer, reasoning: ReasoningForma
             answer = rules.add("answer", " | ".join(map(quoted, json.loads(grammar.source))))
         case _:
             return None
-    rules.add("start", f"{_block(rules, reasoning, opened=opened)} {SPACE} {answer}")
+    rules.add("start", f"{_block(rules, reasoning, opened=opened)} {LINES} {answer}")
     return rules.text()
 
 
