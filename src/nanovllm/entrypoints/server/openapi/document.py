@@ -21,7 +21,7 @@ ERRORS = {
     "500": "An error of the server",
     "503": "The engine is starting, has failed, or has no memory left: try again later",
 }
-WITHOUT_BODY = ("401", "403", "404", "500", "503")
+WITHOUT_BODY = ("400", "401", "403", "404", "500", "503")
 ABOUT = "OpenAI's interface for a language model. Unknown fields of requests are ignored, unless they are similar to a known one."
 
 
