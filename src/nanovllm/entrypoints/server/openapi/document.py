@@ -14,7 +14,9 @@ ERRORS = {
     "401": "A key is needed",
     "403": "The host is not served",
     "404": "There is no such path or model",
+    "405": "Another method is needed",
     "408": "The body came too slowly",
+    "409": "The name is taken",
     "413": "The body is too long",
     "415": "The body is not JSON",
     "429": "Too many requests wait: try again later",
@@ -37,11 +39,11 @@ def document(routes: Iterable[tuple[str, tuple[str, ...], Any]], model_name: str
     known = {path for path, _, _ in routes}
     for path, methods, _ in routes:
         bare = path.removeprefix("/v1")
-        alias = {"x-alias-of": f"/v1{_plain(path)}"} if f"/v1{path}" in known else {}
         for method in methods:
             operation = OPERATIONS.get((method, bare), Operation(summary=""))
-            entry = _entry(operation, method, path, model_name)
-            paths.setdefault(_plain(path), {})[method.lower()] = {**entry, **alias}
+            shown = path if operation.path is None else path.replace(bare, operation.path)
+            alias = {"x-alias-of": f"/v1{_plain(shown)}"} if f"/v1{path}" in known else {}
+            paths.setdefault(_plain(shown), {})[method.lower()] = {**_entry(operation, method, shown, model_name), **alias}
     structs = {operation.takes for operation in OPERATIONS.values() if operation.takes is not None}
     schemas = request_schemas(sorted(structs, key=lambda struct: struct.__name__))
     content = {"application/json": {"schema": ref("Error")}}

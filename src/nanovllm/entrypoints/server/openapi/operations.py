@@ -39,6 +39,7 @@ class Operation:
         events: The schema of an event, if the answer may be a stream.
         done: Whether such a stream ends with `[DONE]`.
         example: A body.
+        path: The only path of the route, without parameters, that has it; None: all have it.
         kind: The content type of an answer that is not JSON.
         open: Whether it needs no key.
     """
@@ -49,6 +50,7 @@ class Operation:
     events: str | None = None
     done: bool = False
     example: Mapping[str, Any] | None = None
+    path: str | None = None
     kind: str = "application/json"
     open: bool = False
 
@@ -94,7 +96,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ("GET", CHUNK): Operation(summary="A chunk", answers="Chunk"),
         ("DELETE", CHUNK): Operation(summary="Delete a chunk", answers="DeletedChunk"),
         ("POST", CHUNK): Operation(
-            summary="Join chunks, at the name `compose`",
+            summary="Join chunks",
+            path="/chunks/compose",
             takes=ComposeRequest,
             answers="Chunk",
             example={"name": "both", "names": ["story", "story"], "replace": True},
