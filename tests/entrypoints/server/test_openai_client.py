@@ -294,12 +294,13 @@ def test_errors_are_the_clients_classes(live: Live):
 
 def test_an_error_in_a_stream_is_raised_by_the_client(live: Live):
     with Live(live.model) as server:
-        stream = client_of(server).chat.completions.create(**GREEDY, messages=HELLO, stream=True, extra_body={"ignore_eos": True})
-        next(iter(stream))
-        server.stop_engine()
-        with pytest.raises(openai.APIError, match="the engine has failed"):
-            for _ in stream:
-                pass
+        asked: Any = {**GREEDY, "messages": HELLO, "stream": True, "extra_body": {"ignore_eos": True}}
+        with client_of(server).chat.completions.create(**asked) as stream:
+            next(iter(stream))
+            server.stop_engine()
+            with pytest.raises(openai.APIError, match="the engine has failed"):
+                for _ in stream:
+                    pass
 
 
 def test_a_full_queue_is_tried_again_by_the_client(live: Live):
