@@ -9,10 +9,11 @@ from typing import Any
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
+from nanovllm.entrypoints.server.supervisor import FAILED, told
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 
 READY = b"\0"
-FAILED, DEAD = 2, 3  # exit codes: the start failed, and the error was told; the engine has failed while it ran
+DEAD = 3  # the exit code of an engine that failed while it ran
 
 
 def run_engine(model: str, options: dict[str, Any], limits: dict[str, Any], listener: socket.socket, ready: int) -> int:
@@ -23,18 +24,17 @@ def run_engine(model: str, options: dict[str, Any], limits: dict[str, Any], list
         options: The options of `LLM`.
         limits: The limits of `EngineLoop`.
         listener: The socket that front ends connect to.
-        ready: A file descriptor that is told `READY`, or the error of a start that failed, and closed.
+        ready: A file descriptor that is told `READY`, or the error of a start that failed.
     """
     try:
         llm = LLM(model, **options)
     except NanoVLLMError as error:
-        os.write(ready, " ".join(str(error).split()).encode()[:4096])
+        os.write(ready, told(error))
         return FAILED
     freeze()
     loop = EngineLoop(llm.model, llm.state, listener, **limits)
     loop.stop_on(signal.SIGTERM)
     os.write(ready, READY)
-    os.close(ready)
     try:
         loop.run()
     except EngineDeadError as error:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.settings import MOST_STOP, MOST_TOKENS
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import MIN_TEMPERATURE, SamplingParams, closest
 
@@ -28,6 +29,7 @@ REFUSED = frozenset(
         "prompt_embeds",
     }
 )  # fmt: skip
+BITS = 64  # of integers
 NOTHING = (None, False, 0, "", [], {}, ["text"])
 
 
@@ -98,6 +100,9 @@ def convert(values: dict[str, Any], kind: type[S]) -> S:
     Raises:
         ApiError: A field has a wrong type, or is missing.
     """
+    for name, value in values.items():
+        if isinstance(value, int) and value.bit_length() > BITS:
+            raise ApiError(400, f"{name[:100]} has more than {BITS} bits", param=name[:100])
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -120,6 +125,11 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
     options: dict[str, Any] = {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options |= {name: value for name in SAME if (value := getattr(asked, name)) is not None}
     options |= {"max_tokens": max_tokens, **more}
+    for name in ("logit_bias", "stop_token_ids"):
+        if len(getattr(asked, name) or ()) > MOST_TOKENS:
+            raise ApiError(400, f"{name} has more than {MOST_TOKENS} tokens", param=name)
+    if any(len(stop) > MOST_STOP for stop in (asked.stop if isinstance(asked.stop, list) else [asked.stop or ""])):
+        raise ApiError(400, f"stop has a string of more than {MOST_STOP} characters", param="stop")
     if (penalty := asked.repetition_penalty or asked.repeat_penalty) is not None:
         options["repetition_penalty"] = penalty
     if 0 < options["temperature"] < MIN_TEMPERATURE:

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from nanovllm.entrypoints.server.api.prompts import INT32, checked, encoded, room, usage
+from nanovllm.entrypoints.server.api.prompts import INT32, SHORT, checked, encoded, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
-from nanovllm.entrypoints.server.settings import MOST_CHOICES, MOST_ROWS
+from nanovllm.entrypoints.server.settings import MOST_CHOICES, MOST_LISTED, MOST_ROWS
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.tokenizer.stream import TextStream
 
@@ -38,11 +38,11 @@ async def completions(server: Server, exchange: Exchange) -> None:
     model, n = own_model(server, asked.model), num_choices(asked.n)
     if asked.best_of not in (None, n):
         raise ApiError(400, f"best_of={asked.best_of}: only the value of n ({n}) is supported", param="best_of")
-    prompts = await _prompts(server, asked)
-    if len(prompts) * n > MOST_ROWS:
-        raise ApiError(400, f"{len(prompts)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
+    prompts = await _prompts(server, asked, n)
     lengths = [len(ids) // INT32.itemsize for ids in prompts]
-    options = [sampling(asked, server.generation, room(server, length, asked.max_tokens or DEFAULT_TOKENS, "prompt")) for length in lengths]
+    rooms = [room(server, length, asked.max_tokens or DEFAULT_TOKENS, "prompt") for length in lengths]
+    made = {most: sampling(asked, server.generation, most) for most in {*rooms}}
+    options = [made[most] for most in rooms]
     rows = [[ids] for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
@@ -129,20 +129,24 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
     return usage(sum(lengths), sum(end.num_tokens for end in ends), sum(end.num_cached for end in ends[::n]))
 
 
-async def _prompts(server: Server, asked: CompletionRequest) -> list[bytes]:
-    prompt = asked.prompt
+async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[bytes]:
+    prompt, listed = asked.prompt, len(asked.logit_bias or ()) + len(asked.stop_token_ids or ())
     if isinstance(prompt, str):
         return [await encoded(server, prompt, "prompt")]
     if prompt and all(isinstance(one, int) for one in prompt):
         return [checked(server, prompt, "prompt")]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")
-    found = []
+    if len(prompt) * n > MOST_ROWS:
+        raise ApiError(400, f"{len(prompt)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
+    if len(prompt) * n * listed > MOST_LISTED:
+        raise ApiError(400, f"{len(prompt)} prompts with n={n} and {listed} logit_bias and stop_token_ids are too many", param="prompt")
+    found, many = list[bytes](), sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
     for place, one in enumerate(prompt):
         name = f"prompt[{place}]"
         if isinstance(one, int):
             raise ApiError(400, "prompt mixes token ids with texts or lists", param="prompt")
-        found.append(checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name))
+        found.append(checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, of_many=many))
     return found
 
 

@@ -203,7 +203,7 @@ class StreamedReply:
         """Begin the answer, once."""
         if self._events is None and not self.started.done():
             self._events = self._exchange.events(self._server.streams)
-            self._events.resumed, self._events.dropped = self._resumed, self._dropped
+            self._events.resumed = self._resumed
             self.started.set_result(None)
 
     def write(self, data: bytes) -> None:
@@ -246,10 +246,6 @@ class StreamedReply:
             if self.blocked:
                 return
             row.catch_up()
-
-    def _dropped(self) -> None:
-        self._server.engine.cancel(self._ids)
-        self._exchange.abort()
 
 
 def failure(ended: Ended) -> ApiError:
