@@ -467,3 +467,23 @@ def test_the_answer_has_an_id_and_tells_nothing_of_the_server(live: Live):
     for odd in ("x" * 129, "\x85", ""):
         given = live.call("GET", "/v1/models", headers={"x-request-id": odd}).headers["x-request-id"]
         assert given != odd and len(given) == 32
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_server_that_ends_tells_those_whom_it_does_not_wait_for(live: Live, twice: bool):
+    """A second call ends it at once."""
+    with Live(live.model, Settings(shutdown_seconds=60.0 if twice else 0.2)) as server, connected(server) as sock:
+        sock.sendall(asked(LONG | {"stream": True, "n": 8}))
+        eventually(lambda: server.engine.state.running)
+        began = time.monotonic()
+        server.loop.call_soon_threadsafe(server.front.stop)
+        eventually(lambda: server.get("/health").status == 503)
+        answer = server.post(PATH, GREEDY)
+        assert answer.status == 503 and answer.headers["connection"] == "close" and answer.json()["error"]["code"] == "shutting_down"
+        if twice:
+            server.loop.call_soon_threadsafe(server.front.stop)
+        data = read_all(sock)
+        assert b"the server has shut down" in data and b"[DONE]" in data
+        server.front_thread.join(LIMIT)
+        assert time.monotonic() - began < 10.0
+        server.wait_until_idle()
