@@ -343,7 +343,7 @@ class _Draft:
         for sequence, count in prefill:
             require_writable(self.pool.pages, written_pages(sequence, count, self.config.page_size))
             grown = sequence.advance(count)
-            self.pool = pools.insert(self.pool, grown.tokens.array(0, grown.num_exact), grown.pages.array())
+            self.pool = pools.insert(self.pool, grown.tokens.array(0, grown.num_exact), grown.pages.array(), grown.request.namespace)
 
     def make_room(self, sequence: Sequence, length: int) -> bool:
         """Reserve pages, preempting those whose turn is last. False if `sequence` itself was preempted or is stuck."""
@@ -454,7 +454,8 @@ class _Draft:
     def reusable(self, sequence: Sequence) -> tuple[np.ndarray, int]:
         """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
         if self.found is None or self.found[0] is not self.pool or self.found[1] is not sequence:
-            self.found = self.pool, sequence, pools.reusable(self.pool, sequence.tokens.array(), whole=sequence.request.keep)
+            asked, tokens = sequence.request, sequence.tokens.array()
+            self.found = self.pool, sequence, pools.reusable(self.pool, tokens, whole=asked.keep, namespace=asked.namespace)
         return self.found[2]
 
     def frames_suffice(self, sequence: Sequence, matched: np.ndarray, retired: int) -> bool:

@@ -16,7 +16,7 @@ from nanovllm.entrypoints.cli.serve import api_keys, certificate, is_loopback, o
 from nanovllm.entrypoints.server.admission import host_allowed
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
-from tests.entrypoints.server.live import Live
+from tests.entrypoints.server.live import Live, parsed
 
 MODELS = "/v1/models"
 PATH = "/v1/completions"
@@ -58,6 +58,22 @@ def test_each_key_opens_and_nothing_else_does(live: Live, caplog: pytest.LogCapt
             assert server.get(path).status == 401, path
         assert server.get("/health").status == 200 and server.get("/ping").status == 200
     assert caplog.records and not any(key in caplog.text for key in KEYS)
+
+
+def test_a_key_is_told_nothing_of_what_others_asked(live: Live):
+    """Neither the count of reused tokens nor the time of an answer tells whether another key sent the same prompt."""
+
+    def reused(server: Live, key: str, stream: bool) -> int:
+        options = {"include_usage": True} if stream else None
+        body = {"prompt": list(range(300, 380)), "max_tokens": 1, "stream": stream, "stream_options": options}
+        answer = server.call("POST", PATH, body, {"x-api-key": key, "content-type": "application/json"})
+        assert answer.status == 200, answer
+        last = list(parsed(answer.body))[-2] if stream else answer.json()
+        return last["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with Live(live.model, settings(api_keys=digests("a", "b", "c"))) as server:
+        assert [reused(server, key, False) for key in "abaabb"] == [0, 0, 79, 79, 79, 79]
+        assert [reused(server, key, True) for key in "caac"] == [0, 79, 79, 79]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +194,7 @@ def test_the_access_log_is_one_line_a_request_whatever_it_holds(live: Live, capl
         server.call("GET", "/%0aGET%20%1b[2J", headers={"x-request-id": "a 'b"})
         server.post(PATH, {"prompt": "Once", "max_tokens": 2, "stream": True})
         server.raw(b"nonsense\r\n\r\n")
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if "'/health'" not in record.getMessage()]
     assert len(lines) == 3 and all(line.isprintable() for line in lines)
     assert lines[0].startswith("127.0.0.1 GET '/\\nGET \\x1b[2J' 404 ") and lines[0].endswith(' "a \'b"')
     assert lines[1].startswith(f"127.0.0.1 POST '{PATH}' 200 ") and " 400" in lines[2]

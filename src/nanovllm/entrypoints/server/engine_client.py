@@ -103,6 +103,7 @@ class EngineClient(asyncio.Protocol):
         *,
         streamed: bool,
         priority: int = 0,
+        namespace: int = 0,
     ) -> list[int]:
         """Send requests to the engine, which accepts all or refuses all.
 
@@ -112,6 +113,7 @@ class EngineClient(asyncio.Protocol):
             receivers: Who is told of each request.
             streamed: Whether the receivers are told of each step's tokens.
             priority: As in `nanovllm.submit`.
+            namespace: Whose KV the requests may share, as in `submit_many`.
 
         Returns:
             A number for each request, for `cancel`.
@@ -120,7 +122,7 @@ class EngineClient(asyncio.Protocol):
             EngineDeadError: There is no engine at present.
         """
         ids = [next(self._numbers) & 0xFFFFFFFF for _ in prompts]
-        self._send(Submit(ids, prompts, params, streamed, priority))
+        self._send(Submit(ids, prompts, params, streamed, priority, namespace))
         self._receivers.update(zip(ids, receivers, strict=True))
         return ids
 

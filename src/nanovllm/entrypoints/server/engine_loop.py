@@ -207,7 +207,8 @@ class EngineLoop:
         lengths = [sum(map(len, parts)) for parts in contexts]
         self._require_room(len(contexts), sum(lengths))
         params: list[SamplingParams | None] = [SamplingParams(**options) for options in message.params]
-        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=[message.priority] * len(contexts))
+        priorities = [message.priority] * len(contexts)
+        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=priorities, namespace=message.namespace)
         for request_id, number, length in zip(ids, message.ids, lengths, strict=True):
             self._owners[request_id] = Owner(peer, number, message.streamed, length)
             peer.requests[number] = request_id

@@ -9,11 +9,8 @@ from typing import Any
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
-from nanovllm.entrypoints.server.supervisor import FAILED, told
+from nanovllm.entrypoints.server.starting import DEAD, READY, tell
 from nanovllm.errors import EngineDeadError, NanoVLLMError
-
-READY = b"\0"
-DEAD = 3  # the exit code of an engine that failed while it ran
 
 
 def run_engine(model: str, options: dict[str, Any], limits: dict[str, Any], listener: socket.socket, ready: int) -> int:
@@ -29,8 +26,7 @@ def run_engine(model: str, options: dict[str, Any], limits: dict[str, Any], list
     try:
         llm = LLM(model, **options)
     except NanoVLLMError as error:
-        os.write(ready, told(error))
-        return FAILED
+        return tell(ready, error)
     freeze()
     loop = EngineLoop(llm.model, llm.state, listener, **limits)
     loop.stop_on(signal.SIGTERM)

@@ -227,14 +227,14 @@ def json_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
     if body.count(b"{") + body.count(b"[") <= MOST_DEPTH:
         return value
-    left, count = [(value, 1)], 0
+    left, count = list[tuple[Any, int]]([(value, 1)]), 0
     while left:
         one, depth = left.pop()
         if depth > MOST_DEPTH:
             raise ApiError(400, f"the body is nested more than {MOST_DEPTH} levels deep")
         count += 1
         inner = one.values() if isinstance(one, dict) else one
-        left += islice(((other, depth + 1) for other in inner if isinstance(other, dict | list)), MOST_CONTAINERS + 1)
+        left.extend(islice(((other, depth + 1) for other in inner if isinstance(other, dict | list)), MOST_CONTAINERS + 1))
         if count + len(left) > MOST_CONTAINERS:
             raise ApiError(400, f"the body has more than {MOST_CONTAINERS} lists and objects")
     return value

@@ -86,7 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         self._stop_waiting()
         super().on_headers_complete()
-        if self.parser.should_upgrade():
+        if self.parser.should_upgrade():  # pyright: ignore[reportOptionalMemberAccess]
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:

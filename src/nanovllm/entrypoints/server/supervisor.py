@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.entrypoints.server.starting import FAILED, first_line, tell
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 
 MOST_RESTARTS, RESTART_SECONDS = 5, 60.0  # an engine that fails more often in this time stays down
 KILL_SECONDS = 5.0  # for a process to end after its time is over
 BACKLOG = 2048
-FAILED = 2  # the exit code of a process whose start failed
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -99,8 +99,8 @@ class Supervisor:
         select.select([self._ready], [], [], 0.1)
         gone = [*ended()]  # before the last words are read
         told = self._words()
-        if words := told.strip("\0\n"):
-            return words.partition("\n")[0]
+        if error := first_line(told):
+            return error
         for pid, code in gone:
             who = "the engine" if pid == self.engine else "a front end"
             self._forget(pid)
@@ -121,7 +121,7 @@ class Supervisor:
     def _reap(self, say: Callable[[str], None]) -> bool:
         """Look which processes have ended, and start them again. Returns whether the server can go on."""
         for pid, code in ended():
-            words = self._words().strip("\0\n").partition("\n")[0]
+            words = first_line(self._words())
             why = f"exit code {code}" + (f": {words}" if words else "")
             if pid == self.engine:
                 self.engine = 0
@@ -216,8 +216,7 @@ class Supervisor:
         try:
             server = load_front(self.settings, self.model, self.options)
         except NanoVLLMError as error:
-            os.write(self._telling, told(error))
-            return FAILED
+            return tell(self._telling, error)
         uvloop.run(serve(server, self.http, self.path))
         return 0
 
@@ -233,11 +232,6 @@ class Deaths:
         now = time.monotonic()
         self._times = [*(t for t in self._times if now - t < RESTART_SECONDS), now]
         return len(self._times) > self._most
-
-
-def told(error: Exception) -> bytes:
-    """An error as one line for the pipe of starting processes."""
-    return " ".join(str(error).split()).encode()[:4000] + b"\n"
 
 
 def ended() -> Iterator[tuple[int, int]]:

@@ -23,6 +23,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
         params: The sampling options of each request that are not the defaults of `SamplingParams`.
         streamed: Whether each step's tokens are sent, and not only the end.
         priority: As in `submit`.
+        namespace: As in `submit_many`.
     """
 
     ids: list[int]
@@ -30,6 +31,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     params: list[dict[str, Any]]
     streamed: bool
     priority: int = 0
+    namespace: int = 0
 
 
 class Cancel(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):

@@ -68,7 +68,7 @@ async def whole(
         ClientGoneError: The client has gone; the rows are cancelled.
     """
     rows = Rows(len(prompts))
-    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, priority=priority)
+    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, priority=priority, namespace=exchange.namespace)
     gone = asyncio.ensure_future(exchange.disconnected())
     try:
         await asyncio.wait((rows.future, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -190,7 +190,8 @@ class StreamedReply:
             ApiError: The engine refuses the request, and no answer has begun.
         """
         engine = self._server.engine
-        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, priority=priority)
+        namespace = self._exchange.namespace
+        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, priority=priority, namespace=namespace)
         try:
             await self.started
             await self._exchange.disconnected()
