@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-long test-gpu lint docs reference bench eval-reuse parity clean
+.PHONY: setup demo test test-long test-gpu lint docs reference bench bench-http eval-reuse parity clean
 
 setup: $(DEV)
 
@@ -75,6 +75,10 @@ reference: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/nanovllm bench
+
+# Streams over HTTP from the packaged model, beside the library on the same work.
+bench-http: $(DEV)
+	$(BIN)/python -m benchmarks.http_bench
 
 # What docs/explanation/reuse-quality.md shows; its table is the output.
 eval-reuse: $(DEV)

@@ -37,9 +37,9 @@ class Waiting(Nothing):
         super().__init__()
         self.seconds = seconds
 
-    def decode(self, model: nv.Model, carry: Any) -> Any:
+    def decode(self, model: nv.Model, carry: Any, masks: Any = None) -> Any:
         """Record the time, wait, and return zeros."""
-        done = super().decode(model, carry)
+        done = super().decode(model, carry, masks)
         if self.seconds:
             time.sleep(self.seconds)
         return done

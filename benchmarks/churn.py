@@ -70,7 +70,7 @@ class Ending(Nothing):
         """Return the carry of the remaining rows."""
         return carry[0][keep], carry[1][keep]
 
-    def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
+    def decode(self, model: nv.Model, carry: Any, masks: Any = None) -> tuple[Any, Drawn]:
         """Count the rows; return their next tokens."""
         self.steps.append(0.0)
         self.rows += len(carry[0])

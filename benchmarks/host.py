@@ -12,7 +12,8 @@ It measures eight things:
 6. a decode step by size of the pool, and by number of requests served before;
 7. the host's part of `nanovllm bench --which offline`;
 8. a decode step by kind of client and number of rows: `plain`, `stop` (two stop texts), `logprobs` (the five most probable tokens), both,
-   `stream` (the text of every row as it comes) and `broken` (the same where the tokens are bytes that are no text).
+   `read_logprobs` (the log-probabilities of every row are read as they come), `stream` (the text of every row as it comes) and `broken`
+   (the same where the tokens are bytes that are no text).
 
 Sampled tokens are always 0, except in the last measurement, where they are those of a text. The numbers are medians of the repeats, except
 for `offline_ms`, which is the minimum. The garbage collector runs once before, as in `nanovllm generate`.
@@ -38,6 +39,7 @@ from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.process import freeze
 from nanovllm.executor.batch import decode_batch, to_device
 from nanovllm.executor.executor import Drawn
+from nanovllm.executor.scoring import Scored
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer
@@ -50,6 +52,7 @@ CLIENTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # the options of e
         "stop": {"stop": ("\n\n", "Question:")},
         "logprobs": {"logprobs": 5},
         "stop_logprobs": {"stop": ("\n\n", "Question:"), "logprobs": 5},
+        "read_logprobs": {"logprobs": 5},
         "stream": {},
         "broken": {},
     }
@@ -70,10 +73,11 @@ class Nothing:
         whole = sum(count == sequence.todo for sequence, count in rows)
         return (_zeros(whole) if draw and whole else None), kv
 
-    def score(self, model: nv.Model, kv: Any, rows: Any, asked: Any, *, frames: Any = None) -> tuple[torch.Tensor, Any]:
+    def score(self, model: nv.Model, kv: Any, rows: Any, asked: Any, *, num_top: int = 0, frames: Any = None) -> tuple[Scored, Any]:
         """Record the time; return zeros."""
         self.prompts.append(time.perf_counter())
-        return torch.zeros(len(asked)), kv
+        top = torch.zeros(len(asked), num_top)
+        return Scored(torch.zeros(len(asked)), top.int(), top), kv
 
     def load(self, model: nv.Model, kv: Any, rows: Any, *, frames: Any = None) -> Any:
         """Return the number of rows as the carry."""
@@ -88,7 +92,7 @@ class Nothing:
         """Return the number of remaining rows as the carry."""
         return len(rows)
 
-    def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
+    def decode(self, model: nv.Model, carry: Any, masks: Any = None) -> tuple[Any, Drawn]:
         """Record the time; return zeros."""
         self.steps.append(time.perf_counter())
         return carry, _zeros(carry)
@@ -120,7 +124,7 @@ class Writing(Nothing):
         super().__init__()
         self.text, self.num_logprobs = np.array(text, np.int32), num_logprobs
 
-    def decode(self, model: nv.Model, carry: Any) -> tuple[Any, Drawn]:
+    def decode(self, model: nv.Model, carry: Any, masks: Any = None) -> tuple[Any, Drawn]:
         """Record the time; return the next token of every row."""
         self.steps.append(time.perf_counter())
         token_ids = self.text[(np.arange(carry) * 97 + len(self.steps)) % len(self.text)]
@@ -327,6 +331,8 @@ def by_client(repeats: int, sizes: Iterable[int], count: int = 256) -> dict[str,
                     streams[request_id] = TextStream.of(tokenizer)
                 while state.running or state.waiting:
                     state, outputs = nv.step(engine.model, state)
+                    for one in outputs if client == "read_logprobs" else ():
+                        assert one.logprobs
                     for one in outputs if client in ("stream", "broken") else ():
                         streams[one.request_id], _ = streams[one.request_id].push(one.token_ids)
                 times.append(_median(np.diff(writing.steps), MICRO))

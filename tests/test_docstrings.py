@@ -194,5 +194,5 @@ def test_the_rules_find_faults_that_are_planted():
 
 def test_every_public_class_is_looked_into():
     assert {"LLM.__init__", "LLM.generate", "ChunkStore.save", "ChunkStore.size", "MemoryReport.svg", "Chunk.token_ids"} <= PUBLIC.keys()
-    assert not [name for name in PUBLIC if name.startswith("StepOutput.")]
+    assert [name for name in PUBLIC if name.startswith("StepOutput.")] == ["StepOutput.logprobs"]
     assert all(dataclasses.is_dataclass(PUBLIC[name]) for name in ("Generation", "EngineConfig"))

@@ -10,11 +10,12 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import fork, release, truncate
 from nanovllm.chunks.loop import decode_loop
 from nanovllm.chunks.prefill import prefill
-from nanovllm.chunks.score import Score, score
+from nanovllm.chunks.score import score
 from nanovllm.chunks.session import abandon, begin, commit
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
+from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step
@@ -26,7 +27,9 @@ from nanovllm.errors import (
     BrokenInvariantError,
     CaptureError,
     CheckpointError,
+    ChunkExistsError,
     ChunkFileError,
+    ChunkLimitError,
     DonatedStateError,
     EngineClosedError,
     EngineDeadError,
@@ -38,6 +41,7 @@ from nanovllm.errors import (
     ReleasedChunkError,
     RequestFailedError,
     TuningFileError,
+    UnknownChunkError,
 )
 from nanovllm.executor.branches import split_rows
 from nanovllm.executor.capture import capture
@@ -48,13 +52,14 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params
 from nanovllm.models.model import Model
 from nanovllm.models.registry import forward
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, Stats
 from nanovllm.state.invariants import check
 from nanovllm.state.kv_cache import KVState
-from nanovllm.state.logprobs import TokenLogprobs
+from nanovllm.state.logprobs import Score, TokenLogprobs
 from nanovllm.state.pages import PageState
 from nanovllm.state.prefix_cache import PrefixIndex
 from nanovllm.state.request import Metrics, RequestOutput, StepOutput
@@ -67,7 +72,9 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Chunk",
+    "ChunkExistsError",
     "ChunkFileError",
+    "ChunkLimitError",
     "ChunkStore",
     "DecodeCarry",
     "DecodeOutput",
@@ -78,6 +85,7 @@ __all__ = [
     "EngineState",
     "ForeignChunkError",
     "Generation",
+    "Grammar",
     "InvalidRequestError",
     "KVState",
     "LogitsProcessor",
@@ -105,12 +113,14 @@ __all__ = [
     "TokenLogprobs",
     "TokensSoFar",
     "TuningFileError",
+    "UnknownChunkError",
     "abandon",
     "begin",
     "cancel",
     "capture",
     "check",
     "commit",
+    "compile_grammar",
     "compose",
     "decode_loop",
     "decode_step",

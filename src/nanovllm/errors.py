@@ -104,6 +104,33 @@ class ReleasedChunkError(NanoVLLMError):
     """
 
 
+class UnknownChunkError(InvalidRequestError):
+    """A request names a chunk that a server does not have. It was deleted, was never made, or was lost when the engine started again.
+
+    Examples:
+        >>> issubclass(nv.UnknownChunkError, nv.InvalidRequestError)
+        True
+    """
+
+
+class ChunkExistsError(InvalidRequestError):
+    """A request gives a new chunk of a server a name that another has, without asking that it be replaced.
+
+    Examples:
+        >>> issubclass(nv.ChunkExistsError, nv.InvalidRequestError)
+        True
+    """
+
+
+class ChunkLimitError(InvalidRequestError):
+    """The chunks that clients have named would be too many for a server, or hold too many of its pages.
+
+    Examples:
+        >>> issubclass(nv.ChunkLimitError, nv.InvalidRequestError)
+        True
+    """
+
+
 class ForeignChunkError(NanoVLLMError):
     """A chunk was used with an engine that did not make it.
 

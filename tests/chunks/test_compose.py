@@ -134,7 +134,7 @@ def test_composed_sentences_are_what_the_weights_make_of_them(lead: str, recompu
     found = next_logits(tiny, state, [[both, asked], [a, asked], [one, asked]])
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=2e-3)
     np.testing.assert_allclose(found[1], run(head, asked)[1], rtol=0, atol=2e-3)
-    assert np.array_equal(found[1], found[2])
+    np.testing.assert_allclose(found[1], found[2], rtol=0, atol=1e-4)  # they share full pages, so different tokens of them ran
 
 
 def next_logits(model: Model, state: EngineState, contexts: list[list[Any]]) -> np.ndarray:

@@ -78,7 +78,7 @@ class Script:
     def narrow(self, model: Any, carry: Any, keep: Any, rows: Any, *, grew: bool = False, frames: Any = None) -> Any:
         return [carry[place] for place in keep]
 
-    def decode(self, model: Any, carry: Any) -> Any:
+    def decode(self, model: Any, carry: Any, masks: Any = None) -> Any:
         return [(rid, at + 1) for rid, at in carry], self.drawn(carry)
 
     def take_discarded_count(self) -> int:

@@ -38,7 +38,7 @@ class Idle(Nothing):
         super().__init__()
         self.tokens, self.at = np.random.default_rng(0).integers(0, 8, 4096).astype(np.int32), 0
 
-    def decode(self, model: Any, carry: Any) -> tuple[Any, Drawn]:
+    def decode(self, model: Any, carry: Any, masks: Any = None) -> tuple[Any, Drawn]:
         """Draw a token for each row."""
         self.at = (self.at + 1) % 4000
         return carry, Drawn(token_ids=self.tokens[self.at : self.at + carry])

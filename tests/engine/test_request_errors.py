@@ -343,11 +343,11 @@ class Crowded(FlakyExecutor):
         self.beside, self.num_prompts = len(rows), self.num_prompts + 1
         return super().prefill(model, kv, rows, **options)
 
-    def decode(self, model, carry):
+    def decode(self, model, carry, masks=None):
         beside, self.beside = self.beside, 0
         if beside:
             raise NO_MEMORY
-        return super().decode(model, carry)
+        return super().decode(model, carry, masks)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

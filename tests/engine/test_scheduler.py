@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine import scheduler
-from nanovllm.engine.scheduler import EARLY, schedule, steady
+from nanovllm.engine import admission
+from nanovllm.engine.decode_pages import EARLY
+from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
 from nanovllm.state.kv_cache import pages_for
@@ -295,14 +296,14 @@ def test_requests_are_admitted_that_can_grow_beside_those_that_run(lengths, repl
     random, limits = Random(0), config(num_pages=400, page_size=4, max_model_len=500, max_num_seqs=64, max_num_batched_tokens=256)
     sequences = [waiting(i, random.randint(*lengths), random.randint(*replies)) for i in range(80)]
     share, steps, most = served(limits, sequences)
-    monkeypatch.setattr(scheduler, "SMALL", 1 << 20)
+    monkeypatch.setattr(admission, "SMALL", 1 << 20)
     without, least, _ = served(limits, sequences)
     assert without > 0 and share < min(0.1, without) and steps < 1.25 * least and most > 10, (without, share, steps, least, most)
 
 
 def test_what_a_request_shares_need_not_grow(monkeypatch):
     """Eight requests of 41 pages fit into a pool of 60 pages, because they share 40."""
-    monkeypatch.setattr(scheduler, "SMALL", 0)
+    monkeypatch.setattr(admission, "SMALL", 0)
     limits = config(num_pages=60, page_size=4, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=400)
     beginning = [*range(160)]
     asked = [replace(waiting(i, 162, 4), tokens=IntVector.of([*beginning, i, i])) for i in range(8)]

@@ -48,7 +48,7 @@ class CountingExecutor(Executor):
         """Donates `carry`. The newest tokens of the rows that go on."""
         return [carry[row] for row in keep]
 
-    def decode(self, model: Model, carry: Any) -> tuple[Any, Drawn]:
+    def decode(self, model: Model, carry: Any, masks: Any = None) -> tuple[Any, Drawn]:
         """Donates `carry`. Sample a token of every row."""
         self.before()
         self.num_steps += 1

@@ -141,7 +141,7 @@ def test_a_chat_is_that_of_llm():
 
 
 def test_methods_take_what_those_of_llm_take():
-    for name in ("generate", "stream", "chat", "chat_tokens"):
+    for name in ("generate", "stream", "chat", "chat_tokens", "score"):
         ours, theirs = (inspect.signature(getattr(shell, name)).parameters for shell in (nv.AsyncLLM, nv.LLM))
         assert list(ours) == list(theirs)
         assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]

@@ -15,10 +15,11 @@ from nanovllm.executor.executor import Runtime
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.executor.prompt_buffers import PromptBuffers
 from nanovllm.executor.prompt_graphs import PromptGraphs
+from nanovllm.executor.row_tables import RowTables
 from nanovllm.sampling import penalty_tables
 from nanovllm.sampling.penalty_tables import PenaltyTables
 from nanovllm.sampling.row_options import KINDS
-from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
 
 pytestmark = pytest.mark.unhooked  # objects of torch.cuda are replaced by others
@@ -136,6 +137,33 @@ def test_prompts_of_two_kv_pools_are_captured() -> None:
 def test_functions_of_callers_work_with_every_kind_of_sampling() -> None:
     _, executor, _ = compared(MODEL, 7, 30, processed=0.5)
     assert len({kind.sampling for kind in executor._decode._steps if kind.processors}) > 2
+
+
+GRAMMARS = (nv.Grammar.regex("[ab]{3,9}"), nv.Grammar.choice(["abcd", "abxy", "z"]), nv.Grammar.json_object())
+
+
+@pytest.mark.parametrize(("seed", "num_pages", "extension"), [(1, 14, 4), (2, 20, 32)])
+def test_replies_follow_their_grammars(seed: int, num_pages: int, extension: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without other options, beside rows without a grammar; only the model runs ahead of the masks."""
+    model = random_model(tiny_config(vocab_size=270, eos_token_ids=(258,)), tokenizer=byte_tokenizer())
+    monkeypatch.setattr(cuda_graphs, "EXTENSION", extension)
+    clients = [*CLIENTS, *(replace(client, grammar=GRAMMARS[place % 3], ignore_eos=place % 2 == 0) for place, client in enumerate(CLIENTS))]
+    held, upload, ahead = list[bool](), RowTables.upload, list[bool]()
+
+    def noted(self: RowTables, masks: Any, lines: Any) -> None:
+        held.append(len(lines) > 1 and -1 in lines)
+        upload(self, masks, lines)
+
+    decode = GraphExecutor.decode
+
+    def decoded(self: GraphExecutor, model: Any, carry: Any, masks: Any = None) -> Any:
+        ahead.append(masks is not None and self._ahead.launched)
+        return decode(self, model, carry, masks)
+
+    monkeypatch.setattr(RowTables, "upload", noted)
+    monkeypatch.setattr(GraphExecutor, "decode", decoded)
+    compared(model, seed, num_pages, processed=0.2, clients=clients)
+    assert any(held) and any(ahead)
 
 
 def test_a_new_sequence_may_take_the_slot_of_a_row_that_ended() -> None:

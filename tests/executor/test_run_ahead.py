@@ -9,7 +9,7 @@ import pytest
 import nanovllm as nv
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.eager import EagerExecutor
-from nanovllm.executor.executor import Drawn, Runtime
+from nanovllm.executor.executor import Drawn, Masks, Runtime
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, steps_ahead
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
@@ -31,10 +31,10 @@ class Counting(EagerExecutor):
         self.loads += 1
         return super().load(model, kv, rows, frames=frames)
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         self.rows += carry.active.shape[0]
         self.padding += int((carry.active == 0).sum())
-        return super().decode(model, carry)
+        return super().decode(model, carry, masks)
 
 
 def run(ahead: bool, params: nv.SamplingParams) -> tuple[list[list[int]], nv.EngineState, Counting]:

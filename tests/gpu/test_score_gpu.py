@@ -35,10 +35,13 @@ def test_scores_are_those_of_a_forward_pass(
     state, chunk = nv.prefill(model, state, head)
     contexts = [chunk, chunk, other, [chunk, other], chunk, other, [*head[:40], 5], other]
     tokens = [head, head, other, [*head, *other], head, other, [*head[:40], 5], other]
-    state, scores = nv.score(model, state, contexts, given)
+    state, scores = nv.score(model, state, contexts, given, top_logprobs=3)
     nv.check(state)
     for context, ids, one in zip(tokens, given, scores, strict=True):
         logits, _ = world.uncached([*context, *ids])
-        wanted = logits[len(context) - 1 : -1].log_softmax(1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+        every = logits[len(context) - 1 : -1].log_softmax(1)
+        wanted = every.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
         assert one.logprobs.dtype == np.float32
         np.testing.assert_allclose(one.logprobs, wanted, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(one.top_logprobs, every.topk(3).values, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(one.top_logprobs, np.take_along_axis(every.numpy(), one.top_ids, 1), rtol=0, atol=2 * tolerance)

@@ -41,6 +41,9 @@ STEP = ("tests/engine/test_step.py",)
 GENERATE = ("tests/chunks/test_generate.py",)
 SESSION = ("tests/chunks/test_session.py", "tests/engine/test_donation.py")
 SCORE = ("tests/chunks/test_score.py",)
+STEP_LOGPROBS = ("tests/engine/test_step_logprobs.py",)
+PROMPT_LOGPROBS = ("tests/chunks/test_prompt_logprobs.py",)
+SHARED_CONTEXTS = ("tests/chunks/test_shared_contexts.py",)
 CAPTURE = ("tests/executor/test_capture.py",)
 BRANCHES = ("tests/executor/test_branches.py",)
 LOOP = ("tests/chunks/test_loop.py",)
@@ -60,6 +63,7 @@ CUTS = (
 SLOTS = ("tests/sampling/test_table_slots.py",)
 ROW_OPTIONS = ("tests/sampling/test_row_options.py",)
 GRAPHS = ("tests/executor/test_graph_executor.py",)
+GRAMMAR = ("tests/sampling/test_grammar.py", "tests/engine/test_grammar.py")
 COMPOSE = ("tests/chunks/test_compose.py",)
 HANDLES = ("tests/chunks/test_handles.py",)
 CHUNK_FILES = (
@@ -218,10 +222,10 @@ MUTANTS: tuple[Mutant, ...] = (
         PROMPT_ROOM,
         (
             "a long prompt takes all in the step that admits it",
-            "part = room.without_share() if draft.must_leave_share(room) else room",
+            "part = room.without_share() if must_leave_share(draft, room) else room",
             "part = room",
         ),
-        ("a share is left to a request that has no place", "or len(self.running) + 1 >= self.config.max_num_seqs:", "or False:"),
+        ("a share is left to a request that has no place", "or len(draft.running) + 1 >= draft.config.max_num_seqs:", "or False:"),
     ),
     *bugs(
         "engine/prompt_room.py",
@@ -321,30 +325,38 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/scheduler.py",
         SCHEDULER + STEP,
+        ("a sequence with all its pages holds others up", "if left < steps and lacks_pages(s, size):", "if left < steps:"),
+        ("steady steps run until a page is missing", "early = EARLY if may_grow_early(draft) else 0", "early = 0"),
+        ("each free place is given away at once", "admits = bool(prefill) or opens(draft, num_steps)", "admits = True"),
+        ("steady steps pass over the end of a wait", "min(steps, HELD - num_steps % HELD)", "steps"),
+    ),
+    *bugs(
+        "engine/prompt_pages.py",
+        SCHEDULER + STEP,
         (
             "the copy of a shared tail needs no page",
-            "spare = self.pool.num_available - shares_tail(self.pool, sequence, size)",
-            "spare = self.pool.num_available",
+            "spare = draft.pool.num_available - shares_tail(draft.pool, sequence, size)",
+            "spare = draft.pool.num_available",
         ),
-        (
-            "a sequence with all its pages holds others up",
-            "if room - filled - early < steps and room < request.max_len - 1:",
-            "if room - filled - early < steps:",
-        ),
-        ("steady steps run until a page is missing", "early = EARLY if draft.may_grow_early() else 0", "early = 0"),
-        ("pages grow although a request could begin with them", "taken = self.waiting.first() is None or", "taken = True or"),
-        ("tokens run again count as reused", "self.num_reused += max(0, reused - sequence.most_filled)", "self.num_reused += reused"),
+    ),
+    *bugs(
+        "engine/decode_pages.py",
+        SCHEDULER + STEP,
+        ("pages grow although a request could begin with them", "taken = draft.waiting.first() is None or", "taken = True or"),
         ("pages ahead of need while one waits to come back", "only_free=first is not None and first.most_filled > 0", "only_free=False"),
-        ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]"),
-        ("each free place is given away at once", "opens = bool(prefill) or draft.opens(num_steps)", "opens = True"),
-        ("an urgent request waits for places", " or _turn(first) < _turn(self.running[-1])", ""),
+    ),
+    *bugs("engine/preemption.py", SCHEDULER + STEP, ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]")),
+    *bugs(
+        "engine/admission.py",
+        SCHEDULER + STEP,
+        ("tokens run again count as reused", "draft.num_reused += max(0, reused - sequence.most_filled)", "draft.num_reused += reused"),
+        ("an urgent request waits for places", " or turn_of(first) < turn_of(draft.running[-1])", ""),
         ("a free place waits without an end", "or num_steps % HELD == 0:", "or False:"),
-        ("steady steps pass over the end of a wait", "min(steps, HELD - num_steps % HELD)", "steps"),
     ),
     *bugs(
         "engine/scheduler.py",
         PROMPT_ROOM,
-        ("nothing is left for the first prompt", "            most -= 1\n", "            most -= 0\n"),
+        ("nothing is left for the first prompt", "        most -= 1\n", "        most -= 0\n"),
         (
             "a long prompt in the queue has a part of the room",
             "first is not None and room.is_short(first.todo) and",
@@ -361,16 +373,16 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/scheduler.py",
         BEGINNINGS,
-        ("beginnings are offered only from the next step on", "            draft.offer([admitted])\n", ""),
-        ("the pages of a running prompt are not offered", "draft.offer([(s, prefill[_id(s)])", "list([(s, prefill[_id(s)])"),
+        ("beginnings are offered only from the next step on", "            offer(draft, [admitted])\n", ""),
+        ("the pages of a running prompt are not offered", "offer(draft, [(s, prefill[id_of(s)])", "list([(s, prefill[id_of(s)])"),
     ),
     *bugs(
         "engine/step.py",
         STEP,
         (
             "a carry of an earlier step is used again",
-            "prefilled, loaded, decoded = None, None, None",
-            "prefilled, loaded, decoded = None, state.loaded, None",
+            "prefilled, loaded, decoded, ends = None, None, None, ",
+            "prefilled, loaded, decoded, ends = None, state.loaded, None, ",
         ),
         ("a request waits after a row has ended", "steps=0 if state.waiting else after.steps)", "steps=after.steps)"),
     ),
@@ -381,11 +393,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a prompt as long as the engine is accepted", "if num_prompt >= limit:", "if num_prompt > limit:"),
     ),
     *bugs(
-        "engine/scheduler.py",
+        "engine/admission.py",
         SCHEDULER,
         ("a request that fits exactly waits", "return missing <= free - idle", "return missing < free - idle"),
-        ("a request is admitted that cannot grow", "(self.fits(first) and self.can_grow(first))", "self.fits(first)"),
-        ("shared pages count as growth", "num_busy(self.pool, self.reusable(first)[0])", "0"),
+        ("a request is admitted that cannot grow", "(fits(draft, first) and can_grow(draft, first))", "fits(draft, first)"),
+        ("shared pages count as growth", "num_busy(draft.pool, reusable(draft, first)[0])", "0"),
         ("idle pages of a prompt count twice", "return missing <= free - idle", "return missing <= free"),
     ),
     *bugs(
@@ -393,8 +405,8 @@ MUTANTS: tuple[Mutant, ...] = (
         STEP,
         (
             "length wins over a stop",
-            "    if token in request.stop_ids or (",
-            "    if (token in request.stop_ids and sequence.tokens.length < request.max_len) or (",
+            "    if complete or token in request.stop_ids or (",
+            "    if complete or (token in request.stop_ids and sequence.tokens.length < request.max_len) or (",
         ),
         (
             "tokens run again after a preemption are not counted",
@@ -424,7 +436,6 @@ MUTANTS: tuple[Mutant, ...] = (
         CLIENTS,
         ("a search that is behind reads the newest token alone", "running.reply(row, stops.num_read)", "[int(token_ids[row])]"),
         ("all of a held text is searched at every token", "detokenizer.rest(enough) if enough", "detokenizer.rest() if enough"),
-        ("log-probabilities are the row's of the first", "each[row : row + 1] for each in arrays", "each[:1] for each in arrays"),
     ),
     *bugs(
         "tokenizer/detokenizer.py",
@@ -494,9 +505,48 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a slot keeps another's tokens", "        marks.zero_()\n", ""),
     ),
     *bugs(
+        "sampling/matchers.py",
+        GRAMMAR,
+        (
+            "an error of the parser looks like a complete reply",
+            "        if self._native.is_error():\n            raise NotAllowedError(told(self._native))\n        if not may",
+            "        if not may",
+        ),
+        ("end tokens stay where a reply may not end", "if others.any():", "if not others.any():"),
+        ("a matcher that is ahead stays there", "if length < len(self.token_ids):", "if length < 0:"),
+        ("another newest token is taken for the same", "if self.token_ids and tokens[0] != self.token_ids[-1]:", "if False:"),
+        ("matchers are kept for ever", "if len(self._known) > MOST:", "if len(self._known) < 0:"),
+    ),
+    *bugs(
+        "sampling/grammar_bounds.py",
+        GRAMMAR,
+        ("nested repetitions do not multiply", "last, place = most.pop(), place + 1", "last, place = most.pop() and 1, place + 1"),
+        ("braces in a class count", "last, place = 1, _after_class(pattern, place)", "last, place = 1, place + 1"),
+        ("references are not followed", "linked = depth + sum(", "linked = depth + 0 * sum("),
+        ("multiples are looked at one by one", "math.lcm(multiples, _digits(", "math.lcm(1, _digits("),
+    ),
+    *bugs(
+        "executor/graph_executor.py",
+        GRAPHS,
+        (
+            "masks go to the lines of other rows",
+            "self._mask_lines[place] for place in self._ahead.places",
+            "self._mask_lines[place] for place in range(len(self._ahead.places))",
+        ),
+    ),
+    *bugs(
+        "engine/step.py",
+        GRAMMAR,
+        (
+            "a reply goes on after its grammar has ended",
+            "by_grammar = [row for row in running.constrained if running.ids[row] in ends] if ends else []",
+            "by_grammar = list[int]()",
+        ),
+    ),
+    *bugs(
         "sampling/row_options.py",
         ROW_OPTIONS,
-        ("padding has a slot", "0.0, 0.0, -1.0)", "0.0, 0.0, 0.0)"),
+        ("padding has a slot", "0.0, 0.0, -1.0, -1.0)", "0.0, 0.0, 0.0, -1.0)"),
         ("a bias needs no table", "return p.logit_bias is not None or penalises(p)", "return penalises(p)"),
     ),
     *bugs(
@@ -634,6 +684,53 @@ MUTANTS: tuple[Mutant, ...] = (
             "context.tokens.extend(ids), len(context.tokens)",
         ),
         ("logits without a bound", "max(0, run.first - run.at) + room)", "max(0, run.first - run.at) + room + 1)"),
+    ),
+    *bugs(
+        "chunks/prefill.py",
+        SHARED_CONTEXTS,
+        ("a token that runs later is offered", "max(0, owners[i].todo - kept_back)", "max(0, owners[i].todo)"),
+        ("contexts of one call share nothing", "pool, owners[i] = _begun_with_offered(pool, owners[i], kept_back)", "pass"),
+        ("shared tokens are not counted", "reused += owners[i].most_filled - sequences[i].most_filled", "pass"),
+        ("a first step has no bound", "if most_todo is not None and (count", "if False and (count"),
+    ),
+    *bugs(
+        "chunks/session_rows.py",
+        SHARED_CONTEXTS,
+        ("unfilled pages stay in the index", "        state = _without_unfilled(state, sequences)\n", "        pass\n"),
+    ),
+    *bugs(
+        "chunks/score.py",
+        SHARED_CONTEXTS,
+        ("a context begins before an earlier one has ended", "            if count < left:\n                break\n", ""),
+    ),
+    *bugs(
+        "state/steady.py",
+        STEP_LOGPROBS,
+        ("rows that stay keep the options of others", "tuple([self.num_top[row] for row in kept.tolist()])", "self.num_top[: len(kept)]"),
+        ("a stream gets the first log-probabilities again", "self.log.part(self.age - new, self.age,", "self.log.part(0, new,"),
+    ),
+    *bugs(
+        "state/logprobs.py",
+        (*CLIENTS, *STEP_LOGPROBS),
+        ("log-probabilities are the row's of the first", "each[row : row + 1] for each in arrays", "each[:1] for each in arrays"),
+        ("the first tokens of a part are given for its last", "each[-count:]", "each[:count]"),
+        ("a row's alternatives are all that the step has", "self.top_ids[row, :num_top].tolist()", "self.top_ids[row].tolist()"),
+    ),
+    *bugs(
+        "engine/step.py",
+        STEP_LOGPROBS,
+        ("a token after a prompt has no log-probabilities", "row_scores(sequence, prefilled, row)", "None"),
+        ("the last token of a steady row has none", "failed.get(rid), scored)", "failed.get(rid))"),
+    ),
+    *bugs(
+        "executor/scoring.py",
+        PROMPT_LOGPROBS,
+        (
+            "the most probable tokens are another place's",
+            "top.indices[own].int()",
+            "top.indices[torch.arange(len(own)) % len(piece)].int()",
+        ),
+        ("a whole batch is normalised at once", "PIECE_BYTES // (4 * logits.shape[1])", "LOGIT_BYTES // (4 * logits.shape[1])"),
     ),
     *bugs(
         "executor/scoring.py",
@@ -839,7 +936,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("all rows of a function end with one whose init raises", "if not culprit.request_ids or _id(s) in culprit.request_ids]", "]"),
         (
             "all rows end with those of a function",
-            "theirs = [s for s in rows if s.request.process_logits == culprit.processor]",
+            "theirs = [s for s in rows if culprit.processor is None or s.request.process_logits == culprit.processor]",
             "theirs = rows",
         ),
         ("a kept error holds the state", "            one.__traceback__ = None\n", ""),
@@ -1243,7 +1340,7 @@ MUTANTS: tuple[Mutant, ...] = (
         LLM,
         (
             "a chat thinks always",
-            "tokens = self.chat_tokens(messages, enable_thinking=enable_thinking)",
+            "tokens = self.chat_tokens(messages, tools=tools, enable_thinking=enable_thinking)",
             "tokens = self.chat_tokens(messages)",
         ),
         ("an LLM has one seed", "            seed=seed,\n", ""),
@@ -1306,8 +1403,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a stream that is left runs on",
-            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            self._engine.cancel(call)",
-            "yield Piece(text=piece, token_ids=token_ids)\n        finally:\n            pass",
+            "logprobs=None if logprobs is None else tuple(logprobs))\n        finally:\n            self._engine.cancel(call)",
+            "logprobs=None if logprobs is None else tuple(logprobs))\n        finally:\n            pass",
         ),
     ),
 )

@@ -259,5 +259,6 @@ def test_filters(compiled: Compiled, dtype: torch.dtype) -> None:
     for filters in ((some, ones, ones), (None, ones, None), (some, None, None), (None, None, ones)):
         triton_least_kept.launch(logits, ones, *filters)
     assert len({kernel.hash for kernel in compiled}) == 6  # an absent filter needs no kernel of its own; `_weigh` has two
-    triton_penalised.launch(logits, some, torch.zeros(3, 151936, dtype=torch.int32), torch.zeros(3, 151936), ones, ones, ones)
+    triton_penalised.launch(logits, some, torch.zeros(3, 151936, dtype=torch.int32), torch.zeros(3, 151936), ones, ones, ones,
+                            some, torch.zeros(3, 4748, dtype=torch.int32))  # fmt: skip
     compiled.check()

@@ -39,7 +39,17 @@ def arguments(name):
         "rotary_angles": (int32([0, 9]), torch.rand(4), 1.0),
         "next_places": (int32([2, 9]), int32([1, 8]), tables, int32([0, 1]), 5, 4),
         "highest": (torch.randn(3, 7),),
-        "penalised": (torch.randn(2, 7), int32([1, -1]), torch.ones(3, 7).int(), torch.rand(3, 7), *torch.rand(3, 2).unbind()),
+        "penalised": (
+            torch.randn(2, 7),
+            int32([1, -1]),
+            torch.ones(3, 7).int(),
+            torch.rand(3, 7),
+            *torch.rand(3, 2).unbind(),
+            int32([0, -1]),
+            int32([[21]]),
+        ),
+        "adjusted": (torch.randn(2, 7), torch.rand(2, 7), torch.rand(2, 7) > 0.5, torch.ones(2, 7).int(), *torch.rand(3, 2).unbind()),
+        "token_logprobs": (torch.randn(2, 7), int32([3, 0]), 4),
         "least_kept": (torch.randn(3, 7), torch.ones(3), int32([2, 0, 1]), torch.full((3,), 0.5), None, None),
     }[name]
 
@@ -48,7 +58,7 @@ def arguments(name):
 @pytest.mark.parametrize(
     "name",
     ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode", "norm_linear", "linear_add_norm", "rope_attend", "rope_write",
-     "rotary_angles", "next_places", "highest", "least_kept", "penalised",
+     "rotary_angles", "next_places", "highest", "least_kept", "penalised", "adjusted", "token_logprobs",
      "paged_prefill, limited", "paged_decode, limited", "rope_attend, limited",
      "norm_linear, gelu", "linear_add_norm, normed", "norm_add", "norm_add, alone", "capped_logits"],
 )  # fmt: skip

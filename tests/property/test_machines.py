@@ -8,7 +8,8 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from nanovllm.engine import scheduler
+from nanovllm.engine import admission
+from nanovllm.engine.scheduler import schedule
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
@@ -34,8 +35,8 @@ class GrowingMachine(ScheduleMachine):
 
     @staticmethod
     def scheduler(*args):
-        with patch.multiple(scheduler, SMALL=0, SHARE=1):
-            return scheduler.schedule(*args)
+        with patch.multiple(admission, SMALL=0, SHARE=1):
+            return schedule(*args)
 
 
 class WideVocabulary(EngineMachine):

@@ -11,7 +11,7 @@ from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.score import Score
 from nanovllm.entrypoints.llm import Piece
 from nanovllm.executor.session_lease import SessionLease
-from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.params import MAX_STOP_LEN, SamplingParams
 from nanovllm.state.array import IntArray
 from nanovllm.state.engine_state import Session
 from nanovllm.state.logprobs import TokenLogprobs
@@ -38,7 +38,7 @@ def linked(entry: Any) -> Any:
 
 def values() -> list[Any]:
     logprob = TokenLogprobs(token_id=1, logprob=-1.0, top=tuple((i, -1.0) for i in IDS))
-    params = SamplingParams(stop="x" * LONG, stop_token_ids=IDS, logit_bias=dict.fromkeys(IDS, 1.0))
+    params = SamplingParams(stop="x" * MAX_STOP_LEN, stop_token_ids=IDS, logit_bias=dict.fromkeys(IDS, 1.0))
     request = Request(request_id=0, num_prompt=LONG, sampling=params, seed=0, max_len=LONG, stop_ids=frozenset(IDS), arrival=0.0)
     sequence = Sequence(
         request=request, tokens=IntVector.of(IDS), pages=IntVector.of(IDS), logprobs=linked(logprob), gaps=tuple((i, i) for i in IDS),
@@ -62,10 +62,11 @@ def values() -> list[Any]:
         request_id=0, prompt_token_ids=np.array(IDS), token_ids=IDS, text="x" * LONG, finish_reason="stop", num_cached_tokens=0,
         logprobs=[logprob] * LONG, metrics=nv.Metrics(time_to_first_token=0.0, total_time=1.0, decode_tokens_per_second=2.0),
     )  # fmt: skip
+    pairs = np.zeros((LONG, 2), np.int32)
     return [
         logprob, params, request, sequence, queue, array, older, steady, output, IntVector.of(IDS), session, stream,
         StepOutput(0, tuple(IDS), "stop", output), Piece(text="x" * LONG, token_ids=IDS, output=output),
-        Score(token_ids=IDS, logprobs=np.zeros(LONG, np.float32)),
+        Score(token_ids=IDS, logprobs=np.zeros(LONG, np.float32), top_ids=pairs, top_logprobs=pairs.astype(np.float32)),
         Generation(chunk=CHUNK, token_ids=IDS, text="x" * LONG, finish_reason="stop", logprobs=[logprob] * LONG),
     ]  # fmt: skip
 

@@ -86,9 +86,9 @@ def generate_many(
 ) -> tuple[EngineState, list[Generation]]:
     """Generate one reply to each context, decoded together as a batch.
 
-    Donates `state`. Contexts may share chunks. The pages of all replies at their maximum length are reserved before anything is written.
-    For a load that does not fit, use `submit` and `step`, which queue and preempt requests. Requests that were submitted before stay as
-    they are.
+    Donates `state`. Contexts may share chunks. The full pages of equal beginnings run once, and the contexts share them. The pages of all
+    replies at their maximum length are reserved before anything is written. For a load that does not fit, use `submit` and `step`, which
+    queue and preempt requests. Requests that were submitted before stay as they are.
 
     Args:
         model: The model of `init_state`.

@@ -1,4 +1,8 @@
-"""Page reservation and prefill for the functional calls: all pages are reserved before the first write, then prompts run in pieces."""
+"""Page reservation and prefill for the functional calls: all pages are reserved before the first write, then prompts run in pieces.
+
+Contexts of one call may share: a context begins with the full pages that those before it fill, as requests of one step do. The contexts
+then run in order, so that no token runs in an earlier pass than a token whose KV it reads.
+"""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -22,9 +26,9 @@ from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import copy_pages, pages_for
 from nanovllm.state.pages import require_writable
-from nanovllm.state.pool import Taken
+from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Request, Sequence
-from nanovllm.state.sequence_pages import frames_of_copies, reserve, worth_taking, written_pages
+from nanovllm.state.sequence_pages import begun, frames_of_copies, offered, reserve, written_pages
 from nanovllm.state.vector import IntVector
 
 
@@ -51,23 +55,43 @@ def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False)
     pool, owners, reused = state.pool, [], 0
     for asked in sequences:
         matched, _ = pools.reusable(pool, asked.tokens.array(), whole=True)
-        better = worth_taking(pool, matched, asked, state.config.page_size)
-        sequence = asked.restart(IntVector.of(matched), len(matched) * state.config.page_size) if better else asked
-        pool = pools.acquire(pool, sequence.pages)
+        pool, sequence = begun(pools.acquire(pool, asked.pages), asked, matched, 0, state.config.page_size)
         filled = min(sequence.num_filled, len(sequence.tokens) - logits)
         owners.append(replace(sequence, most_filled=filled))
         reused += filled
     return replace(state, pool=pool, stats=state.stats.add(reused_tokens=reused)), owners
 
 
-def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken) -> tuple[EngineState, list[Sequence]]:
+def reserve_all(
+    state: EngineState,
+    sequences: Seq[Sequence],
+    lengths: Seq[int],
+    taken: Taken,
+    *,
+    kept_back: int | None = None,
+    most_todo: int | None = None,
+) -> tuple[EngineState, list[Sequence]]:
     """Give each sequence its own pages for up to `lengths` tokens, and copy partly filled shared pages. Donates the KV.
+
+    Args:
+        state: The state; its KV, its pool and its stats change.
+        sequences: Sequences that own their pages.
+        lengths: For each the number of tokens.
+        taken: The record of the pages that are taken.
+        kept_back: If given, each sequence begins with the full pages that those before it fill with their tokens, except the last
+            `kept_back` of each. The pages are in the index from now on, so the tokens must run, in order, before anything else does. Their
+            last token runs for its logits. None: nothing is shared before it is filled.
+        most_todo: The most tokens that the sequences may leave to one step. None: any number.
 
     Raises:
         OutOfPagesError: Too few pages are available; nothing was written.
+        InvalidRequestError: More than `most_todo` tokens are left; nothing was written.
     """
-    pool, owners, copies, pages = state.pool, list(sequences), [], []
+    pool, owners, copies, pages, reused = state.pool, list(sequences), [], [], 0
     for i, length in enumerate(lengths):
+        if kept_back is not None:
+            pool, owners[i] = _begun_with_offered(pool, owners[i], kept_back)
+            reused += owners[i].most_filled - sequences[i].most_filled
         done = reserve(pool, owners[i], length, state.config.page_size)
         if done is None:
             missing = pages_for(length, state.config.page_size) - len(owners[i].pages)
@@ -75,16 +99,38 @@ def reserve_all(state: EngineState, sequences: Seq[Sequence], lengths: Seq[int],
         pool, owners[i], copied, fresh = done
         pages.extend(fresh)
         copies.extend(copied)
+        if kept_back is not None:
+            pool = offered(pool, owners[i], max(0, owners[i].todo - kept_back), state.config.page_size)
+    if most_todo is not None and (count := sum(max(1, s.todo) for s in owners)) > most_todo:
+        raise InvalidRequestError(f"fill=False leaves {count} tokens to the first step, more than max_num_batched_tokens={most_todo}")
     taken.note(pool, pages)  # only after all is reserved: pages that a refused call would have taken over keep their KV
     kv = copy_pages(state.kv, tuple(copies), frames_of_copies(pool, copies))
     pool = pools.release(pool, [source for source, _ in copies])
-    return replace(state, kv=kv, pool=pool), owners
+    return replace(state, kv=kv, pool=pool, stats=state.stats.add(reused_tokens=reused)), owners
 
 
-def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: int = 0) -> tuple[EngineState, list[Sequence]]:
+def _begun_with_offered(pool: Pool, sequence: Sequence, kept_back: int) -> tuple[Pool, Sequence]:
+    """The sequence over pages of the index that hold more of its tokens, except the last `kept_back`, than its own, if there are some."""
+    size, length = pool.prefix.page_size, sequence.tokens.length
+    matched, _ = pools.reusable(pool, sequence.tokens.array(0, length - kept_back), whole=True)
+    pool, sequence = begun(pool, sequence, matched, 0, size)
+    return pool, replace(sequence, most_filled=max(sequence.most_filled, min(sequence.num_filled, length - 1)))
+
+
+def fill(
+    model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: int = 0, *, shared: bool = False
+) -> tuple[EngineState, list[Sequence]]:
     """Run all unfilled tokens of the sequences except the last `keep_back` of each, at most one step's token budget at a time.
 
-    Donates the KV. Full pages that were filled enter the prefix index.
+    Donates the KV. Full pages that were filled enter the prefix index. A sequence runs no token before those ahead of it have run all of
+    theirs, or do so in the same pass.
+
+    Args:
+        model: The model.
+        state: The state.
+        sequences: The sequences, which have pages for their tokens.
+        keep_back: How many tokens at the end of each stay unfilled.
+        shared: Whether `reserve_all` shared the pages, so that a page may have further owners, who read it.
     """
     done, kv, pool, stats = list(sequences), state.kv, state.pool, state.stats
     while True:
@@ -96,7 +142,7 @@ def fill(model: Model, state: EngineState, sequences: Seq[Sequence], keep_back: 
                 budget -= count
         if not rows:
             return replace(state, kv=kv, pool=pool, stats=stats), done
-        for i, count in rows:
+        for i, count in rows if not shared else ():  # of shared pages `offered` required it
             require_writable(pool.pages, written_pages(done[i], count, state.config.page_size).tolist())
         _, kv = executor_of(state).prefill(model, kv, [(done[i], count) for i, count in rows], draw=False, frames=pool.frames)
         for i, count in rows:

@@ -1,4 +1,5 @@
 """`score`: the log-probabilities of given continuations. Each distinct context runs once; continuations run as prompt tokens in batches.
+Contexts with equal beginnings share the full pages of these.
 
 Contexts are admitted in order, as many at a time as fill a step and fit into the available pages. After a context ran, the logits of its
 last token score the first token of each of its continuations. Then the continuations run over its pages, without their last tokens, whose
@@ -19,48 +20,24 @@ from nanovllm.engine.prompt import Context, encode, resolve, token_array
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.executor.executor import executor_of
-from nanovllm.executor.scoring import most_logits
+from nanovllm.executor.scoring import Scored, most_logits
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
+from nanovllm.sampling.params import num_top_of
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.logprobs import Score
 from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import shares_tail, written_pages
 from nanovllm.state.vector import IntVector
-from nanovllm.types import Float32, Int64, Tensor, brief_fields
+from nanovllm.types import Int64
 
 Continuation = str | list[int] | tuple[int, ...] | np.ndarray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Score:
-    """The log-probabilities of one continuation, under the model's own distribution, before any sampling option.
-
-    Attributes:
-        token_ids: The tokens of the continuation.
-        logprobs: For each token the natural logarithm of its probability after all tokens before it; float32 `[n]`, read-only.
-        total: Their sum, a float.
-
-    Examples:
-        >>> state, (score,) = nv.score(model, state, ["Once upon a time"], [", a boy"])
-        >>> score.token_ids, score.logprobs.shape, score.total < 0
-        ([11, 258, 1060], (3,), True)
-    """
-
-    token_ids: list[int]
-    logprobs: Float32[np.ndarray, "n"]
-
-    def __repr__(self) -> str:
-        return brief_fields(self)
-
-    @property
-    def total(self) -> float:
-        """The log-probability of the whole continuation: the sum of `logprobs`."""
-        return float(self.logprobs.sum(dtype=np.float64))
+Found = list[tuple[np.ndarray, Scored]]  # the results of each pass, and the place of each among all of the call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,12 +73,14 @@ class _Run:
 
 @explain_unknown_keywords
 @torch.no_grad()
-def score(model: Model, state: EngineState, contexts: Seq[Context], continuations: Seq[Continuation]) -> tuple[EngineState, list[Score]]:
+def score(
+    model: Model, state: EngineState, contexts: Seq[Context], continuations: Seq[Continuation], *, top_logprobs: int = 0
+) -> tuple[EngineState, list[Score]]:
     """Compute the log-probabilities of given continuations, each after its context.
 
-    Donates `state`. Contexts that are equal run once; to score several continuations of one context, repeat it. Chunks and prefixes in the
-    prefix index are not run again. Requests and sessions stay as they are. Afterwards the pages of all continuations are free, and the
-    prefix index keeps the full pages of contexts.
+    Donates `state`. Contexts that are equal run once; to score several continuations of one context, repeat it. Contexts with equal
+    beginnings share the full pages of these. Chunks and prefixes in the prefix index are not run again. Requests and sessions stay as they
+    are. Afterwards the pages of all continuations are free, and the prefix index keeps the full pages of contexts.
 
     Args:
         model: The model of `init_state`.
@@ -109,6 +88,7 @@ def score(model: Model, state: EngineState, contexts: Seq[Context], continuation
         contexts: A list of contexts: texts, token ids, chunks, or lists of these in which only the first part may be a chunk.
         continuations: A list with one continuation per context: a text or token ids, at least one token. A text is encoded by itself,
             without a start token, so it usually begins with a space.
+        top_logprobs: How many of the most probable tokens to report in the place of each token, up to 20.
 
     Returns:
         The next state, and one score per continuation, in the same order.
@@ -126,25 +106,40 @@ def score(model: Model, state: EngineState, contexts: Seq[Context], continuation
         >>> state, scores = nv.score(model, state, [[facts, " The king of Aistonia is"]] * 3, answers)
         >>> max(zip(answers, scores), key=lambda pair: pair[1].total)[0]
         ' Oswin.'
+
+        The log-probabilities of a prompt, each with the most probable token in its place:
+
+        >>> ids = model.tokenizer.encode("Once upon a time, there")
+        >>> state, (prompt,) = nv.score(model, state, [ids[:1]], [ids[1:]], top_logprobs=1)
+        >>> [model.tokenizer.decode([entry.top[0][0]]) for entry in prompt.entries]
+        [' upon', ' a', ' time', ',', ' a']
     """
-    state = enter_with(model, state)
+    state, num_top = enter_with(model, state), num_top_of("top_logprobs", top_logprobs)
     tasks, token_ids = _tasks(model, state, contexts, continuations)
     for task in tasks:
         _admitted(state, [task])  # raises before anything is written
-    found: list[tuple[np.ndarray, Tensor]] = []
+    found: Found = []
     with guarded(state) as taken:
         inner, done = state, 0
         while done < len(tasks):
             admitted, sequences = _admitted(inner, tasks[done : done + state.config.max_num_seqs])
-            inner = _scored(model, admitted, tasks[done : done + len(sequences)], sequences, taken, found)
+            inner = _scored(model, admitted, tasks[done : done + len(sequences)], sequences, taken, found, num_top)
             done += len(sequences)
-        logprobs = np.empty(sum(map(len, token_ids)), np.float32)
-        if found:
-            logprobs[np.concatenate([places for places, _ in found])] = torch.cat([values for _, values in found]).cpu().numpy()
-        logprobs.flags.writeable = False
-        parts = np.split(logprobs, np.cumsum([len(ids) for ids in token_ids])[:-1])
-        scores = [Score(token_ids=ids.tolist(), logprobs=part) for ids, part in zip(token_ids, parts, strict=False)]
+        scores = _scores(token_ids, found)
         return commit_state(inner), scores
+
+
+def _scores(token_ids: Seq[np.ndarray], found: Found) -> list[Score]:
+    """The scores of all continuations, whose tokens are `token_ids`, from the places and the results of all passes."""
+    if not found:
+        return []
+    order = np.argsort(np.concatenate([places for places, _ in found]))
+    arrays = [torch.cat(each).cpu().numpy()[order] for each in zip(*(scored for _, scored in found), strict=True)]
+    for array in arrays:
+        array.flags.writeable = False
+    ends = np.cumsum([len(ids) for ids in token_ids])[:-1]
+    each = zip(token_ids, *(np.split(array, ends) for array in arrays), strict=True)
+    return [Score(token_ids=ids.tolist(), logprobs=own, top_ids=top, top_logprobs=values) for ids, own, top, values in each]
 
 
 def _tasks(model: Model, state: EngineState, contexts: Any, continuations: Any) -> tuple[list[_Task], list[np.ndarray]]:
@@ -248,12 +243,12 @@ def _num_spare(task: _Task, sequence: Sequence, page_size: int) -> int:
 
 
 def _scored(
-    model: Model, state: EngineState, tasks: Seq[_Task], sequences: list[Sequence], taken: Taken, found: list[tuple[np.ndarray, Tensor]]
+    model: Model, state: EngineState, tasks: Seq[_Task], sequences: list[Sequence], taken: Taken, found: Found, num_top: int
 ) -> EngineState:
     """Run contexts and their continuations, and give all their pages back. Donates the KV; adds to `found`."""
-    state, sequences = reserve_all(state, sequences, [len(s.tokens) for s in sequences], taken)
+    state, sequences = reserve_all(state, sequences, [len(s.tokens) for s in sequences], taken, kept_back=0)
     contexts = [_context_run(task, sequence) for task, sequence in zip(tasks, sequences, strict=True)]
-    state = _forward(model, state, [run for run in contexts if run.sequence.todo], found)
+    state = _forward(model, state, [run for run in contexts if run.sequence.todo], found, num_top)
     pool, runs = state.pool, []
     for task, run in zip(tasks, contexts, strict=True):
         filled = run.sequence.advance(run.sequence.todo)
@@ -264,7 +259,7 @@ def _scored(
         for _ in mine[1:]:
             pool = pools.acquire(pool, filled.pages)
         runs += mine
-    return _in_turn(model, replace(state, pool=pool), runs, taken, found)
+    return _in_turn(model, replace(state, pool=pool), runs, taken, found, num_top)
 
 
 def _context_run(task: _Task, sequence: Sequence) -> _Run:
@@ -281,7 +276,7 @@ def _continuation_run(context: Sequence, start: int, ids: np.ndarray) -> _Run:
     return _Run(sequence=replace(context, tokens=tokens, request=plain_request(len(tokens))), at=at, first=at, asked=asked)
 
 
-def _in_turn(model: Model, state: EngineState, runs: Seq[_Run], taken: Taken, found: list[tuple[np.ndarray, Tensor]]) -> EngineState:
+def _in_turn(model: Model, state: EngineState, runs: Seq[_Run], taken: Taken, found: Found, num_top: int) -> EngineState:
     """Run as many runs at a time as fill a step and fit into the available pages, and give their pages back."""
     limits, done = state.config, 0
     while done < len(runs):
@@ -295,7 +290,9 @@ def _in_turn(model: Model, state: EngineState, runs: Seq[_Run], taken: Taken, fo
         done += len(batch)
         owners = [run.sequence for run in batch]
         state, owners = reserve_all(state, owners, [len(s.tokens) for s in owners], taken)
-        state = _forward(model, state, [replace(run, sequence=s) for run, s in zip(batch, owners, strict=True)], found)
+        for sequence in owners:
+            require_writable(state.pool.pages, written_pages(sequence, sequence.todo, limits.page_size))
+        state = _forward(model, state, [replace(run, sequence=s) for run, s in zip(batch, owners, strict=True)], found, num_top)
         pool = state.pool
         for sequence in owners:
             pool = pools.release(pool, sequence.pages)
@@ -303,10 +300,11 @@ def _in_turn(model: Model, state: EngineState, runs: Seq[_Run], taken: Taken, fo
     return state
 
 
-def _forward(model: Model, state: EngineState, runs: Seq[_Run], found: list[tuple[np.ndarray, Tensor]]) -> EngineState:
+def _forward(model: Model, state: EngineState, runs: Seq[_Run], found: Found, num_top: int) -> EngineState:
     """Run tokens on pages that are reserved, at most one step's token budget at a time. Donates the KV.
 
-    Adds the log-probabilities with their places to `found`.
+    No run begins before those ahead of it have ended, or end in the same pass, because it may read what they fill. Adds the
+    log-probabilities with their places to `found`.
     """
     runs, limits, kv, stats = list(runs), state.config, state.kv, state.stats
     while True:
@@ -314,11 +312,11 @@ def _forward(model: Model, state: EngineState, runs: Seq[_Run], found: list[tupl
         asked, places = [], []
         budget, room, num_tokens = limits.max_num_batched_tokens, most_logits(model.config.vocab_size), 0
         for i, run in enumerate(runs):
-            count = min(budget - num_tokens, len(run.sequence.tokens) - run.at, max(0, run.first - run.at) + room)
-            if count <= 0 or len(rows) == limits.max_num_seqs:
+            if not (left := len(run.sequence.tokens) - run.at):
                 continue
-            if run.sequence.todo:
-                require_writable(state.pool.pages, written_pages(run.sequence, count, limits.page_size).tolist())
+            count = min(budget - num_tokens, left, max(0, run.first - run.at) + room)
+            if count <= 0 or len(rows) == limits.max_num_seqs:
+                break
             start, stop = np.searchsorted(run.asked[:, 0], (run.at, run.at + count))
             asked.append(run.asked[start:stop, :2] + (num_tokens - run.at, 0))
             places.append(run.asked[start:stop, 2])
@@ -327,8 +325,10 @@ def _forward(model: Model, state: EngineState, runs: Seq[_Run], found: list[tupl
             room -= max(0, run.at + count - max(run.at, run.first))
             filled = run.sequence.advance(min(count, run.sequence.todo))
             runs[i] = replace(run, sequence=filled, at=run.at + count)
+            if count < left:
+                break
         if not rows:
             return replace(state, kv=kv, stats=stats)
-        logprobs, kv = executor_of(state).score(model, kv, rows, np.concatenate(asked), frames=state.pool.frames)
-        found.append((np.concatenate(places), logprobs))
+        scored, kv = executor_of(state).score(model, kv, rows, np.concatenate(asked), num_top=num_top, frames=state.pool.frames)
+        found.append((np.concatenate(places), scored))
         stats = stats.add(prefill_tokens=num_tokens)

@@ -42,7 +42,7 @@ def begin(
     """Fill contexts and reserve pages, so that the caller can run the decode steps.
 
     Donates `state`. Call `decode_step` with the returned carry at most `room` times, then `commit`. The first step samples the first new
-    token of each context.
+    token of each context. The full pages of equal beginnings run once, and the contexts share them.
 
     Args:
         model: The model of `init_state`.

@@ -25,7 +25,7 @@ from nanovllm.state.kv_cache import copy_pages, pages_for
 from nanovllm.state.logprobs import TokenLogprobs, scores_of
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence
-from nanovllm.state.sequence_pages import frames_of_copies
+from nanovllm.state.sequence_pages import frames_of_copies, written_pages
 from nanovllm.state.vector import IntVector
 from nanovllm.types import Tensor
 
@@ -42,28 +42,32 @@ def opened(
 ) -> tuple[EngineState, Session, DecodeCarry]:
     """Give each sequence pages up to its limit, fill all its tokens but the last, and make the carry of the first step.
 
-    Without `to_fill` the first step fills the tokens. Donates the KV. `executor.end` frees what the executor keeps for the session, whose
-    number is `state.next_id`.
+    Sequences share the full pages of equal beginnings. Without `to_fill` the first step fills the tokens. Donates the KV. `executor.end`
+    frees what the executor keeps for the session, whose number is `state.next_id`.
 
     Raises:
         OutOfPagesError: Too few pages are available; nothing was written.
         InvalidRequestError: Without `to_fill`, the tokens to fill are more than a step can run.
     """
+    if (constrained := next((s.request.sampling.grammar for s in sequences if s.request.sampling.grammar is not None), None)) is not None:
+        raise InvalidRequestError(
+            f"grammar={constrained!r} needs the host between two steps: use generate, or submit and step, where process_logits works too; "
+            "begin, and generate_many with process_logits, take no grammar"
+        )
     ticket, size = state.next_id, state.config.page_size
     lease = SessionLease(session=ticket, engine=state.runtime.lease)
     room = max(s.request.max_len - len(s.tokens) for s in sequences)
     state, sequences = adopt(state, sequences, logits=True)
-    if not to_fill and (count := sum(max(1, s.todo) for s in sequences)) > state.config.max_num_batched_tokens:
-        raise InvalidRequestError(
-            f"fill=False leaves {count} tokens to the first step, more than max_num_batched_tokens={state.config.max_num_batched_tokens}"
-        )
     lengths = _reserved(sequences, room, branching, size)
+    sharing = {"kept_back": int(to_fill), "most_todo": None if to_fill else state.config.max_num_batched_tokens}
     if branching:
-        state, sequences = _with_own_last_pages(state, sequences, lengths, taken)
+        state, sequences = _with_own_last_pages(state, sequences, lengths, taken, **sharing)
     else:
-        state, sequences = reserve_all(state, sequences, lengths, taken)
+        state, sequences = reserve_all(state, sequences, lengths, taken, **sharing)
     if to_fill:
         state, sequences = _filled(model, state, sequences)
+    else:
+        state = _without_unfilled(state, sequences)
     frames, rows = state.pool.frames, [_first_pages(s, len(s.pages) - branching) for s in sequences]
     try:
         carry = executor_of(state).begin(model, state.kv, rows, ticket, frames=frames, branching=branching, fill=to_fill)
@@ -109,8 +113,8 @@ def closed(
     stats = state.stats.add(
         prefill_tokens=prompt, decode_tokens=run + more - prompt, reused_tokens=reused, rerun_tokens=rerun, discarded_tokens=run - used
     )
-    # `opened` reserved pages up to each row's newest token, so nothing is allocated here.
-    state, filled = fill(model, replace(state, stats=stats, pool=pool), [sequence for sequence, _ in rows])
+    # `opened` reserved pages up to each row's newest token, so nothing is allocated here. Without a step, contexts may still be to fill.
+    state, filled = fill(model, replace(state, stats=stats, pool=pool), [sequence for sequence, _ in rows], shared=not num_steps)
     generations = []
     for row, (sequence, (_, reason)) in enumerate(zip(filled, rows, strict=True)):
         state, chunk = chunk_of(model, state, sequence)
@@ -138,7 +142,7 @@ def _reserved(sequences: Seq[Sequence], room: int, branching: bool, page_size: i
 
 
 def _with_own_last_pages(
-    state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken
+    state: EngineState, sequences: Seq[Sequence], lengths: Seq[int], taken: Taken, **sharing: int | None
 ) -> tuple[EngineState, list[Sequence]]:
     """Reserve pages, and copy the last page of each context that is full and filled, because other owners or the index may have it.
 
@@ -146,7 +150,8 @@ def _with_own_last_pages(
     """
     size = state.config.page_size
     full = [s.todo == 0 and len(s.tokens) % size == 0 for s in sequences]
-    state, reserved = reserve_all(state, sequences, [n + size * more for n, more in zip(lengths, full, strict=True)], taken)
+    lengths = [n + size * more for n, more in zip(lengths, full, strict=True)]
+    state, reserved = reserve_all(state, sequences, lengths, taken, **sharing)
     copies, own = [], []
     for sequence, copied in zip(reserved, full, strict=True):
         pages = sequence.pages
@@ -162,8 +167,15 @@ def _with_own_last_pages(
 def _filled(model: Model, state: EngineState, sequences: Seq[Sequence]) -> tuple[EngineState, list[Sequence]]:
     """Run all tokens but the last of each sequence. With branches a sequence may have more pages than a step's page tables are wide."""
     size = state.config.page_size
-    state, filled = fill(model, state, [_first_pages(s, pages_for(len(s.tokens), size)) for s in sequences], keep_back=1)
+    state, filled = fill(model, state, [_first_pages(s, pages_for(len(s.tokens), size)) for s in sequences], keep_back=1, shared=True)
     return state, [done.with_pages(s.pages, done.num_filled) for done, s in zip(filled, sequences, strict=True)]
+
+
+def _without_unfilled(state: EngineState, sequences: Seq[Sequence]) -> EngineState:
+    """The state whose index lacks the pages that the first step will fill: other calls may come before it."""
+    size = state.config.page_size
+    unfilled = frozenset(page for s in sequences for page in written_pages(s, s.todo, size).tolist())
+    return replace(state, pool=pools.withdraw(state.pool, unfilled))
 
 
 def _first_pages(sequence: Sequence, count: int) -> Sequence:

@@ -15,13 +15,14 @@ from immutables import Map
 from nanovllm.config import EngineConfig
 from nanovllm.engine.donation import forgotten, overwritten
 from nanovllm.engine.output import draw_token, reply_text, result
-from nanovllm.engine.scheduler import Plan
+from nanovllm.engine.plan import Plan
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, RequestFailedError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import Culprit
 from nanovllm.state.device_errors import chain, fatal, message_of, out_of_memory
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.logprobs import RowScores
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.sequence_pages import give_up_pages
@@ -85,7 +86,7 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
             message = "the device has no memory for even one of its tokens"
     elif culprit:
         rows = [*(s for s, count in prompts if count == s.todo), *decoding]
-        theirs = [s for s in rows if s.request.process_logits == culprit.processor]
+        theirs = [s for s in rows if culprit.processor is None or s.request.process_logits == culprit.processor]
         failed = [s for s in theirs if not culprit.request_ids or _id(s) in culprit.request_ids]
         message = str(culprit)
     if not (short or failed):
@@ -118,8 +119,19 @@ def unsearchable(sequence: Sequence, token: int, error: Exception) -> NanoVLLMEr
     return request_error(_id(sequence), RequestFailedError, message, as_value(error))
 
 
+def outside(sequence: Sequence, error: Exception) -> NanoVLLMError:
+    """The error of a sequence whose newest token its grammar does not allow."""
+    return request_error(_id(sequence), RequestFailedError, f"in its grammar {sequence.request.sampling.grammar!r}", as_value(error))
+
+
 def last_output(
-    model: Model, sequence: Sequence, token_ids: tuple[int, ...], reason: str, now: float, error: NanoVLLMError | None = None
+    model: Model,
+    sequence: Sequence,
+    token_ids: tuple[int, ...],
+    reason: str,
+    now: float,
+    error: NanoVLLMError | None = None,
+    scored: RowScores = None,
 ) -> StepOutput:
     """The output of a request that ends. A reply that cannot be decoded ends with an error, and has no text."""
     try:
@@ -127,7 +139,7 @@ def last_output(
     except Exception as raised:
         text, error = "", error or request_error(_id(sequence), RequestFailedError, "its tokens cannot be decoded", as_value(raised))
     output = result(sequence, text, reason if error is None else "error", now, error)
-    return StepOutput(output.request_id, token_ids, output.finish_reason, output, error)
+    return StepOutput(output.request_id, token_ids, output.finish_reason, output, error, scored)
 
 
 def ended(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool, Map[int, Sequence]]:

@@ -2,27 +2,30 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn
 from nanovllm.models.model import Model
-from nanovllm.state.logprobs import Scores, TokenLogprobs, scores_of
+from nanovllm.state.logprobs import RowScores, last_entries
 from nanovllm.state.request import Metrics, RequestOutput, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.state.stop_scan import StopScan
 from nanovllm.tokenizer.detokenizer import REPLACEMENT
 
 
+def row_scores(sequence: Sequence, drawn: Drawn, row: int) -> RowScores:
+    """The log-probabilities that row `row` of a step gives a sequence, or None if its request did not ask for them."""
+    num_top = sequence.request.sampling.logprobs
+    return None if num_top is None else (drawn.scores, row, num_top)
+
+
 def draw_token(sequence: Sequence, token: int, drawn: Drawn, row: int, now: float) -> Sequence:
     """The sequence with all its tokens filled, and with `token`, which row `row` sampled, appended."""
     logprobs, stops, filled = sequence.logprobs, sequence.stops, sequence.tokens.length
     if (num_top := sequence.request.sampling.logprobs) is not None:
-        arrays = (drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
-        logprobs = (logprobs, scores_of(1, num_top, *[None if each is None else each[row : row + 1] for each in arrays]))
+        logprobs = (logprobs, drawn.scores.of(row, num_top))
     if stops is not None:
         stops = scan(stops, [*sequence.unread(), token], sequence.request.sampling.stop)
     return Sequence(
@@ -50,10 +53,10 @@ def scan_steady(running: Steady, token_ids: np.ndarray) -> tuple[Steady, dict[in
     return (replace(running, scans={**running.scans, **scans}) if scans else running), scans, failed
 
 
-def finish_reason(sequence: Sequence, token: int) -> str | None:
-    """Why the newest token ends the reply: "stop" or "length", or None if the reply goes on."""
+def finish_reason(sequence: Sequence, token: int, *, complete: bool = False) -> str | None:
+    """Why the newest token ends the reply: "stop" or "length", or None if it goes on. `complete`: its grammar allows nothing more."""
     request = sequence.request
-    if token in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
+    if complete or token in request.stop_ids or (sequence.stops is not None and sequence.stops.found is not None):
         return "stop"
     return "length" if sequence.tokens.length >= request.max_len else None
 
@@ -114,7 +117,7 @@ def result(sequence: Sequence, text: str, reason: str, now: float, error: NanoVL
         text=text,
         finish_reason=reason,
         num_cached_tokens=sequence.num_cached,
-        logprobs=None if request.sampling.logprobs is None else _entries(sequence.logprobs, token_ids),
+        logprobs=None if request.sampling.logprobs is None else last_entries(sequence.logprobs, token_ids),
         metrics=Metrics(
             time_to_first_token=first - request.arrival,
             total_time=now - request.arrival,
@@ -122,15 +125,3 @@ def result(sequence: Sequence, text: str, reason: str, now: float, error: NanoVL
         ),
         error=error,
     )
-
-
-def _entries(scores: tuple[Any, Scores] | None, token_ids: list[int]) -> list[TokenLogprobs]:
-    """The log-probabilities of a reply's tokens from a linked list, newest first."""
-    parts = list[Scores]()
-    while scores is not None:
-        scores, part = scores
-        parts.append(part)
-    entries, tokens = list[TokenLogprobs](), iter(token_ids)
-    for part in reversed(parts):
-        entries += part.entries(list(islice(tokens, part.num_tokens)))
-    return entries

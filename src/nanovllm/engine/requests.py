@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import loaded_for_short
+from nanovllm.engine.constrained import compiled_for
 from nanovllm.engine.donation import commit_state, enter, enter_with
 from nanovllm.engine.prompt import Context, resolve
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -146,6 +147,7 @@ def new_sequence(
     if num_prompt >= limit:
         offset = 0 if resolved.base is None else offset_after(resolved.base.gaps)
         raise InvalidRequestError(f"the prompt has {resolved.count} tokens; {_shortage(model, state, num_prompt, limit, offset)}")
+    compiled = None if params.grammar is None else compiled_for(model, params.grammar)
     ends = () if params.ignore_eos else model.config.eos_token_ids
     rid = state.next_id
     request = Request(
@@ -161,6 +163,7 @@ def new_sequence(
         priority=priority,
         rank=rank_of(priority, state.num_steps),
         namespace=namespace,
+        grammar=compiled,
     )
     if params.stop and model.tokenizer is None:
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, but this model has none: use stop_token_ids")

@@ -4,6 +4,7 @@ Every function takes an `EngineState` and returns the next one; the old one is d
 """
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
@@ -12,16 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.donation import commit_state, enter_with, guarded
-from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, recovered, relaxed, step_limits, unsearchable
-from nanovllm.engine.output import counted, finish_reason, scan_steady
-from nanovllm.engine.scheduler import Plan, schedule, steady
+from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
+from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
+from nanovllm.engine.plan import Plan
+from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.errors import NanoVLLMError
-from nanovllm.executor.executor import Drawn, executor_of
+from nanovllm.executor.executor import Drawn, executor_of, runtime_of
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.expected_reply import after_preemptions, after_reply
 from nanovllm.state.kv_cache import KVState, copy_pages
+from nanovllm.state.logprobs import RowScores
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.steady import Steady
@@ -91,8 +95,8 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
 def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt) -> tuple[EngineState, list[StepOutput]]:
     """A step that raises whatever a pass over the device raises. Sampled tokens that cannot be post-processed end their requests."""
     if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
-        loaded, decoded = _decode(model, state, running.ids, running, state.kv, state.pool)
-        return _settle_steady(model, state, running, loaded, decoded)
+        loaded, decoded, ends = _decode(model, state, running.ids, running, state.kv, state.pool)
+        return _settle_steady(model, state, running, loaded, decoded, ends)
     limits = step_limits(state)
     plan = schedule(state.pool, tuple(state.running), state.waiting, limits, state.expected_reply, state.num_steps)
     attempt.plan = plan
@@ -100,38 +104,52 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     taken.frames.extend(plan.frames)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
-    prefilled, loaded, decoded = None, None, None
+    prefilled, loaded, decoded, ends = None, None, None, dict[int, Exception | None]()
     if plan.prefill:
         attempt.stage = "prefill"
-        prefilled, kv = executor_of(state).prefill(model, kv, plan.prefill, frames=plan.pool.frames)
+        whole = [s for s, count in plan.prefill if count == s.todo]
+        masks = constrained(runtime_of(state).matchers, whole)
+        asked: dict[str, Any] = {} if masks is None else {"masks": masks}
+        prefilled, kv = executor_of(state).prefill(model, kv, plan.prefill, frames=plan.pool.frames, **asked)
+        ends = _read(masks, prefilled, [s.request.request_id for s in whole])
     if plan.decode:
         attempt.stage = "decode"
         ids = tuple([s.request.request_id for s in plan.decode])
-        loaded, decoded = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
+        loaded, decoded, decoded_ends = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
+        ends |= decoded_ends
         # The device already runs the step, so this work on the host overlaps it.
         known = plan.pool, plan.running, plan.waiting, limits, state.expected_reply, state.num_steps
         if plan.only_decodes and (running := steady(*known)) is not None:
-            return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded)
-    return _finish_step(model, state, plan, kv, prefilled, loaded, decoded)
+            return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded, ends)
+    return _finish_step(model, state, plan, kv, prefilled, loaded, decoded, ends)
 
 
-def _settle_steady(model: Model, state: EngineState, running: Steady, loaded: Any, decoded: Drawn) -> tuple[EngineState, list[StepOutput]]:
+def _settle_steady(
+    model: Model, state: EngineState, running: Steady, loaded: Any, decoded: Drawn, ends: Mapping[int, Exception | None]
+) -> tuple[EngineState, list[StepOutput]]:
     """Post-process a decode step that needed no schedule, or only new pages.
 
-    The scheduled sequences are unchanged, so only replies that end with this step need work.
+    The scheduled sequences are unchanged, so only replies that end with this step need work. `ends` are those that their grammars end.
     """
     now, tokens, pool, kept = time.perf_counter(), decoded.token_ids.tolist(), state.pool, state.kept
-    outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
+    if running.scored:
+        step = decoded.scores
+        each = enumerate(zip(running.ids, tokens, running.num_top, strict=True))
+        outputs = [StepOutput(rid, (token,), scored=None if top is None else (step, row, top)) for row, (rid, token, top) in each]
+    else:
+        outputs = [StepOutput(rid, (token,)) for rid, token in zip(running.ids, tokens, strict=True)]
     token_ids = decoded.token_ids.astype(np.int32, copy=False)
     after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
     after, scans, failed = (after, {}, {}) if after.ends is None else scan_steady(after, token_ids)
     expected = state.expected_reply
-    if rows := sorted({*after.ending(tokens, scans), *failed}):
+    by_grammar = [row for row in running.constrained if running.ids[row] in ends] if ends else []
+    if rows := sorted({*after.ending(tokens, scans), *failed, *by_grammar}):
         gone, after = after.part(rows)
         for row, sequence in zip(rows, gone, strict=True):
-            token, reason = tokens[row], finish_reason(sequence, tokens[row]) or "length"
-            error = unsearchable(sequence, token, failed[row]) if row in failed else None
-            outputs[row] = last_output(model, sequence, (token,), reason, now, error)
+            token, fault = tokens[row], ends.get(running.ids[row])
+            reason = finish_reason(sequence, token, complete=row in by_grammar) or "length"
+            error = unsearchable(sequence, token, failed[row]) if row in failed else fault and outside(sequence, fault)
+            outputs[row] = last_output(model, sequence, (token,), reason, now, error, outputs[row].scored)
             pool, kept = ended(pool, kept, sequence)
             expected = _expected(expected, sequence, state)
         if isinstance(after, Steady):
@@ -159,7 +177,7 @@ def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Se
         grew: Whether some rows have new pages.
 
     Returns:
-        The ids with the new carry, and the sampled tokens.
+        The ids with the new carry, the sampled tokens, and which replies their grammars end; see `_read`.
     """
     executor = executor_of(state)
     before, carry = ((), None) if state.loaded is None else state.loaded
@@ -169,8 +187,20 @@ def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Se
         carry = executor.narrow(model, carry, keep, rows, grew=grew, frames=pool.frames)
     else:
         carry = executor.load(model, kv, rows, frames=pool.frames)
-    carry, drawn = executor.decode(model, carry)
-    return (ids, carry), drawn
+    masks = constrained(runtime_of(state).matchers, rows)
+    carry, drawn = executor.decode(model, carry) if masks is None else executor.decode(model, carry, masks)
+    return (ids, carry), drawn, _read(masks, drawn, ids)
+
+
+def _read(masks: Constrained | None, drawn: Drawn | None, ids: Seq[int]) -> dict[int, Exception | None]:
+    """Let grammars read the sampled tokens of the requests `ids`.
+
+    Returns:
+        By request id the replies that end: None if a reply is complete, or why its newest token is not allowed.
+    """
+    if masks is None or drawn is None:
+        return {}
+    return {ids[row]: end for row, end in masks.read(drawn.token_ids.tolist()).items()}
 
 
 def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
@@ -180,10 +210,20 @@ def _places(before: tuple[int, ...], ids: tuple[int, ...]) -> list[int] | None:
     return places if all(a < b for a, b in pairwise([-1, *places])) else None
 
 
-def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, prefilled: Drawn | None, loaded, decoded: Drawn | None):
+def _finish_step(
+    model: Model,
+    state: EngineState,
+    plan: Plan,
+    kv: KVState,
+    prefilled: Drawn | None,
+    loaded,
+    decoded: Drawn | None,
+    ends: Mapping[int, Exception | None],
+):
     """Append the sampled tokens, end finished requests, and count the tokens that ran."""
     now, pool = time.perf_counter(), plan.pool
-    moved: dict[int, tuple[Sequence, int | None]] = {}  # by request id: the new sequence, and the token that it sampled
+    # By request id: the new sequence, the token that it sampled, and the log-probabilities.
+    moved: dict[int, tuple[Sequence, int | None, RowScores]] = {}
     failed: dict[int, NanoVLLMError] = {}  # by request id: why the token could not be searched for stop strings
     prompt_run = reply_run = rerun = 0
     first_tokens = iter([] if prefilled is None else enumerate(prefilled.token_ids.tolist()))
@@ -192,32 +232,35 @@ def _finish_step(model: Model, state: EngineState, plan: Plan, kv: KVState, pref
         prompt, again = counted(sequence, count)
         prompt_run, reply_run, rerun = prompt_run + prompt, reply_run + count - prompt, rerun + again
         grown = sequence.advance(count)
-        token = None
+        token = scored = None
         if prefilled is not None and count == sequence.todo:
             row, token = next(first_tokens)
-            grown = draw(grown, token, prefilled, row, now, failed)
-        moved[rid] = grown, token
+            grown, scored = draw(grown, token, prefilled, row, now, failed), row_scores(sequence, prefilled, row)
+        moved[rid] = grown, token, scored
     if decoded is not None:
         reply_run += len(plan.decode)
         for row, (sequence, token) in enumerate(zip(plan.decode, decoded.token_ids.tolist(), strict=True)):
             prompt, again = counted(sequence, 1)
             if prompt or again:
                 prompt_run, reply_run, rerun = prompt_run + prompt, reply_run - prompt, rerun + again
-            moved[sequence.request.request_id] = draw(sequence, token, decoded, row, now, failed), token
+            grown = draw(sequence, token, decoded, row, now, failed)
+            moved[sequence.request.request_id] = grown, token, row_scores(sequence, decoded, row)
     running, kept, outputs = [], state.kept, []
     expected = after_preemptions(state.expected_reply, plan.num_preempted, state.config.max_model_len)
     for sequence in plan.running:
         rid = sequence.request.request_id
-        grown, token = moved.get(rid) or (sequence, None)
+        grown, token, scored = moved.get(rid) or (sequence, None, None)
         if token is None:
             running.append(grown)
             continue
-        reason = "error" if rid in failed else finish_reason(grown, token)
+        if (fault := ends.get(rid)) is not None:
+            failed.setdefault(rid, outside(grown, fault))
+        reason = "error" if rid in failed else finish_reason(grown, token, complete=rid in ends)
         if reason is None:
             running.append(grown)
-            outputs.append(StepOutput(rid, (token,)))
+            outputs.append(StepOutput(rid, (token,), scored=scored))
             continue
-        outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid)))
+        outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid), scored))
         pool, kept = ended(pool, kept, grown)
         expected = _expected(expected, grown, state)
     for sequence in plan.stuck:

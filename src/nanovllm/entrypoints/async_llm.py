@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from nanovllm.chunks.score import Continuation, score
+from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.prompt import Context, encode, parts_of
 from nanovllm.entrypoints.calls import Call
 from nanovllm.entrypoints.engine_thread import EngineThread
@@ -14,10 +16,12 @@ from nanovllm.entrypoints.llm import LLM, Piece, last_piece, one_each, pushed, w
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.model import Model
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.logprobs import Score
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.messages import render
 from nanovllm.tokenizer.stream import TextStream
@@ -244,6 +248,37 @@ class AsyncLLM:
         return whole(output)
 
     @explain_unknown_keywords
+    async def score(self, contexts: list[Context], continuations: list[Continuation], *, top_logprobs: int = 0) -> list[Score]:
+        """Compute the log-probabilities of given continuations, each after its context. All requests wait meanwhile, as for `apply`.
+
+        Args:
+            contexts: As in `LLM.score`.
+            continuations: As in `LLM.score`.
+            top_logprobs: As in `LLM.score`.
+
+        Returns:
+            One score per continuation, in the same order.
+
+        Raises:
+            InvalidRequestError: An argument is invalid, or a context with its continuation is too long for the engine.
+            OutOfPagesError: Too few pages are available for a context with one of its continuations.
+            ReleasedChunkError: A chunk in a context was released.
+            ForeignChunkError: A chunk in a context belongs to another engine.
+            EngineClosedError: The engine was closed.
+            EngineDeadError: The engine has failed.
+
+        Examples:
+            >>> async def main():
+            ...     async with nv.AsyncLLM(model, num_pages=64) as llm:
+            ...         return await llm.score(["Once upon a time"], [", a boy"])
+            >>> import asyncio
+            >>> asyncio.run(main())[0].token_ids
+            [11, 258, 1060]
+        """
+        scores = await self.apply(partial(score, contexts=contexts, continuations=continuations, top_logprobs=top_logprobs))
+        return scores or []
+
+    @explain_unknown_keywords
     async def chat_tokens(self, messages: Any, *, tools: Any = None, enable_thinking: bool = True) -> list[int]:
         """The token ids of a conversation's prompt. They are made in a thread of the loop's pool, because a template may take long.
 
@@ -338,7 +373,7 @@ class AsyncLLM:
     async def _submit(
         self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: Any, *, streamed: bool = False
     ) -> Call:
-        """Queue requests. Their texts are encoded here or, if they are long, in a thread of the loop's pool: not in the engine's thread."""
+        """Queue requests, not in the engine's thread. A thread of the loop's pool encodes long texts, and compiles grammars."""
         call = Call(len(contexts), streamed=streamed)
         with self._engine.place_for(call):
             processor = as_processor(processor)
@@ -348,6 +383,8 @@ class AsyncLLM:
                     contexts = _encoded(self.model, contexts)
                 else:
                     contexts = await asyncio.to_thread(_encoded, self.model, contexts)
+            if grammars := {p.grammar for p in params if isinstance(p, SamplingParams) and p.grammar is not None}:
+                await asyncio.to_thread(_compile, self.model, grammars)
             self._engine.submit(call, contexts, params, processor, priorities)
         return call
 
@@ -366,11 +403,17 @@ class AsyncLLM:
                     yield last_piece(text, seen, whole(output))
                     return
                 token_ids, call.token_ids = call.token_ids, []
+                logprobs, call.logprobs = call.logprobs, None
                 seen += len(token_ids)
                 text, piece = pushed(text, token_ids, call.ids[0])
-                yield Piece(text=piece, token_ids=token_ids)
+                yield Piece(text=piece, token_ids=token_ids, logprobs=None if logprobs is None else tuple(logprobs))
         finally:
             self._engine.cancel(call)
+
+
+def _compile(model: Model, grammars: set[Grammar]) -> None:
+    for grammar in grammars:
+        compile_grammar(model, grammar)
 
 
 def _encoded(model: Model, contexts: list[Context]) -> list[Context]:

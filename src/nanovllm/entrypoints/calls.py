@@ -5,6 +5,7 @@ from typing import Any
 
 from immutables import Map
 
+from nanovllm.state.logprobs import TokenLogprobs
 from nanovllm.state.request import StepOutput
 
 
@@ -17,18 +18,20 @@ class Call:
         loop: The event loop.
         ids: The ids of the requests, noted and read by the engine's thread.
         token_ids: Tokens that nobody has read yet, of a streamed call.
+        logprobs: Their log-probabilities, or None if nobody asked for them, or all were read.
         results: Results by request id.
         error: What to raise instead.
         given_up: Whether nobody waits any more.
         waiter: The future that somebody waits for, or None.
     """
 
-    __slots__ = ("count", "error", "given_up", "ids", "loop", "results", "streamed", "token_ids", "waiter")
+    __slots__ = ("count", "error", "given_up", "ids", "logprobs", "loop", "results", "streamed", "token_ids", "waiter")
 
     def __init__(self, count: int, *, streamed: bool = False) -> None:
         self.count, self.streamed, self.loop = count, streamed, asyncio.get_running_loop()
         self.ids: list[int] = []
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
         self.results: dict[int, Any] = {}
         self.error: BaseException | None = None
         self.given_up = False
@@ -51,6 +54,9 @@ class Call:
         """Take what a step gave for one request."""
         if self.streamed:
             self.token_ids.extend(out.token_ids)
+            if (logprobs := out.logprobs) is not None:
+                self.logprobs = [] if self.logprobs is None else self.logprobs
+                self.logprobs.extend(logprobs)
         if out.output is not None:
             self.results[out.request_id] = out.output
         if self.streamed or self.complete:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from immutables import Map
 
+from nanovllm.chunks.score import Continuation, score
 from nanovllm.engine.donation import enter
 from nanovllm.engine.failures import request_error
 from nanovllm.engine.init_state import init_state
@@ -25,6 +26,7 @@ from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.logprobs import Score, TokenLogprobs, last_entries
 from nanovllm.state.request import RequestOutput, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.tokenizer.messages import render
@@ -44,6 +46,7 @@ class Piece:
         token_ids: The new tokens.
         finish_reason: "stop" or "length" in the last piece, otherwise None. A reply that fails ends with an exception.
         output: In the last piece the result that `generate` would return, otherwise None.
+        logprobs: The log-probabilities of `token_ids`, or None if they were not asked for.
 
     Examples:
         >>> llm = nv.LLM(model, num_pages=64)
@@ -56,6 +59,7 @@ class Piece:
     token_ids: list[int]
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -318,6 +322,39 @@ class LLM:
         return whole(output)
 
     @explain_unknown_keywords
+    def score(self, contexts: list[Context], continuations: list[Continuation], *, top_logprobs: int = 0) -> list[Score]:
+        """Compute the log-probabilities of given continuations, each after its context.
+
+        For all tokens of a prompt but the first, pass its first token as the context and the others as the continuation.
+
+        Args:
+            contexts: As in `nv.score`.
+            continuations: As in `nv.score`.
+            top_logprobs: How many of the most probable tokens to report in the place of each token, up to 20.
+
+        Returns:
+            One score per continuation, in the same order.
+
+        Raises:
+            InvalidRequestError: An argument is invalid, or a context with its continuation is too long for the engine.
+            OutOfPagesError: Too few pages are available for a context with one of its continuations.
+            EngineDeadError: The device is broken.
+            DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
+            ReleasedChunkError: A chunk in a context was released.
+            ForeignChunkError: A chunk in a context belongs to another engine.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> ids = model.tokenizer.encode("Once upon a time")
+            >>> (prompt,) = llm.score([ids[:1]], [ids[1:]], top_logprobs=2)
+            >>> [model.tokenizer.decode([entry.token_id]) for entry in prompt.entries], len(prompt.entries[0].top)
+            ([' upon', ' a', ' time'], 2)
+        """
+        with uninterrupted():
+            self.state, scores = score(self.model, self.state, contexts, continuations, top_logprobs=top_logprobs)
+        return scores
+
+    @explain_unknown_keywords
     def chat_tokens(self, messages: Any, *, tools: Any = None, enable_thinking: bool = True) -> list[int]:
         """The token ids of a conversation's prompt, for `stream` and the functional calls.
 
@@ -359,7 +396,8 @@ class LLM:
                 if token_ids := self._drawn(ids[0], seen):
                     seen += len(token_ids)
                     text, piece = pushed(text, token_ids, ids[0])
-                    yield Piece(text=piece, token_ids=token_ids)
+                    logprobs = None if params.logprobs is None else self._logprobs(ids[0], token_ids)
+                    yield Piece(text=piece, token_ids=token_ids, logprobs=logprobs)
                 else:
                     self._step()
         finally:
@@ -405,6 +443,14 @@ class LLM:
             raise InvalidRequestError(f"request {request_id} was cancelled, or ran its last step, outside of this LLM's calls")
         return sequence.tokens.array(sequence.request.num_prompt + seen).tolist()
 
+    def _logprobs(self, request_id: int, token_ids: list[int]) -> tuple[TokenLogprobs, ...]:
+        """The log-probabilities of a running request's last tokens, `token_ids`."""
+        running = self.state.running
+        if isinstance(running, Steady) and (row := _row(running, request_id)) is not None:
+            return tuple(running.entries(row, token_ids))
+        sequence = sequence_of(self.state, request_id)
+        return tuple(last_entries(None if sequence is None else sequence.logprobs, token_ids))
+
     def _require_known(self, waited: set[int]) -> None:
         """Raise if requests are waited for but the engine has none."""
         if waited and not self.state.running and not self.state.waiting:
@@ -446,7 +492,13 @@ def pushed(text: TextStream, token_ids: list[int], request_id: int) -> tuple[Tex
 
 def last_piece(text: TextStream, num_seen: int, output: RequestOutput) -> Piece:
     """The piece that ends a reply of which `num_seen` tokens went into `text`."""
-    return Piece(text=text.end(output.text), token_ids=output.token_ids[num_seen:], finish_reason=output.finish_reason, output=output)
+    return Piece(
+        text=text.end(output.text),
+        token_ids=output.token_ids[num_seen:],
+        finish_reason=output.finish_reason,
+        output=output,
+        logprobs=None if output.logprobs is None else tuple(output.logprobs[num_seen:]),
+    )
 
 
 def with_params(prompts: Any, sampling_params: Any) -> tuple[list[Context], list[SamplingParams | None]]:

@@ -98,7 +98,16 @@ class CapturedStep:
 
     def replay(self) -> None:
         """Launch the step."""
-        for graph in self.graphs:
+        self.run()
+        self.draw()
+
+    def run(self) -> None:
+        """Launch the model, which moves on to the most probable tokens. `draw` must follow before the results are fetched."""
+        self.graphs[0].replay()
+
+    def draw(self) -> None:
+        """Launch the sampling, which replaces the tokens of `run`. It reads what the host has written since."""
+        for graph in self.graphs[1:]:
             graph.replay()
 
     def fetch(self) -> Fetched:

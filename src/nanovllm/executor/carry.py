@@ -9,11 +9,12 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
-from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.executor import Drawn, Forward, Masks
 from nanovllm.executor.row_processing import kept, process_rows
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.model import Model
 from nanovllm.sampling import sampler, tensors
+from nanovllm.sampling.compiled_grammar import num_words
 from nanovllm.sampling.process_logits import Processing
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
@@ -82,7 +83,7 @@ def sampling_of(rows: Seq[Sequence], model: Model) -> tensors.Sampling:
     return tensors.build(sampling_rows(rows), model.config.vocab_size, model.device)
 
 
-def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model, width: int) -> Drawn | None:
+def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model, width: int, masks: Masks | None = None) -> Drawn | None:
     """Sample the first token of the sequences whose last prompt token was run; None if there are none.
 
     Processors get the tokens in a table of `width` columns.
@@ -92,7 +93,17 @@ def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model, wi
         return None
     positions = torch.tensor([s.tokens.length for s in whole], dtype=torch.int32, device=logits.device)
     logits, processing = process_rows(logits, whole, width)
-    return to_host(sampler.sample(logits, sampling_of(whole, model), positions), kept(processing))
+    sampling = with_masks(sampling_of(whole, model), masks, len(whole), model.config.vocab_size)
+    return to_host(sampler.sample(logits, sampling, positions), kept(processing))
+
+
+def with_masks(sampling: tensors.Sampling, masks: Masks | None, rows: int, vocab_size: int) -> tensors.Sampling:
+    """The options of a batch with the masks of its rows."""
+    if masks is None:
+        return sampling
+    words = np.full((rows, num_words(vocab_size)), -1, np.int32)
+    masks.fill(words, range(rows))
+    return replace(sampling, allowed=torch.from_numpy(words).to(sampling.seeds.device))
 
 
 def to_host(out: "DecodeOutput | sampler.Sampled", processing: tuple[Processing, ...] = ()) -> Drawn:

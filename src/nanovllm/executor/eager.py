@@ -10,20 +10,20 @@ import numpy as np
 from nanovllm import models
 from nanovllm.config import EngineConfig
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
-from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host
+from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host, with_masks
 from nanovllm.executor.cascade_policy import Cascades
 from nanovllm.executor.decode import decode_step
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.executor.executor import Drawn, Forward
+from nanovllm.executor.executor import Drawn, Forward, Masks
 from nanovllm.executor.row_processing import kept, with_processing
-from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
+from nanovllm.executor.scoring import Scored, asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float32, Int64, Tensor
+from nanovllm.types import Int64, Tensor
 
 
 class EagerExecutor:
@@ -45,18 +45,32 @@ class EagerExecutor:
         self._program: StepProgram | None = None
 
     def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        *,
+        draw: bool = True,
+        frames: Frames | None = None,
+        masks: Masks | None = None,
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens in one call, and sample for the complete sequences."""
         logits, kv = self._prompts(model, kv, prefill_batch(rows, draw=draw, frames=frames, **self._layout))
-        return draw_first(logits, rows, model, self._width) if draw else None, kv
+        return draw_first(logits, rows, model, self._width, masks) if draw else None, kv
 
     def score(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
-    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        asked: Int64[np.ndarray, "K 2"],
+        *,
+        num_top: int = 0,
+        frames: Frames | None = None,
+    ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens in one call, and look the log-probabilities up in its logits."""
         logits, kv = self._prompts(model, kv, score_batch(rows, asked, frames=frames, **self._layout))
-        return asked_logprobs(logits, asked), kv
+        return asked_logprobs(logits, asked, num_top), kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
         """Return a carry over new tensors."""
@@ -75,8 +89,10 @@ class EagerExecutor:
         """Donates `carry`. Load the remaining rows as a new carry."""
         return self.load(model, carry.kv, rows, frames=frames)
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Donates `carry`. Run the step and wait for its results."""
+        if masks is not None:  # the masks of the step before are replaced
+            carry = replace(carry, sampling=with_masks(carry.sampling, masks, len(carry.active), model.config.vocab_size))
         carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
         return carry, to_host(out, kept(carry.processing))
 

@@ -6,22 +6,25 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.row_processing import CarriedRow, carried_rows
+from nanovllm.executor.scoring import Scored
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
+from nanovllm.sampling.matchers import Matchers
 from nanovllm.sampling.process_logits import Processing
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Lease
+from nanovllm.state.logprobs import StepScores
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float32, Int64, Tensor
+from nanovllm.types import Int32, Int64, Tensor
 
 Forward = Callable[..., tuple[Tensor, KVState]]
 
@@ -46,6 +49,11 @@ class Drawn:
     processing: tuple[Processing, ...] = ()
     rows: np.ndarray | None = None
 
+    @property
+    def scores(self) -> StepScores:
+        """The log-probabilities."""
+        return StepScores(self.logprobs, self.top_ids, self.top_logprobs)
+
     def at(self, rows: np.ndarray) -> "Drawn":
         """The results of some rows, in the order of `rows`."""
 
@@ -69,6 +77,18 @@ class Drawn:
 
 
 @runtime_checkable
+class Masks(Protocol):
+    """What the next tokens of some rows may be, known when the tokens before them are."""
+
+    def fill(self, words: Int32[np.ndarray, "L W"], lines: Seq[int]) -> None:
+        """Write the mask of each row r that has one into `words[lines[r]]`, one bit per token. Other lines stay as they are.
+
+        Its exceptions belong to a request, and leave the step to be run again.
+        """
+        ...
+
+
+@runtime_checkable
 class Executor(Protocol):
     """Runs the kinds of step: prefill, scoring and decode.
 
@@ -77,7 +97,14 @@ class Executor(Protocol):
     """
 
     def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        *,
+        draw: bool = True,
+        frames: Frames | None = None,
+        masks: Masks | None = None,
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens, and sample for each sequence that is complete afterwards.
 
@@ -87,6 +114,7 @@ class Executor(Protocol):
             rows: Each sequence, with the number of its next tokens to run.
             draw: Whether to sample at all.
             frames: The frames of the sliding-window pages, if layers have a window.
+            masks: What the tokens may be, if sequences follow grammars. Its rows are the complete sequences, in order.
 
         Returns:
             The sampled tokens of the complete sequences, in order, and the KV memory. The former is None if there are none, or if `draw` is
@@ -95,8 +123,15 @@ class Executor(Protocol):
         ...
 
     def score(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
-    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        asked: Int64[np.ndarray, "K 2"],
+        *,
+        num_top: int = 0,
+        frames: Frames | None = None,
+    ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens, and return the log-probabilities of tokens that the caller names.
 
         Args:
@@ -104,10 +139,11 @@ class Executor(Protocol):
             kv: The KV memory.
             rows: Each sequence, with the number of its next tokens to run. A filled sequence runs its last token again.
             asked: For each log-probability the index of a token of the batch, ascending, and the id of the token after it.
+            num_top: How many of the most probable tokens to return in the place of each.
             frames: The frames of the sliding-window pages, if layers have a window.
 
         Returns:
-            The log-probabilities, on the device, and the KV memory.
+            The log-probabilities and the most probable tokens, on the device, and the KV memory.
         """
         ...
 
@@ -128,8 +164,11 @@ class Executor(Protocol):
         """
         ...
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
-        """Donates `carry`. Run one decode step: one token of every row."""
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
+        """Donates `carry`. Run one decode step: one token of every row.
+
+        `masks` says what the tokens may be, if rows follow grammars. It is called once, when the model runs already if the executor can.
+        """
         ...
 
     def take_discarded_count(self) -> int:
@@ -171,11 +210,13 @@ class Runtime:
         lease: The lease on the engine's KV memory.
         executor: Runs the steps, and holds graphs, buffers and plans.
         cuts: The tile configurations of the executor's kernels. None: the defaults, or no kernels.
+        matchers: Where running replies stand in their grammars.
     """
 
     lease: Lease
     executor: Executor
     cuts: Cuts | None = None
+    matchers: Matchers = field(default_factory=Matchers)
 
 
 def runtime_of(state: EngineState) -> Runtime:

@@ -31,13 +31,13 @@ from nanovllm.executor.cascade_policy import Cascades, cascade_policy, own_runs
 from nanovllm.executor.compiled import COMPILED_PROMPTS, all_fused, compiled_forward, fused_forward
 from nanovllm.executor.cuda_graphs import StepGraphs, batch_sizes, extension_sizes
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.executor.executor import Drawn
+from nanovllm.executor.executor import Drawn, Masks
 from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.row_tables import RowTables
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
-from nanovllm.executor.scoring import asked_logprobs, score_batch, whole_prompts
+from nanovllm.executor.scoring import Scored, asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
@@ -48,12 +48,12 @@ from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.sampling.params import SamplingParams
-from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of
+from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of, mask_lines
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float32, Int64, Tensor
+from nanovllm.types import Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,31 +142,46 @@ class GraphExecutor:
         self._prompts: dict[int, PromptPlans] = {}
         self._captured: list[Captured] = []
         self._loaded: tuple[CapturedStep, int] | None = None  # the decode step whose buffers are filled, and its rows in use
+        self._mask_lines: list[int] = []  # of the loaded rows, by place; -1: none
         self._ahead = RunAhead(limits.page_size)
         self._warm_up(model, kv, limits, warm, progress, first)
 
     @_on_device
     def prefill(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], *, draw: bool = True, frames: Frames | None = None
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        *,
+        draw: bool = True,
+        frames: Frames | None = None,
+        masks: Masks | None = None,
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens: a few of them as rows of a captured step, more by a graph of prompts, many by one call."""
         few = sum(count for _, count in rows) <= self._extend.sizes[-1]
         if few and model.params is self._model.params and not processors_of([s for s, _ in rows]):
-            return self._extension(kv, rows, draw, frames), kv
+            return self._extension(kv, rows, draw, frames, masks), kv
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
         if logits is None:
             logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
-        return self._rows.draw(logits, _whole(rows, draw), self._decode.width), kv
+        return self._rows.draw(logits, _whole(rows, draw), self._decode.width, masks), kv
 
     @_on_device
     def score(
-        self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Int64[np.ndarray, "K 2"], *, frames: Frames | None = None
-    ) -> tuple[Float32[Tensor, "K"], KVState]:
+        self,
+        model: Model,
+        kv: KVState,
+        rows: Seq[tuple[Sequence, int]],
+        asked: Int64[np.ndarray, "K 2"],
+        *,
+        num_top: int = 0,
+        frames: Frames | None = None,
+    ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens as one call of the model, and look the log-probabilities up in its logits."""
         host = score_batch(rows, asked, frames=frames, **self._layout)
         logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
-        return asked_logprobs(logits, asked), kv
+        return asked_logprobs(logits, asked, num_top), kv
 
     @_on_device
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
@@ -179,7 +194,7 @@ class GraphExecutor:
         drawing = self._rows.rows(() if sampling == "greedy" else carried, loaded=True)
         processed = carried if processors_of(rows) else ()
         step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, sampling, processed)
-        self._loaded = step, len(rows)
+        self._loaded, self._mask_lines = (step, len(rows)), mask_lines(drawing)
         self._restart(step, rows, places)
         return step.carry
 
@@ -216,20 +231,27 @@ class GraphExecutor:
         return step.carry
 
     @_on_device
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Donates `carry`. Replay this step unless it already runs, and wait for its tokens.
 
-        The next step is launched before the wait, if it may run ahead.
+        The next step is launched before the wait, if it may run ahead. If a row was loaded that follows a grammar, only the model runs
+        ahead: the sampling waits for the masks, which the host fills meanwhile.
         """
         self._require_weights(model)
         step, rows = self._current(carry)
         if step.kind.sampling in TABLED:
             self._rows.ran()
+        held = any(line >= 0 for line in self._mask_lines)
+        launch = step.run if held else step.replay
         if not self._ahead.take():
-            step.replay()
+            launch()
+        if masks is not None:
+            self._rows.upload(masks, [self._mask_lines[place] for place in self._ahead.places])
+        if held:
+            step.draw()
         results, processing = step.fetch(), kept(step.carry.processing)
         if self._ahead.next():
-            step.replay()
+            launch()
         drawn = results.wait(rows)
         return step.carry, (replace(drawn, processing=processing) if processing else drawn).at(self._ahead.places)
 
@@ -301,7 +323,9 @@ class GraphExecutor:
         first, second = plan.handles
         return first, second
 
-    def _extension(self, kv: KVState, rows: Seq[tuple[Sequence, int]], draw: bool, frames: Frames | None) -> Drawn | None:
+    def _extension(
+        self, kv: KVState, rows: Seq[tuple[Sequence, int]], draw: bool, frames: Frames | None, masks: Masks | None
+    ) -> Drawn | None:
         """Run a few prompt tokens as the rows of one captured step. Only rows that complete a prompt sample a token that is used."""
         host, whole = prefill_batch(rows, draw=draw, frames=frames, **self._layout), _whole(rows, draw)
         assert host.logit_indices is not None
@@ -310,7 +334,11 @@ class GraphExecutor:
         for row, drawn in zip(host.logit_indices.tolist(), self._rows.rows(whole, loaded=False), strict=True):
             drawing[row] = drawn
         step = self._extend.load(kv, token_rows(host, self._layout["page_size"]), drawing, sampling)
-        step.replay()
+        step.run()
+        if masks is not None:
+            lines = mask_lines(drawing)
+            self._rows.upload(masks, [lines[row] for row in host.logit_indices.tolist()])
+        step.draw()
         return step.fetch().wait(len(drawing)).at(host.logit_indices) if whole else None
 
     def _grow(self, step: CapturedStep, rows: Seq[Sequence], frames: Frames | None) -> bool:

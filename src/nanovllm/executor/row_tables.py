@@ -7,10 +7,10 @@ import torch
 
 from nanovllm.executor.batch import aligned
 from nanovllm.executor.carry import to_host
-from nanovllm.executor.executor import Drawn
+from nanovllm.executor.executor import Drawn, Masks
 from nanovllm.executor.row_processing import kept, process_rows
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
-from nanovllm.sampling.row_options import LINES, Kind, Row, kind_of, needs_tables, pack, row_options
+from nanovllm.sampling.row_options import LINES, Kind, Row, kind_of, mask_lines, needs_tables, pack, row_options
 from nanovllm.sampling.table_slots import Owner, TableSlots
 from nanovllm.state.request import Sequence
 from nanovllm.types import Float, Tensor
@@ -53,7 +53,14 @@ class RowTables:
         """Whether the slots of these loaded rows hold their tokens."""
         return self._slots.holds([_owner(s) for s in sequences])
 
-    def draw(self, logits: Float[Tensor, "R V"], sequences: Seq[Sequence], width: int) -> Drawn | None:
+    def upload(self, masks: Masks, lines: Seq[int]) -> None:
+        """Write the masks of rows into the table, by one asynchronous copy: row r, if it has one, into line `lines[r]`."""
+        shape = max(lines) + 1, self.tables.masks.shape[1]
+        host = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        masks.fill(host.numpy(), lines)
+        self.tables.masks[: len(host)].copy_(host, non_blocking=True)
+
+    def draw(self, logits: Float[Tensor, "R V"], sequences: Seq[Sequence], width: int, masks: Masks | None = None) -> Drawn | None:
         """Sample the first token of sequences from the logits of their prompts. None without sequences.
 
         Processors get the tokens in a table of `width` columns.
@@ -67,7 +74,10 @@ class RowTables:
         values = host.numpy()
         values[0, :size] = [s.tokens.length for s in sequences]
         values[1, :size] = [s.tokens[-1] for s in sequences]
-        pack(self.rows(sequences, loaded=False), values[2:])
+        rows = self.rows(sequences, loaded=False)
+        pack(rows, values[2:])
+        if masks is not None:
+            self.upload(masks, mask_lines(rows))
         lines = host.to(self._device, non_blocking=True)
         sampled = draw_rows(kind, logits, row_options(lines[2:], size), self.tables, lines[1, :size], lines[0, :size])
         return to_host(sampled, kept(processing))

@@ -6,6 +6,7 @@ An index may occur more than once.
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +14,24 @@ import torch
 from nanovllm.executor.batch import HostBatch, first_dummy, prefill_batch
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Float, Float32, Int64, Tensor
+from nanovllm.types import Float, Float32, Int32, Int64, Tensor
 
 LOGIT_BYTES = 512 << 20  # of the logits of one batch, as if they were float32
 PIECE_BYTES = 64 << 20  # of the float32 logits that are normalised at once
+
+
+class Scored(NamedTuple):
+    """Log-probabilities on the device, K of tokens that were asked for.
+
+    Attributes:
+        logprobs: Those of the tokens, float32 `[K]`.
+        top_ids: The C most probable tokens in the place of each, sorted, int32 `[K, C]`. C is 0 if nobody asked for them.
+        top_logprobs: The log-probabilities of `top_ids`, float32 `[K, C]`.
+    """
+
+    logprobs: Float32[Tensor, "K"]
+    top_ids: Int32[Tensor, "K C"]
+    top_logprobs: Float32[Tensor, "K C"]
 
 
 def most_logits(vocab_size: int) -> int:
@@ -59,13 +74,19 @@ def whole_prompts(rows: Seq[Sequence], *, page_size: int, dummy_page: int, frame
     return score_batch(list(zip(rows, counts, strict=True)), last, page_size=page_size, dummy_page=dummy_page, frames=frames)
 
 
-def asked_logprobs(logits: Float[Tensor, "R V"], asked: Int64[np.ndarray, "K 2"]) -> Float32[Tensor, "K"]:
-    """The log-probabilities that are wanted, on the device. Row r of the logits belongs to the r-th different index in `asked`."""
+def asked_logprobs(logits: Float[Tensor, "R V"], asked: Int64[np.ndarray, "K 2"], num_top: int = 0) -> Scored:
+    """The log-probabilities that are wanted, and those of the `num_top` most probable tokens in the same places.
+
+    Row r of the logits belongs to the r-th different index in `asked`.
+    """
     size = max(1, PIECE_BYTES // (4 * logits.shape[1]))
     row_of = np.unique(asked[:, 0], return_inverse=True)[1].reshape(-1)
     rows, token_ids = torch.from_numpy(np.stack((row_of % size, asked[:, 1]))).to(logits.device)
     ends = np.searchsorted(row_of, np.arange(0, len(logits) + size, size))
-    parts = [logits.new_empty(0, dtype=torch.float32)]
+    none = logits.new_empty(0, min(num_top, logits.shape[1]), dtype=torch.float32)
+    parts = [Scored(none.new_empty(0), none.int(), none)]
     for piece, start, stop in zip(logits.split(size) if len(logits) else (), ends, ends[1:], strict=False):
-        parts.append(piece.float().log_softmax(-1)[rows[start:stop], token_ids[start:stop]])
-    return torch.cat(parts)
+        logprobs, own = piece.float().log_softmax(-1), rows[start:stop]
+        top = logprobs.topk(none.shape[1])
+        parts.append(Scored(logprobs[own, token_ids[start:stop]], top.indices[own].int(), top.values[own]))
+    return Scored(*map(torch.cat, zip(*parts, strict=True)))

@@ -12,12 +12,24 @@ from numbers import Real
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.types import brief
 
-__all__ = ["MAX_LOGPROBS", "MAX_STOPS", "SamplingParams", "closest", "from_generation_config", "show", "validate_for"]
+__all__ = [
+    "MAX_LOGPROBS",
+    "MAX_STOPS",
+    "MAX_STOP_LEN",
+    "SamplingParams",
+    "closest",
+    "from_generation_config",
+    "num_top_of",
+    "show",
+    "validate_for",
+]
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LEN = 1024  # characters of a stop string: a search reads so many again, and a stream holds so many back
 MIN_TEMPERATURE = 1e-3  # below it, logits divided by the temperature leave float32's useful range in top-p; 0 is greedy
 MAX_TEMPERATURE = 100.0
 INT32_MAX = 2**31 - 1
@@ -107,9 +119,12 @@ def _items(name: str, value: Any, accepted: str) -> tuple[Any, ...]:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    accepted = f"must be a non-empty string, or a sequence of at most {MAX_STOPS} of them, without lone surrogates"
+    accepted = (
+        f"must be a non-empty string of at most {MAX_STOP_LEN} characters, or a sequence of at most {MAX_STOPS} of them, "
+        "without lone surrogates"
+    )
     stops = (value,) if isinstance(value, str) else _items("stop", value, accepted)
-    if len(stops) > MAX_STOPS or not all(_is_text(s) for s in stops):
+    if len(stops) > MAX_STOPS or not all(_is_text(s) and len(s) <= MAX_STOP_LEN for s in stops):
         _refuse("stop", stops, accepted)
     return stops
 
@@ -163,7 +178,7 @@ class SamplingParams:
         top_p: Nucleus sampling: sample from the most probable tokens whose probabilities add up to this share, in (0, 1]; 1 is off.
         min_p: Drop tokens below `min_p` times the highest probability, in [0, 1]; 0 is off.
         max_tokens: The most tokens of the reply, at least 1.
-        stop: A string, or up to 16, before which the reply ends; kept as a tuple.
+        stop: A string of at most 1,024 characters, or up to 16, before which the reply ends; kept as a tuple.
         stop_token_ids: Token ids that end the reply; kept as a sorted tuple.
         ignore_eos: Whether the reply goes on after the model's end-of-sequence token.
         seed: The same seed gives the same random numbers, whatever else runs in the batch; in [0, 2**63). On a GPU kernels round
@@ -175,6 +190,8 @@ class SamplingParams:
         logit_bias: A mapping from token id to a number in [-100, 100] that is added to its logit, or None; kept as sorted pairs.
         logprobs: How many of the most probable tokens to report per sampled token, up to 20. 0: only the sampled token's log-probability.
             None: no log-probabilities.
+        grammar: The language of the reply, or None: any text. The reply ends with "stop" where the grammar allows nothing more. Needs the
+            extra `grammar`.
 
     Raises:
         InvalidRequestError: An option is unknown, or its value is not accepted. The message names the value and the accepted ones.
@@ -205,8 +222,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if not (self.grammar is None or isinstance(self.grammar, Grammar)):
+            _refuse("grammar", self.grammar, "must be None or a Grammar: make one by Grammar.json_schema(...) or another of its methods")
         if not isinstance(self.ignore_eos, bool):
             _refuse("ignore_eos", self.ignore_eos, "must be True or False")
         normal = {
@@ -231,6 +251,15 @@ class SamplingParams:
         values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         told = (f"{name}={brief(value) if isinstance(value, tuple) and len(value) > MAX_STOPS else repr(value)}" for name, value in values)
         return f"SamplingParams({', '.join(text if len(text) < 400 else f'{text[:400]}...' for text in told)})"
+
+
+def num_top_of(name: str, value: Any) -> int:
+    """How many of the most probable tokens to report, from the argument called `name`.
+
+    Raises:
+        InvalidRequestError: The value is not an integer from 0 to `MAX_LOGPROBS`.
+    """
+    return _int(name, value, 0, MAX_LOGPROBS)
 
 
 def validate_for(params: SamplingParams, vocab_size: int) -> None:

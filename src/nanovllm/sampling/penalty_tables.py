@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.ops.sampling.draw import highest
 from nanovllm.ops.sampling.penalised import penalised
+from nanovllm.sampling.compiled_grammar import num_words
 from nanovllm.sampling.params import MAX_LOGPROBS
 from nanovllm.sampling.row_options import Kind, RowOptions
 from nanovllm.sampling.sampler import Sampled, sample, with_logprobs
@@ -27,11 +28,14 @@ class PenaltyTables:
         marks: int32 `[S, V]`: bit 0 says whether a token is in the prompt, the other bits count it in the output.
         biases: float32 `[S, V]`.
         counted: How many tokens of its sequence a slot has counted, int32 `[S]`.
+        masks: The tokens that grammars allow next, one bit per token, int32 `[S, ceil(V / 32)]`. The rows of a step with a grammar have the
+            first lines, whatever their slots.
     """
 
     marks: Int32[Tensor, "S V"]
     biases: Float32[Tensor, "S V"]
     counted: Int32[Tensor, "S"]
+    masks: Int32[Tensor, "S W"]
 
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, device: torch.device) -> "PenaltyTables":
@@ -40,12 +44,13 @@ class PenaltyTables:
             marks=torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device),
             biases=torch.zeros((num_slots, vocab_size), dtype=torch.float32, device=device),
             counted=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            masks=torch.zeros((num_slots, num_words(vocab_size)), dtype=torch.int32, device=device),
         )
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all tables."""
-        return sum(table.numel() * table.element_size() for table in (self.marks, self.biases, self.counted))
+        return sum(table.numel() * table.element_size() for table in (self.marks, self.biases, self.counted, self.masks))
 
     def fill(
         self, slot: int, prompt: Int32[np.ndarray, "n"], output: Int32[np.ndarray, "m"], biases: dict[int, float], counted: int
@@ -107,7 +112,7 @@ def draw_rows(
     for start in range(0, len(logits), PIECE):
         on = slice(start, start + PIECE)
         own = options.repetition[on], options.presence[on], options.frequency[on]
-        x_BV = penalised(logits[on], options.slots[on], tables.marks, tables.biases, *own)
+        x_BV = penalised(logits[on], options.slots[on], tables.marks, tables.biases, *own, options.masks[on], tables.masks)
         drawn = sample(x_BV, options.filtered(start, start + PIECE), lengths[on])
         pieces.append(with_logprobs(logits[on], drawn.token_ids, MAX_LOGPROBS) if kind == "logprobs" else drawn)
     return pieces[0] if len(pieces) == 1 else _joined(pieces)

@@ -163,9 +163,9 @@ def require_arguments(function: Callable[..., Any], counts: tuple[int, ...]) -> 
 
 
 class Culprit(str):
-    """A note on an exception: which processor raised it, and for which requests (none: for all that it serves)."""
+    """A note on an exception: for which requests it was raised (none: all that the processor serves), and by which processor, if any."""
 
-    processor: LogitsProcessor
+    processor: LogitsProcessor | None
     request_ids: tuple[int, ...]
 
 
@@ -175,10 +175,15 @@ def blamed(processor: LogitsProcessor, request_ids: Sequence[int] = ()) -> Itera
     try:
         yield
     except Exception as error:
-        note = Culprit(f"in process_logits {function_name(processor.function)}")
-        note.processor, note.request_ids = processor, tuple(request_ids)
-        error.add_note(note)
+        blame(error, f"in process_logits {function_name(processor.function)}", processor, request_ids)
         raise
+
+
+def blame(error: Exception, where: str, processor: LogitsProcessor | None, request_ids: Sequence[int]) -> None:
+    """Add a `Culprit` to the notes of an exception."""
+    note = Culprit(where)
+    note.processor, note.request_ids = processor, tuple(request_ids)
+    error.add_note(note)
 
 
 def process(

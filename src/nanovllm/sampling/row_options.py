@@ -6,6 +6,7 @@ token as in a step of a lesser kind.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -17,12 +18,12 @@ from nanovllm.types import Float32, Int32, Int64, Tensor
 
 Kind = Literal["greedy", "random", "filtered", "everything", "logprobs"]
 # Ascending: each also does what those before it do. `random` has temperatures, `filtered` also top-k, top-p and min-p, `everything` also
-# penalties and biases.
+# penalties, biases and masks.
 KINDS: tuple[Kind, ...] = ("greedy", "random", "filtered", "everything", "logprobs")
 TABLED: tuple[Kind, ...] = ("everything", "logprobs")  # the kinds that read the tables of penalties and biases
 Row = tuple[SamplingParams, int, int]  # options, seed, and slot in the tables of penalties and biases (-1: none)
-LINES = 10  # of int32 per row; the first two are a seed of 64 bits
-NEUTRAL = (0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, -1.0)  # of the lines after the seeds
+LINES = 11  # of int32 per row; the first two are a seed of 64 bits
+NEUTRAL = (0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, -1.0, -1.0)  # of the lines after the seeds
 SMALLEST_DIVISOR = 1e-6  # with a smaller repetition penalty logits would leave float32's range
 
 
@@ -40,6 +41,7 @@ class RowOptions:
         presence: float32 `[B]`; neutral: 0.
         frequency: float32 `[B]`; neutral: 0.
         slots: The rows' slots in the tables of penalties and biases, int32 `[B]`; -1: none.
+        masks: The rows' lines in the table of masks, int32 `[B]`; -1: none.
     """
 
     seeds: Int64[Tensor, "B"]
@@ -51,6 +53,7 @@ class RowOptions:
     presence: Float32[Tensor, "B"]
     frequency: Float32[Tensor, "B"]
     slots: Int32[Tensor, "B"]
+    masks: Int32[Tensor, "B"]
 
     def random(self) -> Sampling:
         """The seeds and the temperatures."""
@@ -72,7 +75,7 @@ def kind_of(params: Iterable[SamplingParams]) -> Kind:
 def _rank(p: SamplingParams) -> int:
     if p.logprobs is not None:
         return 4
-    if needs_tables(p):
+    if needs_tables(p) or p.grammar is not None:
         return 3
     if p.temperature == 0:
         return 0
@@ -84,18 +87,25 @@ def needs_tables(p: SamplingParams) -> bool:
     return p.logit_bias is not None or penalises(p)
 
 
-def pack(rows: Sequence[Row], lines: Int32[np.ndarray, "10 n"]) -> None:
+def mask_lines(rows: Sequence[Row]) -> list[int]:
+    """The line of each row in the table of masks: rows with a grammar have one after another, others have -1."""
+    lines = count()
+    return [-1 if p.grammar is None else next(lines) for p, _, _ in rows]
+
+
+def pack(rows: Sequence[Row], lines: Int32[np.ndarray, "11 n"]) -> None:
     """Write the options of rows into the lines of a buffer, followed by neutral rows. n is a multiple of 2."""
-    count = len(rows)
+    size = len(rows)
     seeds, floats, ints = lines[:2].reshape(-1).view(np.int64), lines.view(np.float32), lines
-    seeds[count:] = 0
+    seeds[size:] = 0
     for line, neutral in enumerate(NEUTRAL, 2):
-        (ints if line in (3, 9) else floats)[line, count:] = neutral
-    if not count:
+        (ints if line in (3, 9, 10) else floats)[line, size:] = neutral
+    if not size:
         return
-    seeds[:count] = [seed for _, seed, _ in rows]
-    ints[3, :count] = [p.top_k for p, _, _ in rows]
-    ints[9, :count] = [slot for _, _, slot in rows]
+    seeds[:size] = [seed for _, seed, _ in rows]
+    ints[3, :size] = [p.top_k for p, _, _ in rows]
+    ints[9, :size] = [slot for _, _, slot in rows]
+    ints[10, :size] = mask_lines(rows)
     numbers = np.array(
         [
             (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
@@ -103,11 +113,11 @@ def pack(rows: Sequence[Row], lines: Int32[np.ndarray, "10 n"]) -> None:
         ],
         np.float32,
     )  # fmt: skip
-    floats[[2, 4, 5, 6, 7, 8], :count] = numbers.T
-    np.maximum(floats[6, :count], SMALLEST_DIVISOR, out=floats[6, :count])
+    floats[[2, 4, 5, 6, 7, 8], :size] = numbers.T
+    np.maximum(floats[6, :size], SMALLEST_DIVISOR, out=floats[6, :size])
 
 
-def row_options(lines: Int32[Tensor, "10 n"], size: int) -> RowOptions:
+def row_options(lines: Int32[Tensor, "11 n"], size: int) -> RowOptions:
     """The options of the first `size` rows, as views of the lines that `pack` fills, which are contiguous."""
     floats, ints = lines.view(torch.float32)[:, :size].unbind(), lines[:, :size].unbind()
     return RowOptions(
@@ -120,4 +130,5 @@ def row_options(lines: Int32[Tensor, "10 n"], size: int) -> RowOptions:
         presence=floats[7],
         frequency=floats[8],
         slots=ints[9],
+        masks=ints[10],
     )

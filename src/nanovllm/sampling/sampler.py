@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanovllm.ops.sampling.adjusted import adjusted
 from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.ops.sampling.least_kept import least_kept
+from nanovllm.ops.sampling.penalised import allowed_tokens
+from nanovllm.ops.sampling.token_logprobs import token_logprobs
 from nanovllm.sampling.tensors import Penalties, Sampling
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor, register_value, writable
 
@@ -39,9 +42,9 @@ register_value(Sampled)
 def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Tensor, "B"] | Int64[Tensor, "B"]) -> Sampled:
     """Sample one token per row.
 
-    The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; temperature; min-p;
-    top-k; top-p; sampling. The token is `argmax(logits + temperature * g)`, with Gumbel noise g from the key (seed, position) and the token
-    id. At temperature 0 it is the argmax of the penalised logits, without filters and noise.
+    The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; grammars;
+    temperature; min-p; top-k; top-p; sampling. The token is `argmax(logits + temperature * g)`, with Gumbel noise g from the key
+    (seed, position) and the token id. At temperature 0 it is the argmax of the penalised logits, without filters and noise.
 
     Ties: the filters compare values, so tokens that tie with the last kept token are kept too. Top-p counts the mass of exactly top_k of
     them. Argmax takes the lowest id. The largest logit is always kept. A logit of -inf is never sampled, unless the whole row is -inf: then
@@ -53,10 +56,10 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
         positions: For each row the index of the sampled token in its sequence, `[B]`.
     """
     x_BV = logits
-    if sampling.logit_bias is not None:
-        x_BV = torch.where(sampling.logit_bias != 0, x_BV.float() + sampling.logit_bias, x_BV.float())
-    if sampling.penalties is not None:
-        x_BV = _penalised(x_BV.float(), sampling.penalties)
+    if sampling.logit_bias is not None or sampling.penalties is not None:
+        x_BV = adjusted(logits, sampling.logit_bias, *_penalties(sampling.penalties))
+    if sampling.allowed is not None:
+        x_BV = torch.where(allowed_tokens(sampling.allowed, x_BV.shape[1]), x_BV, -torch.inf)
     if sampling.temperature is None:
         ids = highest(x_BV)
     else:
@@ -69,21 +72,15 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
 
 def with_logprobs(logits: Float[Tensor, "B V"], token_ids: Int32[Tensor, "B"], num: int) -> Sampled:
     """Sampled tokens with their log-probabilities, and with those of the `num` most probable tokens."""
-    logprobs_BV = logits.float().log_softmax(1)
-    logprobs = logprobs_BV.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
+    logprobs, top_ids, top_logprobs = token_logprobs(logits, token_ids, num)
     if num == 0:
         return Sampled(token_ids=token_ids, logprobs=logprobs)
-    top = logprobs_BV.topk(min(num, logprobs_BV.shape[1]), 1)
-    return Sampled(token_ids=token_ids, logprobs=logprobs, top_ids=top.indices.int(), top_logprobs=top.values)
+    return Sampled(token_ids=token_ids, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
 
 
-def _penalised(x_BV: Tensor, p: Penalties) -> Tensor:
-    repetition, presence, frequency = p.repetition.unsqueeze(1), p.presence.unsqueeze(1), p.frequency.unsqueeze(1)
-    drawn_BV = p.counts > 0
-    repeated_BV = torch.where(x_BV > 0, x_BV / repetition, x_BV * repetition)
-    x_BV = torch.where((drawn_BV | p.prompt_mask) & (repetition != 1), repeated_BV, x_BV)
-    x_BV = torch.where(drawn_BV & (frequency != 0), x_BV - frequency * p.counts, x_BV)
-    return torch.where(drawn_BV & (presence != 0), x_BV - presence, x_BV)
+def _penalties(p: Penalties | None) -> tuple[Tensor | None, ...]:
+    """The penalties as `adjusted` takes them."""
+    return (None,) * 5 if p is None else (p.prompt_mask, p.counts, p.repetition, p.presence, p.frequency)
 
 
 def _least_kept(x_BV: Tensor, sampling: Sampling, temperature: Tensor) -> Tensor | None:

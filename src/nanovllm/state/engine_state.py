@@ -29,7 +29,7 @@ class Stats:
     Attributes:
         prefill_tokens: Tokens of prompts and of scored continuations that were run.
         decode_tokens: Reply tokens that were run.
-        reused_tokens: Prompt tokens whose KV was found in memory, or that a call of `score` shares, and which were not run.
+        reused_tokens: Prompt tokens whose KV was found in memory, or that prompts of one step or one call share, and which were not run.
         rerun_tokens: Tokens that were run again because preemption lost their KV.
         discarded_tokens: Tokens of decode steps that ran ahead and were not used.
         probed_tokens: Tokens run through the first layers only, to choose which tokens to recompute. No other count includes them.

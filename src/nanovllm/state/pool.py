@@ -178,6 +178,13 @@ def forget(pool: Pool, lost: frozenset[int]) -> Pool:
     return Pool(pages=pages, prefix=prefix, frames=frame_ops.vacate(frames, as_array(sorted(lost))))
 
 
+def withdraw(pool: Pool, unfilled: frozenset[int]) -> Pool:
+    """Take pages that are not filled yet out of the index. They have other owners, and keep their frames."""
+    prefix, dropped = prefix_ops.forget(pool.prefix, unfilled)
+    pages, _, _ = page_ops.give_back(pool.pages, dropped)
+    return Pool(pages=pages, prefix=prefix, frames=pool.frames)
+
+
 def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray, namespace: int) -> Pool:
     """The pool in which these pages replace other indexed pages for the same tokens, if fewer of the others have frames."""
     matched = match(pool, tokens, namespace)[: len(held)]

@@ -201,7 +201,7 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, root: int 
     """
     size = index.page_size
     stop = min(len(tokens) // size, len(pages))
-    if stop and pages[0] in index and index.before(pages[0]) != root:
+    if stop and (start := pages.item(0)) in index and index.before(start) != root:
         return index, NO_PAGES
     known = index.contains(pages[:stop])
     first = stop if known.all() else int(known.argmin())

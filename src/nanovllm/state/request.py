@@ -8,11 +8,12 @@ import numpy as np
 from immutables import Map
 
 from nanovllm.errors import NanoVLLMError
+from nanovllm.sampling.compiled_grammar import CompiledGrammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
 from nanovllm.state.heap import Heap, popped, pushed
-from nanovllm.state.logprobs import Scores, TokenLogprobs
+from nanovllm.state.logprobs import RowScores, Scores, TokenLogprobs
 from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
 from nanovllm.types import brief_fields
@@ -56,6 +57,7 @@ class Request:
         priority: Its priority; lower comes first.
         rank: Its place among the requests, from `rank_of`.
         namespace: Requests share KV only with those of the same number.
+        grammar: The compiled form of `sampling.grammar`, or None.
     """
 
     request_id: int
@@ -70,6 +72,7 @@ class Request:
     priority: int = 0
     rank: int = 0
     namespace: int = 0
+    grammar: CompiledGrammar | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -297,12 +300,18 @@ class StepOutput(NamedTuple):
         finish_reason: `"stop"`, `"length"` or `"error"` if the request ended, else None.
         output: The whole result if the request ended, else None.
         error: Why the request failed, or None. The other requests go on.
+        scored: What `logprobs` is made of, or None.
+        logprobs: The log-probabilities of `token_ids`, a tuple of `TokenLogprobs`. None if the request did not ask for them, or if the step
+            sampled no token of it.
 
     Examples:
-        >>> state, request_id = nv.submit(model, state, "Once upon a time", nv.SamplingParams(temperature=0, max_tokens=1))
+        >>> params = nv.SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+        >>> state, request_id = nv.submit(model, state, "Once upon a time", params)
         >>> state, (out,) = nv.step(model, state)
         >>> out.token_ids, out.finish_reason, out.output.text
         ((11,), 'length', ',')
+        >>> out.logprobs[0].token_id, len(out.logprobs[0].top)
+        (11, 2)
     """
 
     request_id: int
@@ -310,6 +319,15 @@ class StepOutput(NamedTuple):
     finish_reason: str | None = None
     output: RequestOutput | None = None
     error: NanoVLLMError | None = None
+    scored: RowScores = None
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The log-probabilities of `token_ids`, or None. They are made from arrays at each use, so that they cost nothing otherwise."""
+        if self.scored is None:
+            return None
+        step, row, num_top = self.scored
+        return tuple([step.entry(row + i, num_top, token) for i, token in enumerate(self.token_ids)])
 
     def __repr__(self) -> str:
         return brief_fields(self)

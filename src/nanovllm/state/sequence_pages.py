@@ -2,8 +2,9 @@
 
 A sequence reads pages that have other owners too, and writes only pages of its own. So before tokens run, `reserve` finds the missing
 pages. If the first of these tokens belongs into a shared page, the sequence also gets a copy of that page. `give_up_pages` puts filled
-pages into the index, where this or another sequence with the same tokens finds them. `worth_taking` says whether indexed pages are better
-than the sequence's own. Pools and sequences that are passed in do not change.
+pages into the index, where this or another sequence with the same tokens finds them. `offered` does so before the pages are filled, for
+sequences that run with this one or after it. `begun` lets a sequence begin with indexed pages if they are better than its own. Pools and
+sequences that are passed in do not change.
 """
 
 from collections.abc import Sequence as Seq
@@ -12,8 +13,10 @@ import numpy as np
 
 from nanovllm.state import pool as pools
 from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence
+from nanovllm.state.vector import IntVector
 
 Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
 
@@ -71,6 +74,36 @@ def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     found = pools.match(pool, tokens, namespace)
     pool = pools.release(pools.acquire(pool, found, len(found)), held, sequence.retired)
     return pools.release(pool, found, len(found))
+
+
+def offered(pool: Pool, sequence: Sequence, count: int, page_size: int) -> Pool:
+    """The pool whose index has the pages that the next `count` tokens of a sequence fill, before these tokens run.
+
+    Sequences that begin with these pages must not run in an earlier pass than the tokens. They may run in the same pass: in each layer the
+    KV of all tokens of a pass is written before any is read.
+
+    Raises:
+        BrokenInvariantError: A page that the tokens are written to has another owner.
+    """
+    require_writable(pool.pages, written_pages(sequence, count, page_size))
+    grown = sequence.advance(count)
+    return pools.insert(pool, grown.tokens.array(0, grown.num_exact), grown.pages.array(), grown.request.namespace)
+
+
+def begun(pool: Pool, sequence: Sequence, matched: np.ndarray, retired: int, page_size: int) -> tuple[Pool, Sequence]:
+    """Let a sequence, which owns its pages, begin with indexed pages of its tokens instead, if they serve it better.
+
+    Args:
+        pool: The pool.
+        sequence: The sequence.
+        matched: The indexed pages.
+        retired: How many of them have KV in sliding-window layers that the sequence does not need.
+        page_size: Tokens per page.
+    """
+    if not worth_taking(pool, matched, sequence, page_size):
+        return pool, sequence
+    pool = pools.release(pools.acquire(pool, matched, retired), sequence.pages, sequence.retired)
+    return pool, sequence.restart(IntVector.of(matched), len(matched) * page_size, retired)
 
 
 def worth_taking(pool: Pool, matched: np.ndarray, sequence: Sequence, page_size: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.state.logprobs import scores_of
+from nanovllm.state.logprobs import TokenLogprobs, last_entries, scores_of
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.step_log import StepLog
@@ -30,9 +30,11 @@ class Steady(Seq):
         steps: How many steps still need no schedule.
         pool: The pool for which this holds.
         waiting: The queue for which this holds.
-        scored: Whether a row asked for log-probabilities.
+        num_top: For each row how many of the most probable tokens it asked for, None if it asked for no log-probabilities. () if no row
+            asked for some.
         ends: For each row the bytes with which its stop strings end, `[rows, 4]`; None if no row has stop strings.
         absent: The bytes that each token lacks (`TokenTexts`), if a row has stop strings.
+        constrained: The rows whose replies follow a grammar.
         age: Steps since `base`.
         log: The tokens that were sampled since, and their log-probabilities if `scored`: the first `age` steps.
         columns: For each row its column in the log. None: the row itself.
@@ -48,9 +50,10 @@ class Steady(Seq):
     steps: int
     pool: Pool
     waiting: Queue
-    scored: bool = False
+    num_top: tuple[int | None, ...] = ()
     ends: np.ndarray | None = None
     absent: np.ndarray | None = None
+    constrained: tuple[int, ...] = ()
     age: int = 0
     log: StepLog | None = None
     columns: np.ndarray | None = None
@@ -66,14 +69,20 @@ class Steady(Seq):
         left = np.array([s.request.max_len - s.tokens.length for s in running], np.int32)
         stops = [s.stops for s in running]
         searched = next((one for one in stops if one is not None), None)
-        none = np.zeros(4, np.uint64)
+        none, num_top = np.zeros(4, np.uint64), tuple([s.request.sampling.logprobs for s in running])
         return Steady(
             base=running, ids=tuple([s.request.request_id for s in running]), left=left, first_end=int(left.min()), steps=steps, pool=pool,
             waiting=waiting, stop_ids=frozenset[int]().union(*{s.request.stop_ids for s in running}),
-            scored=any(s.request.sampling.logprobs is not None for s in running),
+            num_top=() if all(asked is None for asked in num_top) else num_top,
             ends=None if searched is None else np.array([none if one is None else one.ends for one in stops]),
             absent=None if searched is None else searched.detokenizer.texts.absent,
+            constrained=tuple([row for row, s in enumerate(running) if s.request.grammar is not None]),
         )  # fmt: skip
+
+    @property
+    def scored(self) -> bool:
+        """Whether a row asked for log-probabilities."""
+        return bool(self.num_top)
 
     def holds(self, pool: Pool, waiting: Queue) -> bool:
         """Whether the next step needs no schedule in a state with this pool and this queue."""
@@ -93,8 +102,8 @@ class Steady(Seq):
             base, left, first_end, age, log, columns, scans = self.sequences(), left - age, first_end - age, 0, None, None, {}
         return Steady(
             base=base, ids=self.ids, stop_ids=self.stop_ids, left=left, first_end=first_end, steps=self.steps - 1, pool=self.pool,
-            waiting=self.waiting, scored=self.scored, ends=self.ends, absent=self.absent, age=age + 1, scans=scans,
-            columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
+            waiting=self.waiting, num_top=self.num_top, ends=self.ends, absent=self.absent, constrained=self.constrained,
+            age=age + 1, scans=scans, columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
         )  # fmt: skip
 
     def suspects(self, token_ids: np.ndarray) -> list[int]:
@@ -120,6 +129,16 @@ class Steady(Seq):
         before = sequence.tokens.array(sequence.request.num_prompt + start).tolist() if older < 0 else []
         return before if self.log is None else before + self.log.tokens(max(0, older), self.age, int(self._columns(row)))
 
+    def entries(self, row: int, token_ids: list[int]) -> list[TokenLogprobs]:
+        """The log-probabilities of the last tokens of a row that asked for them, `token_ids`. The time depends on their number alone."""
+        sequence, num_top = self.base[row], self.num_top[row]
+        assert num_top is not None
+        scores, new = sequence.logprobs, min(len(token_ids), self.age)
+        if new and self.log is not None:
+            _, *arrays = self.log.part(self.age - new, self.age, int(self._columns(row)))
+            scores = scores, scores_of(new, num_top, *arrays)
+        return last_entries(scores, token_ids)
+
     def ending(self, tokens: list[int], scans: Mapping[int, StopScan]) -> list[int]:
         """The rows that end with the newest tokens, which are `tokens`, in order. `scans` are the searches that have read them."""
         rows = set(np.flatnonzero(self.left == self.age).tolist()) if self.age == self.first_end else set()
@@ -140,6 +159,8 @@ class Steady(Seq):
         rest = replace(
             self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans, made=[],
             ends=None if self.ends is None else self.ends[kept],
+            num_top=tuple([self.num_top[row] for row in kept.tolist()]) if self.num_top else (),
+            constrained=tuple([new for new, row in enumerate(kept.tolist()) if row in self.constrained]) if self.constrained else (),
         )  # fmt: skip
         return gone, rest
 

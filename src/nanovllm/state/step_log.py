@@ -50,6 +50,10 @@ class StepLog:
         """The results of the first `length` steps in some columns, as copies `[steps, rows, ...]`."""
         return tuple([None if each is None else each[:length, columns] for each in self.arrays])
 
+    def part(self, start: int, length: int, column: int) -> Results:
+        """The results of the steps `[start:length)` in one column, `[steps, ...]`."""
+        return tuple([None if each is None else each[start:length, column] for each in self.arrays])
+
     def tokens(self, start: int, length: int, column: int) -> list[int]:
         """The tokens of the steps `[start:length)` in one column."""
         return self.arrays[0][start:length, column].tolist()

@@ -75,7 +75,10 @@ class _ByteDetokenizer(Detokenizer):
     def push(self, ids: Iterable[int]) -> "tuple[Detokenizer, str]":
         given = self.unfinished + b"".join(map(self.texts.__getitem__, ids))
         text, used = utf_8_decode(given, "replace", False)
-        held, piece = _settled(self.held, text, certain=used == len(given))
+        certain = used == len(given)
+        if certain and text and self.held is None and not self.unfinished and not text.endswith(REPLACEMENT):
+            return self, text
+        held, piece = _settled(self.held, text, certain=certain)
         return _ByteDetokenizer(texts=self.texts, held=held, unfinished=given[used:]), piece
 
     def rest(self, last: int | None = None) -> str:

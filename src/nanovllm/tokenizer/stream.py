@@ -34,6 +34,8 @@ class TextStream:
         if self.detokenizer is None:
             return self, ""
         detokenizer, piece = self.detokenizer.push(token_ids)
+        if not self.stops:
+            return TextStream(detokenizer=detokenizer, stops=(), num_shown=self.num_shown + len(piece)), piece
         text = self.held + piece
         keep = len(text) - held_back(text, self.stops)
         after = TextStream(detokenizer=detokenizer, stops=self.stops, num_shown=self.num_shown + keep, held=text[keep:])

@@ -12,7 +12,10 @@ import tokenizers
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.chat_template import Render, compile_templates
 from nanovllm.tokenizer.limit import TokenLimit
+from nanovllm.tokenizer.memo import Memo
 from nanovllm.tokenizer.token_texts import TokenTexts
+
+MEMO = 128  # compiled grammars of a tokenizer that are kept
 
 
 class TooManyTokensError(InvalidRequestError):
@@ -35,6 +38,7 @@ class Tokenizer:
         texts: What single tokens stand for: with special tokens, and without them, but for those in `shown`.
         limit: Tells from the beginning of a text whether it has more tokens than a limit.
         shown: Special tokens that are text all the same.
+        memo: What others made of the tokenizer, such as compiled grammars.
     """
 
     backend: tokenizers.Tokenizer = field(repr=False)
@@ -48,6 +52,7 @@ class Tokenizer:
     texts: tuple[TokenTexts, TokenTexts] = field(repr=False)
     limit: TokenLimit = field(repr=False)
     shown: frozenset[int] = frozenset()
+    memo: Memo = field(repr=False, default_factory=lambda: Memo(MEMO))
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The token ids of a text.

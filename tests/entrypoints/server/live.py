@@ -18,12 +18,16 @@ import uvloop
 
 import nanovllm as nv
 from nanovllm.entrypoints.server.app import Server
+from nanovllm.entrypoints.server.engine_client import EngineClient
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
 from nanovllm.entrypoints.server.front import FrontEnd
 from nanovllm.entrypoints.server.front_model import load_front
+from nanovllm.entrypoints.server.named_chunks import chunk_limits
+from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.supervisor import bound
 from nanovllm.errors import EngineDeadError
+from nanovllm.sampling.params import from_generation_config
 
 LIMIT = 60.0  # seconds that any answer may take
 
@@ -53,10 +57,16 @@ class Live:
     def __init__(
         self, model: nv.Model | None = None, settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **options: Any
     ) -> None:
+        self.packaged = model is None
         self.model = nv.load_model("tiny", device="cpu") if model is None else model
         self.settings = replace(settings or Settings(shutdown_seconds=1.0), port=0)
         self.options = {"num_pages": 256, "max_num_seqs": 8, **options}
-        self.limits = {"max_waiting": self.settings.max_waiting, "max_waiting_tokens": self.settings.max_waiting_tokens, **(limits or {})}
+        self.limits = {
+            "max_waiting": self.settings.max_waiting,
+            "max_waiting_tokens": self.settings.max_waiting_tokens,
+            "chunk_limits": chunk_limits(self.settings),
+            **(limits or {}),
+        }
 
     def __enter__(self) -> "Live":
         self.folder = tempfile.TemporaryDirectory()
@@ -66,8 +76,9 @@ class Live:
         self.listener.listen()
         self.sock = bound(self.settings)
         self.port = self.sock.getsockname()[1]
+        self.server = load_front(self.settings, "tiny", {}) if self.packaged else front_of(self.model, self.settings)
+        self.model = replace(self.model, tokenizer=self.server.tokenizer)
         self.start_engine()
-        self.server: Server = load_front(self.settings, "tiny", {})
         self.loop = uvloop.new_event_loop()
         self.front = FrontEnd(self.server, self.sock, self.path)
         self.front_thread = threading.Thread(target=self._front, daemon=True)
@@ -165,6 +176,14 @@ class Live:
             while part := sock.recv(1 << 16):
                 parts.append(part)
             return b"".join(parts)
+
+
+def front_of(model: nv.Model, settings: Settings) -> Server:
+    """What the functions of a front end share, for a model in memory."""
+    assert model.tokenizer is not None
+    formats = ReplyFormats.of(model.tokenizer, settings.tool_parser, settings.reasoning_parser)
+    generation = from_generation_config(model.generation_config)
+    return Server(settings, EngineClient(), formats.shown(model.tokenizer), generation, formats)
 
 
 def parsed(body: bytes) -> Iterator[Any]:

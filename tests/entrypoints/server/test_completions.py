@@ -12,6 +12,8 @@ import nanovllm as nv
 from nanovllm.entrypoints.server.settings import Settings
 from tests.entrypoints.server.live import LIMIT, Live
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 PATH = "/v1/completions"
 PROMPT = "Once upon a time"
 GREEDY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
@@ -65,6 +67,12 @@ def test_many_prompts_of_texts_and_ids_with_several_choices(live: Live, llm: nv.
         assert list(found.values()) == wanted
     one = live.post(PATH, GREEDY | {"prompt": encode(PROMPT)}).json()
     assert one["choices"][0]["text"] == live.post(PATH, GREEDY).json()["choices"][0]["text"]
+
+
+def test_a_bias_changes_the_reply(live: Live):
+    body = GREEDY | {"logit_bias": {"7": 100}, "max_tokens": 3}
+    text = live.post(PATH, body).json()["choices"][0]["text"]
+    assert text == nv.load_model("tiny", device="cpu").tokenizer.decode([7, 7, 7])
 
 
 def test_choices_of_one_seed_differ_and_come_again(live: Live):

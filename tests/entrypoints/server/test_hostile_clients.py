@@ -14,6 +14,8 @@ import pytest
 from nanovllm.entrypoints.server.settings import MOST_TOKENS, Limits, Settings
 from tests.entrypoints.server.live import LIMIT, Live
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 PATH = "/v1/completions"
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 LONG = GREEDY | {"max_tokens": 1500, "ignore_eos": True}

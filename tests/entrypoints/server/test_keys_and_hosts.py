@@ -18,6 +18,8 @@ from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
 from tests.entrypoints.server.live import Live, parsed
 
+pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
+
 MODELS = "/v1/models"
 PATH = "/v1/completions"
 KEYS = ("key-one", "schlüssel-zwei")

@@ -20,7 +20,7 @@ import pytest
 
 import nanovllm
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.unhooked, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 LIMIT = 90.0
 PATH = "/v1/completions"

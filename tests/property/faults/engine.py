@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from nanovllm.chunks import generate, session_rows
 from nanovllm.chunks import prefill as fill
-from nanovllm.engine import requests, scheduler
+from nanovllm.engine import draft as drafts
+from nanovllm.engine import preemption, requests, scheduler
 from nanovllm.engine import step as engine
 from nanovllm.engine.prompt_room import PromptRoom
 from nanovllm.executor import carry
@@ -228,7 +229,7 @@ def _preempts_who_was_shared(admit):
     def faulty(draft, budget):
         admitted = admit(draft, budget)
         if admitted is not None and len(draft.running) > 1:
-            draft.preempt(draft.find(admitted[0]) - 1)
+            preemption.preempt(draft, draft.find(admitted[0]) - 1)
         return admitted
 
     return faulty
@@ -342,44 +343,40 @@ FAULTS: tuple[Fault, ...] = (
         targets=((prefix, "forget"),),
         faulty=_forgets_only_itself,
     ),
-    Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((scheduler._Draft, "preempt"),), faulty=_leaks_on_preemption),
-    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((scheduler, "reserve"),), faulty=writes_without_copy),
-    Fault(name="one token too few reserved", machine=ScheduleMachine, targets=((scheduler, "reserve"),), faulty=_reserves_one_less),
+    Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((preemption, "preempt"),), faulty=_leaks_on_preemption),
+    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((drafts, "reserve"),), faulty=writes_without_copy),
+    Fault(name="one token too few reserved", machine=ScheduleMachine, targets=((drafts, "reserve"),), faulty=_reserves_one_less),
     Fault(
         name="preempted and still called filled",
         machine=ScheduleMachine,
-        targets=((scheduler, "_without_pages"),),
+        targets=((preemption, "_without_pages"),),
         faulty=_forgets_to_empty,
     ),
-    Fault(
-        name="the oldest preempted first", machine=ScheduleMachine, targets=((scheduler._Draft, "preempt"),), faulty=_preempts_the_oldest
-    ),
+    Fault(name="the oldest preempted first", machine=ScheduleMachine, targets=((preemption, "preempt"),), faulty=_preempts_the_oldest),
     Fault(
         name="given up while others hold pages",
         machine=ScheduleMachine,
-        targets=((scheduler._Draft, "strip_waiting"),),
+        targets=((preemption, "strip_waiting"),),
         faulty=_gives_up_too_early,
     ),
-    Fault(
-        name="shared beginnings run twice", machine=ScheduleMachine, targets=((scheduler._Draft, "offer"),), faulty=_offers_nothing, draw=3
-    ),
+    Fault(name="shared beginnings run twice", machine=ScheduleMachine, targets=((scheduler, "offer"),), faulty=_offers_nothing, draw=3),
     Fault(
         name="a page offered that the step does not fill",
         machine=ScheduleMachine,
-        targets=((scheduler._Draft, "offer"),),
+        targets=((scheduler, "offer"),),
         faulty=_offers_whole_prompts,
         draw=2,
     ),
     Fault(
         name="preempted after others took its pages",
         machine=ScheduleMachine,
-        targets=((scheduler._Draft, "admit"),),
+        targets=((scheduler, "admit"),),
         faulty=_preempts_who_was_shared,
     ),
     Fault(
         name="pages shared that a preempted request did not fill",
         machine=ScheduleMachine,
-        targets=((scheduler, "give_up_pages"),),
+        targets=((preemption, "give_up_pages"),),
         faulty=_indexes_all_it_has,
         draw=2,
     ),
@@ -393,7 +390,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="a request that waits for ever",
         machine=ScheduleMachine,
-        targets=((scheduler._Draft, "may_admit"),),
+        targets=((scheduler, "may_admit"),),
         faulty=_waits_for_a_filler_that_is_gone,
     ),
     Fault(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.chunks import prefill as fill
-from nanovllm.engine import donation, requests, scheduler
+from nanovllm.engine import donation, draft, preemption, requests
 from nanovllm.executor import batch, decode
 from nanovllm.state import lru as ages
 from nanovllm.state import pool
@@ -107,7 +107,7 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("a need never given up", _counts_needs_once, (frames, "retire"), machine=FrameMachine),
     _fault("pages without frames found before pages with frames", _keeps_what_has_no_frames, (pool, "_made_way"), machine=FrameMachine),
     _fault("a prefix with a hole", _overlooks_holes, (pool, "reusable"), machine=FrameMachine),
-    _fault("a page retired too early", _a_token_too_early, (scheduler, "num_retired"), machine=WindowMachine),
+    _fault("a page retired too early", _a_token_too_early, (draft, "num_retired"), machine=WindowMachine),
     _fault(
         "a page retired that the last token reads again",
         _as_if_the_last_did_not_run_again,
@@ -115,8 +115,8 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
         machine=WindowMachine,
         draw=1,
     ),
-    _fault("a retired page given up twice", _forgets_what_is_retired, (scheduler, "give_up_pages"), machine=WindowMachine),
-    _fault("a copy without its frame", _copies_pages_as_frames, (scheduler, "frames_of_copies"), machine=WindowChunkMachine, draw=2),
+    _fault("a retired page given up twice", _forgets_what_is_retired, (preemption, "give_up_pages"), machine=WindowMachine),
+    _fault("a copy without its frame", _copies_pages_as_frames, (draft, "frames_of_copies"), machine=WindowChunkMachine, draw=2),
     _fault("a chunk's copy without its frame", _copies_pages_as_frames, (fill, "frames_of_copies"), machine=WindowChunkMachine),
     _fault(
         "frames that a failed call overwrote still trusted",

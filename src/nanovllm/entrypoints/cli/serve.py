@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's interface: /v1/completions, /v1/chat/completions, /v1/models, /health. Any client of OpenAI's works
 with base_url=http://127.0.0.1:8000/v1.
 """
-NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec")
+NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 KEYS = "NANOVLLM_API_KEY"
 
 
@@ -45,9 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="requests that run at the same time (default: 256)")
     group.add_argument("--max-waiting", type=positive, default=1024, metavar="N", help="requests that may wait; more get status 429")
     group.add_argument("--max-waiting-tokens", type=positive, metavar="N", help="prompt tokens of waiting requests; more get status 429")
+    for name, what in (("tool", "tool calls"), ("reasoning", "think blocks")):
+        told = f"the format of {what}; none: they are plain text (default: auto, what the chat template tells)"
+        group.add_argument(f"--{name}-parser", default="auto", metavar="NAME", help=told)
     shut = "how long running requests may go on after SIGTERM (default: 30)"
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
     group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
+    group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
+    group.add_argument("--chunk-dir", type=Path, metavar="DIR", help="a folder for the files of chunks that clients save")
+    group.add_argument(
+        "--max-chunks", type=int, default=256, metavar="N", help="chunks that the clients of one key may have (default: 256)"
+    )
+    share = "the part of the KV memory that chunks may hold; with keys, each key has an equal part of it (default: 0.5)"
+    group.add_argument("--chunk-share", type=float, default=0.5, metavar="X", help=share)
     group.add_argument("--no-restart", action="store_true", help="do not start an engine again that has failed")
 
 
@@ -76,7 +86,15 @@ def run(options: argparse.Namespace) -> int:
         shutdown_seconds=options.shutdown_seconds,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
+        metrics_names=options.metrics_names,
+        chunk_dir=options.chunk_dir,
+        max_chunks=options.max_chunks,
+        chunk_share=options.chunk_share,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
     )
+    if settings.chunk_dir is not None and not settings.chunk_dir.is_dir():
+        raise InvalidRequestError(f"--chunk-dir {settings.chunk_dir} is not a folder")
     if not settings.api_keys and not is_loopback(settings.host):
         raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")
     resolve_folder(options.model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)

@@ -54,12 +54,17 @@ def host_allowed(host: str, settings: Settings) -> bool:
     return True
 
 
-def place_of_key(exchange: Exchange, digests: tuple[bytes, ...]) -> int | None:
-    """Which of the keys a request brings. The time that a refusal takes tells nothing of them."""
+def given_digest(exchange: Exchange) -> bytes:
+    """The digest of the key that a request brings."""
     scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
     if scheme.lower() != b"bearer":
         key = exchange.header(b"x-api-key") or b""
-    digest = hashlib.sha256(key.strip()).digest()
+    return hashlib.sha256(key.strip()).digest()
+
+
+def place_of_key(exchange: Exchange, digests: tuple[bytes, ...]) -> int | None:
+    """Which of the keys a request brings. The time that a refusal takes tells nothing of them."""
+    digest = given_digest(exchange)
     same = [hmac.compare_digest(digest, other) for other in digests]
     return same.index(True) if any(same) else None
 

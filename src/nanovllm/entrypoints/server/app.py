@@ -9,9 +9,11 @@ from typing import Any
 from starlette.routing import Match, Route, Router
 
 from nanovllm.entrypoints.server.admission import admit, cors_headers, preflight
+from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_client import EngineClient
 from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import RETRY, ClientGoneError, EventStream, Exchange, Held, Receive, Scope, Send
+from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
@@ -30,20 +32,22 @@ class Server:
         engine: The connection to the engine.
         tokenizer: The model's tokenizer, or None.
         generation: The model's own sampling options.
-        template: The source of the model's chat template, or None.
+        formats: How replies are read.
         draining: Whether the server ends, and takes no more requests.
         streams: The open streams of events.
         created: When the server started, in Unix time.
+        answers: What was answered since the engine was told.
     """
 
     settings: Settings
     engine: EngineClient
     tokenizer: Tokenizer | None
     generation: SamplingParams
-    template: str | None = None
+    formats: ReplyFormats = field(default_factory=ReplyFormats)
     draining: bool = False
     streams: set[EventStream] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
+    answers: AnswerCounts = field(default_factory=AnswerCounts)
     num_running: int = 0  # requests that are being answered
 
 
@@ -81,6 +85,7 @@ class App:
         exchange.headers += cors_headers(exchange, settings)
         scope["exchange"] = exchange
         self.server.num_running += 1
+        began = time.perf_counter()
         try:
             if (allowed := preflight(exchange)) is not None:
                 await exchange.respond(200, b"", kind=b"text/plain", headers=tuple(allowed))
@@ -98,9 +103,10 @@ class App:
             await self._fail(exchange, ApiError(500, "an error of the server itself", type="server_error", code="internal_error"))
         finally:
             self.server.num_running -= 1
+            seconds = time.perf_counter() - began
+            self.server.answers.add(scope.get("route_path"), scope["method"], exchange.status, seconds)
             if settings.access_log:
-                client, seconds = (scope["client"] or "-")[0], time.perf_counter() - began
-                path, answered = scope["path"][:200], exchange.status or "gone"
+                client, path, answered = (scope["client"] or "-")[0], scope["path"][:200], exchange.status or "gone"
                 access.info("%s %s %r %s %.0f ms %r", client, scope["method"], path, answered, seconds * 1e3, exchange.id)
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> None:
@@ -112,6 +118,7 @@ class App:
             match, child = route.matches(scope)
             if match == Match.FULL:
                 scope.update(child)
+                scope["route_path"] = route.path  # pyright: ignore[reportAttributeAccessIssue]
                 await route.handle(scope, receive, send)
                 return
         raise ApiError(404, f"there is nothing at {scope['path'][:200]!r}", code="not_found")

@@ -5,33 +5,47 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
+from nanovllm.entrypoints.server import chunk_calls
+from nanovllm.entrypoints.server.held import Held
 from nanovllm.errors import InvalidRequestError
-from nanovllm.models.model import Model
-from nanovllm.state.engine_state import EngineState
+
+Call = Callable[..., tuple[Held, Any]]
 
 
-def figures(model: Model, state: EngineState, **_: Any) -> tuple[EngineState, dict[str, Any]]:
+def figures(held: Held) -> tuple[Held, dict[str, Any]]:
     """How much runs and waits, which pages are in use, and the counts of `stats`."""
-    pool = state.pool
-    return state, {
+    state = held.state
+    return held, {
         "running": len(state.running),
         "waiting": len(state.waiting),
         "num_pages": state.config.num_pages,
-        "free_pages": pool.num_free,
+        "free_pages": state.pool.num_free,
         **asdict(state.stats),
     }
 
 
-CALLS: Mapping[str, Callable[..., tuple[EngineState, Any]]] = MappingProxyType({"figures": figures})
+def measured(held: Held, *, http: list[Any] | None = None) -> tuple[Held, dict[str, Any]]:
+    """What `EngineMetrics` has measured, after a front end's answers were added."""
+    held.metrics.add_http(http or [])
+    return held, held.metrics.figures(held.state, sum(map(len, held.named.spaces.values())))
 
 
-def call(model: Model, state: EngineState, name: str, arguments: dict[str, Any]) -> tuple[EngineState, Any]:
-    """Call a function by its name.
+def answered(held: Held, *, http: list[Any]) -> tuple[Held, None]:
+    """Add a front end's answers."""
+    held.metrics.add_http(http)
+    return held, None
+
+
+CALLS: Mapping[str, Call] = MappingProxyType({"figures": figures, "measured": measured, "answered": answered, **chunk_calls.CALLS})
+
+
+def call(held: Held, name: str, arguments: dict[str, Any]) -> tuple[Held, Any]:
+    """Call a function by its name. A function that changes the state and then fails returns its error, with the next state.
 
     Raises:
         InvalidRequestError: There is no such function.
-        NanoVLLMError: Whatever the function raises.
+        NanoVLLMError: Whatever the function raises. The state is then as it was.
     """
     if name not in CALLS:
         raise InvalidRequestError(f"{name!r} is none of the engine's functions: {', '.join(CALLS)}")
-    return CALLS[name](model, state, **arguments)
+    return CALLS[name](held, **arguments)

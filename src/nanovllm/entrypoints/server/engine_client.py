@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,6 +21,7 @@ from nanovllm.entrypoints.server.wire import (
     Failure,
     Hello,
     Inward,
+    Keep,
     Outward,
     Stepped,
     Submit,
@@ -35,6 +36,7 @@ KINDS: Mapping[str, type[NanoVLLMError]] = MappingProxyType(
 RECONNECT_SECONDS = 0.1
 
 
+@runtime_checkable
 class Receiver(Protocol):
     """Who waits for one request. The methods run in the event loop, in the middle of the delivery of a step, and must not raise."""
 
@@ -103,16 +105,20 @@ class EngineClient(asyncio.Protocol):
         *,
         streamed: bool,
         priority: int = 0,
+        space: str = "",
+        keep: Keep | None = None,
         namespace: int = 0,
     ) -> list[int]:
         """Send requests to the engine, which accepts all or refuses all.
 
         Args:
-            prompts: The parts of each prompt: int32 token ids as bytes, or names of chunks.
+            prompts: The parts of each prompt: first names of chunks, then int32 token ids as bytes.
             params: The sampling options of each request that are not the defaults.
             receivers: Who is told of each request.
             streamed: Whether the receivers are told of each step's tokens.
             priority: As in `nanovllm.submit`.
+            space: The namespace of the chunks.
+            keep: What becomes a chunk when the only request ends.
             namespace: Whose KV the requests may share, as in `submit_many`.
 
         Returns:
@@ -122,7 +128,7 @@ class EngineClient(asyncio.Protocol):
             EngineDeadError: There is no engine at present.
         """
         ids = [next(self._numbers) & 0xFFFFFFFF for _ in prompts]
-        self._send(Submit(ids, prompts, params, streamed, priority, namespace))
+        self._send(Submit(ids, prompts, params, streamed, priority, space, keep, namespace))
         self._receivers.update(zip(ids, receivers, strict=True))
         return ids
 
@@ -132,7 +138,7 @@ class EngineClient(asyncio.Protocol):
         if left and self._transport is not None:
             self._send(Cancel(left))
 
-    async def ask(self, name: str, **arguments: Any) -> Any:
+    async def ask(self, function: str, /, **arguments: Any) -> Any:
         """Call one of the engine's functions (`engine_calls`).
 
         Raises:
@@ -140,7 +146,7 @@ class EngineClient(asyncio.Protocol):
             NanoVLLMError: What the function raised.
         """
         number = next(self._numbers) & 0xFFFFFFFF
-        self._send(Ask(number, name, arguments))
+        self._send(Ask(number, function, arguments))
         self._answers[number] = answer = asyncio.get_running_loop().create_future()
         try:
             return await answer
@@ -152,9 +158,9 @@ class EngineClient(asyncio.Protocol):
             raise EngineDeadError("the engine is not there: it is starting, or it has failed")
         self._transport.write(frame(message))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         """A connection begins."""
-        self._transport = transport  # pyright: ignore[reportAttributeAccessIssue]
+        self._transport = transport
         self._inward.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -6,6 +6,7 @@ One thread does all. While requests run it looks at the sockets once a step, wit
 import selectors
 import signal
 import socket
+import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,10 +15,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from nanovllm.chunks.handles import release
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls
+from nanovllm.entrypoints.server.chunk_calls import kept
+from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
+from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix
 from nanovllm.entrypoints.server.wire import (
     Accepted,
     Answer,
@@ -27,17 +33,22 @@ from nanovllm.entrypoints.server.wire import (
     Failure,
     Hello,
     Inward,
+    Keep,
     Outward,
     Stepped,
     Submit,
     frame,
     take_frames,
 )
-from nanovllm.errors import EngineDeadError, NanoVLLMError, QueueFullError
+from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, QueueFullError
 from nanovllm.models.model import Model
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.sampling.process_logits import LogitsProcessor
+from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import message_of
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import StepOutput
 
 READ = 1 << 18
@@ -55,12 +66,22 @@ class Peer:
 
 @dataclass(slots=True)
 class Owner:
-    """Whose a request of the engine is: the front end, its number there, whether it is streamed, and its waiting prompt tokens."""
+    """Whose a request of the engine is: the front end, its number there, whether it is streamed, and its waiting prompt tokens;
+    what becomes a chunk at its end, when things happened to it, and whether it has given nothing yet.
+    """
 
     peer: Peer
     number: int
     streamed: bool
     waiting: int
+    keep: Keep | None
+    line: Timeline
+    fresh: bool = True
+
+    @property
+    def counted(self) -> bool:
+        """Whether metrics count the request: it does more than to make a chunk."""
+        return self.keep is None or self.keep.what != "prompt"
 
 
 class EngineLoop:
@@ -72,6 +93,8 @@ class EngineLoop:
         listener: A socket that front ends connect to.
         max_waiting: How many requests may wait. None: any number.
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together, unless only one waits. None: any number.
+        process_logits: A function between the logits and the samples of all requests. None: there is none.
+        chunk_limits: What the chunks of clients may use.
     """
 
     def __init__(
@@ -82,8 +105,11 @@ class EngineLoop:
         *,
         max_waiting: int | None = None,
         max_waiting_tokens: int | None = None,
+        process_logits: LogitsProcessor | None = None,
+        chunk_limits: ChunkLimits | None = None,
     ) -> None:
-        self.model, self.state = model, state
+        self.model, self.state, self.process_logits = model, state, process_logits
+        self.named, self.metrics = NamedChunks(limits=chunk_limits or ChunkLimits()), EngineMetrics()
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
         self.waiting_tokens = 0
         self._owners: dict[int, Owner] = {}
@@ -172,6 +198,7 @@ class EngineLoop:
             dtype=str(self.model.dtype).removeprefix("torch."),
             num_pages=config.num_pages,
             page_size=config.page_size,
+            end_ids=[*self.model.config.eos_token_ids],
         )
         try:
             self._send(peer, hello)
@@ -196,24 +223,57 @@ class EngineLoop:
                 self._cancel(peer, message.ids)
             case Ask():
                 try:
-                    self.state, value = engine_calls.call(self.model, self.state, message.name, message.arguments)
+                    held, value = engine_calls.call(self._held(), message.name, message.arguments)
+                    self.state, self.named = held.state, held.named
+                    if isinstance(value, NanoVLLMError):
+                        raise value
                 except NanoVLLMError as error:
                     self._refuse(peer, [message.id], error)
                 else:
                     self._send(peer, Answer(message.id, value))
 
+    def _held(self) -> Held:
+        return Held(model=self.model, state=self.state, named=self.named, metrics=self.metrics)
+
     def _submit(self, peer: Peer, message: Submit) -> None:
-        contexts: list[Any] = [[np.frombuffer(part, np.int32) for part in parts] for parts in message.prompts]
-        lengths = [sum(map(len, parts)) for parts in contexts]
-        self._require_room(len(contexts), sum(lengths))
-        params: list[SamplingParams | None] = [SamplingParams(**options) for options in message.params]
-        priorities = [message.priority] * len(contexts)
-        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=priorities, namespace=message.namespace)
-        for request_id, number, length in zip(ids, message.ids, lengths, strict=True):
-            self._owners[request_id] = Owner(peer, number, message.streamed, length)
+        runs = [[np.frombuffer(part, np.int32) for part in parts if isinstance(part, bytes)] for parts in message.prompts]
+        names = [tuple([part for part in parts if isinstance(part, str)]) for parts in message.prompts]
+        lengths = [sum(map(len, parts)) for parts in runs]
+        self._require_room(len(runs), sum(lengths))
+        params: list[SamplingParams | None] = [_params(options) for options in message.params]
+        bases, passing = dict[tuple[str, ...], Chunk](), list[Chunk]()
+        try:
+            for each in dict.fromkeys(names):
+                if each:
+                    self.state, self.named, bases[each], once = prefix(self.model, self.state, self.named, message.space, each)
+                    passing += [bases[each]] * once
+            contexts = [[*([bases[each]] if each else []), *run] for each, run in zip(names, runs, strict=True)]
+            totals = [sum(map(len, parts)) for parts in contexts]
+            if (keep := message.keep) is not None:
+                self._require_keeping(keep, totals, None if not names[0] else bases[names[0]])
+            more = {"priorities": [message.priority] * len(contexts), "process_logits": self.process_logits, "namespace": message.namespace}
+            self.state, ids = submit_many(self.model, self.state, contexts, params, keep=keep is not None, **more)
+        finally:
+            for chunk in passing:  # the requests hold its pages
+                self.state = release(self.state, chunk)
+        now = time.perf_counter()
+        for request_id, number, length, total in zip(ids, message.ids, lengths, totals, strict=True):
+            owner = self._owners[request_id] = Owner(peer, number, message.streamed, length, keep, Timeline(now, total))
             peer.requests[number] = request_id
+            if owner.counted:
+                self.metrics.submitted(request_id, owner.line)
         self.waiting_tokens += sum(lengths)
         self._send(peer, Accepted(message.ids))
+
+    def _require_keeping(self, keep: Keep, totals: list[int], base: Chunk | None) -> None:
+        """Refuse a request whose chunk would have no name or no room."""
+        if len(totals) != 1:
+            raise InvalidRequestError(f"keep={keep.name!r} is for one reply, not for {len(totals)}")
+        others = [owner.keep for owner in self._owners.values() if owner.keep is not None and owner.keep.space == keep.space]
+        new = {other.name for other in others} - {keep.name, *self.named.space(keep.space)}
+        size = self.state.config.page_size
+        num_pages = pages_for(totals[0], size) - (0 if base is None else len(base) // size)
+        self.named.require_room(self.state, keep.space, keep.name, replaced=keep.replaced, coming=len(new), num_pages=num_pages)
 
     def _require_room(self, count: int, tokens: int) -> None:
         waiting = len(self.state.waiting)
@@ -226,8 +286,11 @@ class EngineLoop:
     def _cancel(self, peer: Peer, numbers: list[int]) -> None:
         for number in numbers:
             if (request_id := peer.requests.pop(number, None)) is not None:
-                self.waiting_tokens -= self._owners.pop(request_id).waiting
+                owner = self._owners.pop(request_id)
+                self.waiting_tokens -= owner.waiting
                 self.state = cancel(self.state, request_id)
+                if owner.counted:
+                    self.metrics.cancelled(request_id)
 
     def _refuse(self, peer: Peer, numbers: list[int], error: NanoVLLMError) -> None:
         if isinstance(error, EngineDeadError) or self.state.epoch != self.state.runtime.lease.epoch:
@@ -235,20 +298,36 @@ class EngineLoop:
         self._send(peer, Failure(numbers, type(error).__name__, str(as_value(error))))
 
     def _step(self) -> None:
+        waiting, metrics = self.state.waiting, self.metrics
         self.state, outputs = step(self.model, self.state)
+        now, firsts, tokens = time.perf_counter(), 0, len(outputs)
+        if self.state.waiting is not waiting:
+            metrics.left_queue(self.state.waiting, now)
         news: dict[int, News] = {}
         for out in outputs:
             owner = self._owners[out.request_id]
-            if owner.waiting:
+            if owner.fresh:
+                owner.fresh = False
                 self.waiting_tokens -= owner.waiting
                 owner.waiting = 0
+                if owner.counted and out.token_ids:
+                    metrics.began(out.request_id, owner.line, now)
+                    firsts += 1
             if out.output is None and not owner.streamed:
                 continue
             if (told := news.get(id(owner.peer))) is None:
                 told = news[id(owner.peer)] = News(owner.peer)
-            told.add(owner, out)
+            value = None
             if out.output is not None:
                 del self._owners[out.request_id], owner.peer.requests[owner.number]
+                if owner.counted:
+                    metrics.ended(out.request_id, owner.line, out.output, now)
+                tokens -= not (owner.counted and out.token_ids)
+                if owner.keep is not None:
+                    held, value = kept(self._held(), out.request_id, owner.keep, out.output)
+                    self.state, self.named = held.state, held.named
+            told.add(owner, out, value)
+        metrics.stepped(now, tokens, firsts)
         for told in news.values():
             try:
                 self._send(told.peer, told.message())
@@ -283,19 +362,28 @@ class News:
         self.ids, self.counts, self.token_ids = array("I"), bytearray(), array("i")
         self.ended: list[Ended] = []
 
-    def add(self, owner: Owner, out: StepOutput) -> None:
-        """Add what the step gave to one request."""
+    def add(self, owner: Owner, out: StepOutput, kept: Any = None) -> None:
+        """Add what the step gave to one request, and the chunk that it became, or why it became none."""
         if owner.streamed and out.output is None:  # the last tokens may be a stop string's; the end has the whole text
             self.ids.append(owner.number)
             self.counts.append(len(out.token_ids))
             self.token_ids.extend(out.token_ids)
         if (output := out.output) is not None:
-            error = None if output.error is None else (type(output.error).__name__, str(output.error))
-            tokens = b"" if owner.streamed else array("i", output.token_ids).tobytes()
-            self.ended.append(
-                Ended(owner.number, output.finish_reason, output.text, output.num_cached_tokens, tokens, len(output.token_ids), error)
-            )
+            failed = output.error
+            if isinstance(kept, NanoVLLMError):
+                failed, kept = (kept, None) if owner.keep is not None and owner.keep.what == "prompt" else (failed, {"error": str(kept)})
+            error = None if failed is None else (type(failed).__name__, str(failed))
+            tokens = array("i", out.token_ids if owner.streamed else output.token_ids).tobytes()
+            counts = output.num_cached_tokens, tokens, len(output.token_ids)
+            self.ended.append(Ended(owner.number, output.finish_reason, output.text, *counts, error, kept))
 
     def message(self) -> Stepped:
         """The frame's message."""
         return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended)
+
+
+def _params(options: dict[str, Any]) -> SamplingParams:
+    """The sampling options of a frame."""
+    if (grammar := options.get("grammar")) is not None:
+        options = {**options, "grammar": Grammar(**grammar)}
+    return SamplingParams(**options)

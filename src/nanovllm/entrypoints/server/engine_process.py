@@ -4,27 +4,35 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
+from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.starting import DEAD, READY, tell
 from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.loading.load_model import load_model
+
+WHERE = {"device": None, "dtype": None, "revision": None, "download": False, "trust_remote_code": False}
 
 
-def run_engine(model: str, options: dict[str, Any], limits: dict[str, Any], listener: socket.socket, ready: int) -> int:
+def run_engine(
+    model: str, options: dict[str, Any], parsers: tuple[str, str], limits: dict[str, Any], listener: socket.socket, ready: int
+) -> int:
     """Run an engine. Returns the process's exit code.
 
     Args:
         model: As in `LLM`.
         options: The options of `LLM`.
+        parsers: The names of the formats of tool calls and of think blocks.
         limits: The limits of `EngineLoop`.
         listener: The socket that front ends connect to.
         ready: A file descriptor that is told `READY`, or the error of a start that failed.
     """
     try:
-        llm = LLM(model, **options)
+        llm = load_llm(model, options, *parsers)
     except NanoVLLMError as error:
         return tell(ready, error)
     freeze()
@@ -37,3 +45,18 @@ def run_engine(model: str, options: dict[str, Any], limits: dict[str, Any], list
         print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return DEAD
     return 0
+
+
+def load_llm(model: str, options: dict[str, Any], tool_parser: str, reasoning_parser: str) -> LLM:
+    """A model and an engine whose texts show the marks of tool calls and think blocks.
+
+    Raises:
+        NanoVLLMError: As `LLM`, or a format's name is unknown.
+    """
+    options = dict(options)
+    where = {name: options.pop(name, default) for name, default in WHERE.items()}
+    loaded = load_model(model, **where, max_model_len=options.get("max_model_len"))
+    if loaded.tokenizer is not None:
+        formats = ReplyFormats.of(loaded.tokenizer, tool_parser, reasoning_parser)
+        loaded = replace(loaded, tokenizer=formats.shown(loaded.tokenizer))
+    return LLM(loaded, **options)

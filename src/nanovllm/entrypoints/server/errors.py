@@ -5,7 +5,11 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.entrypoints.server.fields import InvalidParamError
 from nanovllm.errors import (
+    ChunkExistsError,
+    ChunkFileError,
+    ChunkLimitError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -13,6 +17,7 @@ from nanovllm.errors import (
     OutOfPagesError,
     QueueFullError,
     ReleasedChunkError,
+    UnknownChunkError,
 )
 
 RETRY_SECONDS = "1"
@@ -53,6 +58,11 @@ class ApiError(Exception):
         return msgspec.json.encode(self.value())
 
 
+def unsupported(param: str, what: str | None = None) -> ApiError:
+    """The answer to a field, or to `what` it asks for, that this server does not have."""
+    return ApiError(400, f"{what or param} is not supported by this server", param=param, code="unsupported_parameter")
+
+
 def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
     """The answer for one of the library's errors."""
     message = str(error)
@@ -63,8 +73,16 @@ def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
             return ApiError(503, message, type="server_error", code="engine_unavailable", headers=(("retry-after", RETRY_SECONDS),))
         case OutOfPagesError():
             return ApiError(503, message, type="server_error", code="out_of_memory", headers=(("retry-after", RETRY_SECONDS),))
-        case ReleasedChunkError():
-            return ApiError(404, message, param="chunks", code="chunk_not_found")
+        case ReleasedChunkError() | UnknownChunkError():
+            return ApiError(404, message, param=param, code="chunk_not_found")
+        case ChunkExistsError():
+            return ApiError(409, message, param=param, code="chunk_exists", headers=(("x-should-retry", "false"),))
+        case ChunkLimitError():
+            return ApiError(400, message, param=param, code="chunk_limit")
+        case ChunkFileError():
+            return ApiError(500, message, type="server_error", code="chunk_file", headers=(("x-should-retry", "false"),))
+        case InvalidParamError():
+            return ApiError(400, message, param=error.param)
         case InvalidRequestError():
             return ApiError(400, message, param=param or named(message))
         case _:

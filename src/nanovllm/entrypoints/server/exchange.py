@@ -141,13 +141,14 @@ class EventStream:
         resumed: Called when the client has read it.
     """
 
-    __slots__ = ("_ping_seconds", "_send", "_since", "_streams", "ended", "paused", "resumed")
+    __slots__ = ("_loop", "_ping_seconds", "_send", "_since", "_streams", "ended", "paused", "resumed")
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], streams: "set[EventStream]", ping_seconds: float) -> None:
         self._send, self._streams, self._ping_seconds = send, streams, ping_seconds
         self.paused = self.ended = False
         self.resumed: Callable[[], None] = _nothing
-        self._since = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
         streams.add(self)
         self._drive({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -172,15 +173,14 @@ class EventStream:
 
     def _drive(self, message: dict[str, Any]) -> None:
         """Run `send` up to its end. Usually it does not wait, so that no task is needed; if it waits, a task runs the rest."""
-        loop = asyncio.get_running_loop()
-        self._since = loop.time()
+        self._since = self._loop.time()
         sending = self._send(message)
         try:
             waits_for = sending.send(None)
         except StopIteration:
             return
         self.paused = True
-        loop.create_task(self._rest(sending, waits_for))  # noqa: RUF006 - the loop keeps it through the future that it waits for
+        self._loop.create_task(self._rest(sending, waits_for))  # the loop keeps it through the future that it waits for
 
     async def _rest(self, sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
         await _Rest(sending, waits_for)

@@ -17,7 +17,7 @@ from nanovllm.entrypoints.server.app import App, Server
 from nanovllm.entrypoints.server.http_protocol import BoundedProtocol
 from nanovllm.entrypoints.server.routes import ROUTES
 from nanovllm.entrypoints.server.settings import Settings
-from nanovllm.errors import EngineClosedError
+from nanovllm.errors import EngineClosedError, EngineDeadError
 
 TICK_SECONDS = 1.0
 OTHER_FILES = 64
@@ -98,7 +98,7 @@ class FrontEnd:
         self._uvicorn.should_exit = True
 
     async def _tick(self) -> None:
-        """Look after the open streams and connections."""
+        """Look after the open streams and connections, and tell the engine what was answered."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = asyncio.get_running_loop().time()
@@ -106,6 +106,9 @@ class FrontEnd:
                 stream.tick(now)
             for connection in [*self._uvicorn.server_state.connections]:
                 connection.tick(now)  # pyright: ignore[reportAttributeAccessIssue]
+            if self.server.engine.alive and (counts := self.server.answers.take()):
+                with contextlib.suppress(EngineDeadError):
+                    await self.server.engine.ask("answered", http=counts)
 
 
 async def serve(server: Server, sock: socket.socket, engine_path: Path) -> None:

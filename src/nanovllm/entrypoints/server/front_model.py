@@ -4,10 +4,11 @@ from typing import Any
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.engine_client import EngineClient
+from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
-from nanovllm.loading.hub import read_json, resolve_folder
+from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config
-from nanovllm.loading.tokenizer_files import load_tokenizer, read_templates
+from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.sampling.params import from_generation_config
 
 
@@ -25,11 +26,12 @@ def load_front(settings: Settings, model: str, options: dict[str, Any]) -> Serve
     trusted = bool(options.get("trust_remote_code"))
     folder, _ = resolve_folder(model, revision=options.get("revision"), with_code=trusted)
     _, config = read_config(folder, trust_remote_code=trusted)
-    templates = read_templates(folder, read_json(folder / "tokenizer_config.json"))
+    tokenizer = load_tokenizer(folder, config.vocab_size)
+    formats = ReplyFormats.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
     return Server(
         settings=settings,
         engine=EngineClient(),
-        tokenizer=load_tokenizer(folder, config.vocab_size),
+        tokenizer=formats.shown(tokenizer),
+        formats=formats,
         generation=from_generation_config(read_generation_config(folder)[0]),
-        template=templates.get("default"),
     )

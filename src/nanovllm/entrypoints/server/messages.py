@@ -89,6 +89,19 @@ def chat_prompt(body: Mapping[str, Any]) -> ChatPrompt:
     """
     given = listed(body.get("messages"), "messages", MAX_MESSAGES, least=1)
     messages = tuple(_message(each, f"messages[{place}]") for place, each in enumerate(given))
+    return prompt_of(messages, body)
+
+
+def prompt_of(messages: tuple[dict[str, Any], ...], body: Mapping[str, Any]) -> ChatPrompt:
+    """The prompt of messages that have been read, and of the other fields of a chat request.
+
+    Args:
+        messages: One or more messages.
+        body: The fields `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning_effort` and those of vLLM; others are ignored.
+
+    Raises:
+        InvalidParamError: A field is wrong. `param` is its path.
+    """
     tools = read_tools(body.get("tools"))
     variables = _variables(body.get("chat_template_kwargs"))
     effort = body.get("reasoning_effort")
@@ -136,7 +149,7 @@ def _message(value: Any, param: str) -> dict[str, Any]:
                 reasoning = text(given[key], f"{param}.{key}")
     if given.get("content") is None and role != "assistant":
         raise InvalidParamError(f"{param}.content", "is missing")
-    message["content"] = _content(given.get("content"), f"{param}.content")
+    message["content"] = content_of(given.get("content"), f"{param}.content")
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     if calls:
@@ -148,7 +161,7 @@ def _message(value: Any, param: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, param: str) -> str:
+def content_of(value: Any, param: str) -> str:
     """The text of a content. The texts of several parts are divided by line breaks."""
     if value is None or isinstance(value, str):
         return text(value or "", param)
@@ -176,7 +189,7 @@ def _calls(message: Mapping[str, Any], param: str) -> list[dict[str, Any]]:
         else [_call(each, f"{param}.tool_calls[{i}]") for i, each in enumerate(listed(given, f"{param}.tool_calls", MAX_CALLS))]
     )
     if message.get("function_call") is not None:  # the form before tool calls
-        calls.append({"type": "function", "function": _function(message["function_call"], f"{param}.function_call")})
+        calls.append({"type": "function", "function": function_of(message["function_call"], f"{param}.function_call")})
     return calls
 
 
@@ -185,10 +198,11 @@ def _call(value: Any, param: str) -> dict[str, Any]:
     if given.get("type", "function") != "function":
         raise InvalidParamError(f"{param}.type", f"is {reprlib.repr(given['type'])}; only 'function' is supported")
     call: dict[str, Any] = {} if given.get("id") is None else {"id": text(given["id"], f"{param}.id", MAX_NAME)}
-    return {**call, "type": "function", "function": _function(given.get("function"), f"{param}.function")}
+    return {**call, "type": "function", "function": function_of(given.get("function"), f"{param}.function")}
 
 
-def _function(value: Any, param: str) -> dict[str, Any]:
+def function_of(value: Any, param: str) -> dict[str, Any]:
+    """The name of a call's function, and its arguments as an object."""
     given = mapping(value, param)
     arguments, path = given.get("arguments"), f"{param}.arguments"
     if isinstance(arguments, str):

@@ -22,7 +22,9 @@ class ReplyParser:
     def push(self, text: str) -> "tuple[ReplyParser, list[Event]]":
         """Add text. Returns the parser and the events that are now certain."""
         splitter, events = (None, _content(text)) if self.splitter is None else self.splitter.push(text)
-        tools, found = self._called(events)
+        tools, found = (None, events) if self.tools is None else self._called(events)
+        if splitter is self.splitter and tools is self.tools:
+            return self, found
         return ReplyParser(splitter=splitter, tools=tools), found
 
     def end(self) -> list[Event]:

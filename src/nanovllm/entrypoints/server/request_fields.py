@@ -1,24 +1,31 @@
 """The fields of requests: their types, which fields are ignored, and what becomes of them as `SamplingParams`."""
 
+import re
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import msgspec
 
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.engine.requests import MOST_PRIORITY
+from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
 from nanovllm.entrypoints.server.settings import MOST_STOP, MOST_TOKENS
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import MIN_TEMPERATURE, SamplingParams, closest
 
 T = TypeVar("T", bound="Sampled")
 S = TypeVar("S", bound=msgspec.Struct)
+# Fields that force the form of a reply (see `constraints`): OpenAI's, and those of other servers
+CONSTRAINTS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
+    "ebnf", "grammar", "structural_tag",
+)  # fmt: skip
 # Fields that OpenAI's clients and those of other servers send, and that cannot change the text of the reply
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
         "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "cache_salt", "return_progress",
         "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "add_special_tokens",
-        "stream_interval",
+        "stream_interval", "guided_decoding_backend", "guided_whitespace_pattern",
     }
 )  # fmt: skip
 # Fields that would change the reply and that this server does not have. A value that asks for nothing is let through.
@@ -26,18 +33,20 @@ REFUSED = frozenset(
     {
         "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "min_tokens", "bad_words",
         "allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens", "lora_path", "chat_template", "logprob_token_ids",
-        "prompt_embeds",
+        "prompt_embeds", "include_stop_str_in_output", "echo", "documents", "thinking_token_budget", "reasoning_budget",
+        "return_tokens_as_token_ids",
     }
 )  # fmt: skip
-BITS = 64  # of integers
-NOTHING = (None, False, 0, "", [], {}, ["text"])
+BITS = 256  # of integers, which messages may name
+NOTHING = (None, False, 0, "", [], ["text"])
+MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 class StreamOptions(msgspec.Struct):
     """How a stream tells its usage."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -56,7 +65,6 @@ class Sampled(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -65,6 +73,10 @@ class Sampled(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: int | None = 0
     return_token_ids: bool | None = None
+    chunks: list[str] | None = None
+    keep: str | None = None
+    keep_thinking: bool | None = None
+    keep_replace: bool | None = None
 
 
 SAME = tuple(
@@ -78,20 +90,34 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
     """The fields of a request.
 
     Raises:
-        ApiError: A field has a wrong type, would change the reply and is not supported, or is unknown and similar to a known one.
+        ApiError: A field has a wrong type, would change the reply and is not supported, is unknown and similar to a known one, or has
+            no meaning without another.
     """
     known = kind.__struct_fields__
     for name, value in values.items():
-        if name in known or name in IGNORED:
+        if name in known or name in IGNORED or name in CONSTRAINTS:
             continue
         if name in REFUSED:
             if value in NOTHING:
                 continue
-            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+            raise unsupported(name)
         close = closest(name, known)
         if close is not None:
             raise ApiError(400, f"unknown field {name[:100]!r}: did you mean {close!r}?", param=name[:100], code="unknown_parameter")
-    return convert(values, kind)
+    asked = convert(values, kind)
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
+    if asked.skip_special_tokens is False:
+        raise unsupported("skip_special_tokens")
+    return asked
+
+
+def refuse_logprobs(logprobs: bool | int | None, top_logprobs: int | None = None) -> None:
+    """Raise `ApiError` if a request asks for log probabilities."""
+    if top_logprobs and not logprobs:
+        raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+    if logprobs is not None and logprobs is not False:
+        raise unsupported("logprobs")
 
 
 def convert(values: dict[str, Any], kind: type[S]) -> S:
@@ -106,8 +132,9 @@ def convert(values: dict[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        place = str(error).partition(" - at `$")[2]
-        raise ApiError(400, str(error).replace(" - at `$.", ": at `"), param=place.strip("`.") or None) from None
+        place, missing = str(error).partition(" - at `$")[2].strip("`."), MISSING.search(str(error))
+        param = ".".join(filter(None, (place, missing and missing[1])))
+        raise ApiError(400, str(error).replace(" - at `$.", ": at `"), param=param or None) from None
 
 
 def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -125,6 +152,8 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
     options: dict[str, Any] = {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options |= {name: value for name in SAME if (value := getattr(asked, name)) is not None}
     options |= {"max_tokens": max_tokens, **more}
+    if abs(asked.priority or 0) >= MOST_PRIORITY:
+        raise ApiError(400, f"priority={asked.priority} must be between -2**53 and 2**53", param="priority")
     for name in ("logit_bias", "stop_token_ids"):
         if len(getattr(asked, name) or ()) > MOST_TOKENS:
             raise ApiError(400, f"{name} has more than {MOST_TOKENS} tokens", param=name)
@@ -144,7 +173,12 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
         params = SamplingParams(**options)
     except InvalidRequestError as error:
         raise api_error(error) from None
-    return {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    values = {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    if params.logit_bias is not None:
+        values["logit_bias"] = dict(params.logit_bias)
+    if params.grammar is not None:
+        values["grammar"] = {"form": params.grammar.form, "source": params.grammar.source}
+    return values
 
 
 def _token_id(name: str) -> int:

@@ -1,6 +1,7 @@
 """The settings of a server, and the bounds of what clients may ask for."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanovllm.errors import InvalidRequestError
 
@@ -60,6 +61,11 @@ class Settings:
         max_waiting: How many requests may wait for the engine.
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together; None: any number.
         metrics_names: `"nanovllm"` or `"vllm"`: the names of the metrics.
+        chunk_dir: The folder of chunk files; None: chunks are not saved.
+        max_chunks: How many chunks the clients of one key may have.
+        chunk_share: The part of the KV memory that chunks may hold, all keys together.
+        tool_parser: The format of tool calls: a name of `tools.formats.FORMATS`, "auto" for what the chat template tells, or "none".
+        reasoning_parser: The format of think blocks: a name of `reasoning.REASONING_FORMATS`, "auto" or "none".
         access_log: Whether each request gets a line on stderr.
         certificate: A file with the certificates of a TLS server, and the file of its private key. None: no TLS.
         limits: What one front end bears with.
@@ -79,6 +85,11 @@ class Settings:
     max_waiting: int | None = 1024
     max_waiting_tokens: int | None = None
     metrics_names: str = "nanovllm"
+    chunk_dir: Path | None = None
+    max_chunks: int = 256
+    chunk_share: float = 0.5
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     access_log: bool = False
     certificate: tuple[str, str] | None = None
     limits: Limits = Limits()
@@ -90,6 +101,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name}={value} must be at least 1, or None")
+        if self.max_chunks < 0:
+            raise InvalidRequestError(f"max_chunks={self.max_chunks} must be at least 0")
+        if not 0 <= self.chunk_share <= 1:
+            raise InvalidRequestError(f"chunk_share={self.chunk_share} must be in [0, 1]")
         if not 0 <= self.shutdown_seconds < float("inf"):
             raise InvalidRequestError(f"shutdown_seconds={self.shutdown_seconds} must be a number of at least 0")
         if self.metrics_names not in ("nanovllm", "vllm"):

@@ -201,10 +201,16 @@ class Supervisor:
 
     def _engine(self) -> int:
         from nanovllm.entrypoints.server.engine_process import run_engine
+        from nanovllm.entrypoints.server.named_chunks import chunk_limits
 
         self.http.close()
-        limits = {"max_waiting": self.settings.max_waiting, "max_waiting_tokens": self.settings.max_waiting_tokens}
-        return run_engine(self.model, self.options, limits, self.listener, self._telling)
+        parsers = (self.settings.tool_parser, self.settings.reasoning_parser)
+        limits = {
+            "max_waiting": self.settings.max_waiting,
+            "max_waiting_tokens": self.settings.max_waiting_tokens,
+            "chunk_limits": chunk_limits(self.settings),
+        }
+        return run_engine(self.model, self.options, parsers, limits, self.listener, self._telling)
 
     def _front(self) -> int:
         import uvloop

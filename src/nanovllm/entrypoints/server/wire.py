@@ -14,15 +14,34 @@ LENGTH = struct.Struct("<I")
 MOST_BYTES = 1 << 28  # of one frame
 
 
+class Keep(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What becomes a chunk when a request ends.
+
+    Attributes:
+        space: The namespace.
+        name: The chunk's name.
+        what: "prompt": the prompt alone, for requests that only make a chunk and are not counted. "all": the prompt and the reply. "reply":
+            these without the reply's thinking.
+        replaced: Whether an older chunk of the name is replaced.
+    """
+
+    space: str
+    name: str
+    what: str
+    replaced: bool = False
+
+
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """Queue requests, all or none.
 
     Attributes:
         ids: A number for each request.
-        prompts: The parts of each prompt: token ids, or the name of a chunk.
+        prompts: The parts of each prompt: first the names of chunks, then token ids.
         params: The sampling options of each request that are not the defaults of `SamplingParams`.
         streamed: Whether each step's tokens are sent, and not only the end.
         priority: As in `submit`.
+        space: The namespace of the names.
+        keep: What becomes a chunk; only for one request.
         namespace: As in `submit_many`.
     """
 
@@ -31,6 +50,8 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     params: list[dict[str, Any]]
     streamed: bool
     priority: int = 0
+    space: str = ""
+    keep: Keep | None = None
     namespace: int = 0
 
 
@@ -59,6 +80,7 @@ class Hello(msgspec.Struct, tag=10, array_like=True, frozen=True):
         dtype: The type of the weights.
         num_pages: Pages of KV memory.
         page_size: Tokens per page.
+        end_ids: The model's end-of-sequence tokens.
     """
 
     max_model_len: int
@@ -68,6 +90,7 @@ class Hello(msgspec.Struct, tag=10, array_like=True, frozen=True):
     dtype: str
     num_pages: int
     page_size: int
+    end_ids: list[int]
 
 
 class Failure(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
@@ -84,7 +107,7 @@ class Accepted(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     ids: list[int]
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Ended(msgspec.Struct, array_like=True, frozen=True):
     """The end of one request.
 
     Attributes:
@@ -92,9 +115,10 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
         finish_reason: As in `RequestOutput`.
         text: The whole reply.
         num_cached: Prompt tokens that were reused.
-        token_ids: All tokens of the reply of a request that is not streamed, else empty.
+        token_ids: The tokens of the reply, or of its last step if the request is streamed.
         num_tokens: The number of tokens of the reply.
         error: The kind and the message of the error of a request that failed, else None.
+        kept: The chunk that the request became, as clients are told of it; or `{"error": why it did not}`; or None.
     """
 
     id: int
@@ -104,6 +128,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_ids: bytes
     num_tokens: int
     error: tuple[str, str] | None = None
+    kept: Any = None
 
 
 class Stepped(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):

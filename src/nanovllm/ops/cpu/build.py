@@ -25,7 +25,7 @@ class BuildError(Exception):
 
 
 @functools.cache
-def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
+def library(source: Path, symbols: tuple[str, ...], flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """Return the library built from a C file and the headers in its folder, or None with a warning if it cannot be built.
 
     The compiler is `CC`, cc, gcc or clang. The library is kept in `$XDG_CACHE_HOME/nanovllm` (default `~/.cache/nanovllm`) under a hash of
@@ -35,6 +35,7 @@ def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
     Args:
         source: The C file.
         symbols: Names of functions that the library must have.
+        flags: Flags of the compiler that this file needs.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -45,7 +46,7 @@ def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
         )
         warnings.warn(f"{wanted}: decoding on the CPU is several times slower than it could be", stacklevel=2)
         return None
-    name = f"{source.stem}-{_key(source, compiler)}.so"
+    name = f"{source.stem}-{_key(source, compiler, flags)}.so"
     try:
         target = cache_folder() / name
         if target.exists() and is_private(target):
@@ -53,10 +54,10 @@ def library(source: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
                 return _load(target, symbols)
             except BuildError:
                 target.unlink()
-        return build(compiler, source, target, symbols)
+        return build(compiler, source, target, symbols, flags)
     except OSError:
         with tempfile.TemporaryDirectory() as folder:  # after loading, the file may be deleted
-            return _built(compiler, source, Path(folder) / name, symbols)
+            return _built(compiler, source, Path(folder) / name, symbols, flags)
     except BuildError as error:
         return _warned(error)
 
@@ -67,13 +68,13 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def build(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -> ctypes.CDLL:
+def build(compiler: str, source: Path, target: Path, symbols: tuple[str, ...], flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile `source` to `target`, which appears complete or not at all, and only if it loads. Raises `BuildError`, `OSError`."""
     output = ""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, objects = Path(folder) / target.name, str(Path(folder) / "kernels.o")
-        for flags, openmp in _attempts():
-            commands = ([*BASE, *flags, "-c", str(source), "-o", objects], ["-shared", objects, *openmp, "-lm", "-o", str(made)])
+        for wanted, openmp in _attempts():
+            commands = ([*BASE, *flags, *wanted, "-c", str(source), "-o", objects], ["-shared", objects, *openmp, "-lm", "-o", str(made)])
             output = next(filter(None, (_errors([compiler, *command]) for command in commands)), "")
             if output:
                 continue
@@ -92,9 +93,9 @@ def build(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -
     raise BuildError(f"{source.name} could not be built by {compiler}: {output.strip()[-500:] or 'the compiler gave no reason'}")
 
 
-def _built(compiler: str, source: Path, target: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
+def _built(compiler: str, source: Path, target: Path, symbols: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL | None:
     try:
-        return build(compiler, source, target, symbols)
+        return build(compiler, source, target, symbols, flags)
     except (BuildError, OSError) as error:
         return _warned(error)
 
@@ -144,7 +145,7 @@ def _load(file: Path, symbols: tuple[str, ...]) -> ctypes.CDLL:
     return loaded
 
 
-def _key(source: Path, compiler: str) -> str:
+def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     processor = platform.processor()
     if Path("/proc/cpuinfo").exists():  # machines with different instruction sets may share a home directory
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -154,6 +155,6 @@ def _key(source: Path, compiler: str) -> str:
     made = program.stat()
     parts = (
         *(file.read_text(encoding="utf-8") for file in files), str(program), f"{made.st_mtime_ns} {made.st_size}", torch.__version__,
-        torch.__file__, platform.machine(), processor, repr(_attempts()),
+        torch.__file__, platform.machine(), processor, repr((flags, _attempts())),
     )  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -10,6 +10,7 @@
 #else
 #define THREAD 0
 #endif
+#include "exponential.h"
 #include "matmul.h"
 
 // ---- rows -------------------------------------------------------------------------------------------------------------------------
@@ -22,23 +23,6 @@ INLINE void rms_norm(const void *x, int64_t at, const void *gain, float *out, in
     }
     float scale = 1.0f / sqrtf(lanes_sum(squares) / (float)n + eps);
     for (int64_t k = 0; k < n; k++) out[k] = load1(x, at + k, x16) * scale * load1(gain, k, bf16);
-}
-
-// exp(x) for x <= 0 after Cephes' expf: 2^n times a polynomial, within 2 units in the last place; below -87 it is 0.
-INLINE float exp_negative(float x) {
-    float n = rintf(x * 1.44269504088896341f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    uint32_t wide = (uint32_t)((int32_t)(n > -126.0f ? n : -126.0f) + 127) << 23;  // NaN takes the constant
-    float power;
-    memcpy(&power, &wide, sizeof power);
-    return x < -87.0f ? 0.0f : p * power;
 }
 
 // tanh(x) after Cephes' tanhf: a polynomial near 0, where the quotient would lose its digits.

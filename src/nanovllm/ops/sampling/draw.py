@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.ops.backends import installed
+from nanovllm.ops.sampling import cpu_sampling
 from nanovllm.ops.sampling.uniforms import uniforms
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor
 
@@ -68,6 +69,10 @@ def _highest(logits: Tensor) -> Tensor:
     return logits.argmax(1).int()
 
 
+def _cpu_highest(logits: Tensor) -> Tensor:
+    return cpu_sampling.highest(logits) if cpu_sampling.serves(logits) else _highest(logits)
+
+
 def _cuda_highest(logits: Tensor) -> Tensor:
     if logits.dtype == torch.float64 or not installed("triton"):
         return _highest(logits)
@@ -76,13 +81,19 @@ def _cuda_highest(logits: Tensor) -> Tensor:
     return launch_highest(logits)
 
 
+def _cpu(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
+    if cpu_sampling.serves(logits, (temperature, torch.float32, 1), (least, torch.float32, 1), (keys, torch.int64, 2)):
+        return cpu_sampling.draw(logits, temperature, least, keys, _reference)
+    return _reference(logits, temperature, least, keys)
+
+
 def _cuda(logits: Tensor, temperature: Tensor, least: Tensor | None, keys: Tensor) -> Tensor:
     from nanovllm.ops.sampling.triton_sampling import launch_draw  # triton need not be installed without a GPU
 
     return launch_draw(logits, temperature, least, keys)
 
 
-_LIBRARY.impl("highest", _highest, "CPU")
+_LIBRARY.impl("highest", _cpu_highest, "CPU")
 _LIBRARY.impl("highest", _cuda_highest, "CUDA")
-_LIBRARY.impl("draw", _reference, "CPU")
+_LIBRARY.impl("draw", _cpu, "CPU")
 _LIBRARY.impl("draw", _cuda, "CUDA")

@@ -6,6 +6,7 @@ Shapes: B rows; V vocabulary; C candidates that the filters examine.
 import torch
 
 from nanovllm.ops.backends import installed
+from nanovllm.ops.sampling import cpu_sampling
 from nanovllm.ops.sampling.fixed_weights import fixed_weights
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -93,6 +94,15 @@ def _num_in_nucleus(weights_BC: Tensor, kept_BC: Tensor, top_p_B1: Tensor) -> Te
     return missing_BC.sum(1, keepdim=True).clamp(min=1)
 
 
+def _cpu(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_candidates: int | None
+) -> Tensor:
+    options = (temperature, torch.float32, 1), (top_k, torch.int32, 1), (top_p, torch.float32, 1), (min_p, torch.float32, 1)
+    if cpu_sampling.serves(logits, *options):
+        return cpu_sampling.least_kept(logits, temperature, top_k, top_p, min_p, num_candidates, reference)
+    return reference(logits, temperature, top_k, top_p, min_p, num_candidates)
+
+
 def _cuda(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_candidates: int | None
 ) -> Tensor:
@@ -103,5 +113,5 @@ def _cuda(
     return launch(logits, temperature, top_k, top_p, min_p)
 
 
-_LIBRARY.impl("least_kept", reference, "CPU")
+_LIBRARY.impl("least_kept", _cpu, "CPU")
 _LIBRARY.impl("least_kept", _cuda, "CUDA")

@@ -1,4 +1,4 @@
-"""The Triton kernel of `penalised`, for a GPU or Triton's interpreter. Rows without a slot read no table."""
+"""The Triton kernel of `penalised`, for a GPU or Triton's interpreter. Rows without a slot or a mask read no table."""
 
 from typing import Any
 
@@ -10,7 +10,9 @@ BLOCK = 2048  # logits per program
 
 
 @triton.jit
-def _penalise(logits, stride, slots, marks, biases, repetition, presence, frequency, out, num, BLOCK: tl.constexpr):
+def _penalise(
+    logits, stride, slots, marks, biases, repetition, presence, frequency, lines, masks, num_words, out, num, BLOCK: tl.constexpr
+):
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     on = index < num
@@ -27,6 +29,10 @@ def _penalise(logits, stride, slots, marks, biases, repetition, presence, freque
             x = tl.where(mark > 1, x - f * (mark >> 1).to(tl.float32), x)
         if p != 0:
             x = tl.where(mark > 1, x - p, x)
+    line = tl.load(lines + row).to(tl.int64)
+    if line >= 0:
+        words = tl.load(masks + line * num_words + index // 32, mask=on, other=0)
+        x = tl.where((words >> (index % 32)) & 1 == 1, x, -float("inf"))
     tl.store(out + row * num + index, x, mask=on)
 
 
@@ -38,6 +44,8 @@ def launch(
     repetition: torch.Tensor,
     presence: torch.Tensor,
     frequency: torch.Tensor,
+    lines: torch.Tensor,
+    masks: torch.Tensor,
 ) -> torch.Tensor:
     """Launch the kernel of the op `penalised`, for at most 65,535 rows. The tables and the options are contiguous."""
     rows, num = logits.shape
@@ -48,7 +56,7 @@ def launch(
     kernel: Any = _penalise
     with torch.cuda.device_of(logits):
         kernel[(triton.cdiv(num, BLOCK), rows)](
-            logits, logits.stride(0), slots, marks, biases, repetition, presence, frequency, out, num, BLOCK=BLOCK, num_warps=4,
-            enable_fp_fusion=False,
+            logits, logits.stride(0), slots, marks, biases, repetition, presence, frequency, lines, masks, masks.shape[1], out, num,
+            BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -2,6 +2,7 @@
 
 import torch
 
+from nanovllm.ops.sampling import cpu_sampling
 from nanovllm.ops.sampling.philox import STREAM, WORD, philox, to_unit
 from nanovllm.types import Float32, Int64, Tensor
 
@@ -37,11 +38,15 @@ def _reference(keys: Tensor, num: int) -> Tensor:
     return to_unit(torch.stack(words, -1).flatten(1)[:, :num])
 
 
+def _cpu(keys: Tensor, num: int) -> Tensor:
+    return cpu_sampling.uniforms(keys, num) if keys.dtype is torch.int64 and cpu_sampling.available() else _reference(keys, num)
+
+
 def _cuda(keys: Tensor, num: int) -> Tensor:
     from nanovllm.ops.sampling.triton_sampling import launch_uniforms  # triton need not be installed without a GPU
 
     return launch_uniforms(keys, num)
 
 
-_LIBRARY.impl("uniforms", _reference, "CPU")
+_LIBRARY.impl("uniforms", _cpu, "CPU")
 _LIBRARY.impl("uniforms", _cuda, "CUDA")

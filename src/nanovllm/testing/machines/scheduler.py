@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.engine.scheduler import Plan, schedule
+from nanovllm.engine.plan import Plan
+from nanovllm.engine.scheduler import schedule
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
 from nanovllm.state.invariants import check_pool

@@ -12,14 +12,27 @@ import numpy as np
 import torch
 
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.executor.executor import Drawn, Executor
+from nanovllm.executor.executor import Drawn, Executor, Masks
 from nanovllm.executor.row_processing import carries, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, retire
+from nanovllm.executor.scoring import Scored
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
-from nanovllm.types import Int64, Tensor
+from nanovllm.types import Int32, Int64
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Masks of rows that are at other places."""
+
+    masks: Masks
+    places: Int64[np.ndarray, "B"]
+
+    def fill(self, words: Int32[np.ndarray, "L W"], lines: Seq[int]) -> None:
+        """Write the mask of each row."""
+        self.masks.fill(words, [lines[place] for place in self.places])
 
 
 @dataclass(slots=True)
@@ -40,7 +53,7 @@ class AheadExecutor:
         """Donates `kv`: run prompt tokens, and sample for sequences that are complete afterwards."""
         return self.inner.prefill(model, kv, rows, **options)
 
-    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Tensor, KVState]:
+    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Scored, KVState]:
         """Donates `kv`: run prompt tokens, and return the log-probabilities of tokens that the caller names."""
         return self.inner.score(model, kv, rows, asked, **options)
 
@@ -73,9 +86,10 @@ class AheadExecutor:
             return self.load(model, carry.kv, rows, frames=frames)
         return carry
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Donates `carry`: return the result of the step ahead, or run a step; then run the next step ahead if that is allowed."""
-        after, drawn = self.ready if self.ahead.take() and self.ready is not None else self.inner.decode(model, carry)
+        inner = None if masks is None else _Placed(masks, self.ahead.places)
+        after, drawn = self.ready if self.ahead.take() and self.ready is not None else self.inner.decode(model, carry, inner)
         self.ready = self.inner.decode(model, after) if self.ahead.next() else None
         return after, drawn.at(self.ahead.places)
 
@@ -109,6 +123,7 @@ class AheadExecutor:
         return True
 
     def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> DecodeCarry:
-        # Counts for penalties, and what processors carry, are written in place: a step ahead could not be undone.
-        self.ahead.restart(rows, places, allowed=carry.sampling.penalties is None and not carries(processors_of(rows)))
+        # Counts for penalties, and what processors carry, are written in place: a step ahead could not be undone. A mask needs the token.
+        allowed = carry.sampling.penalties is None and not carries(processors_of(rows)) and all(s.request.grammar is None for s in rows)
+        self.ahead.restart(rows, places, allowed=allowed)
         return carry

@@ -17,7 +17,8 @@ from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.decode import decode_step
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.eager import EagerExecutor
-from nanovllm.executor.executor import Drawn, Executor, Runtime, executor_of
+from nanovllm.executor.executor import Drawn, Executor, Masks, Runtime, executor_of
+from nanovllm.executor.scoring import Scored
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState, init_kv, pages_for
@@ -32,7 +33,6 @@ from nanovllm.testing.shadows.reference import KeysValues, Reference
 from nanovllm.testing.shadows.run_ahead_executor import AheadExecutor
 from nanovllm.testing.shadows.symbolic import folded, logits_of, next_token, number_of, numbers, read, symbolic_forward
 from nanovllm.testing.strategies import Limits
-from nanovllm.types import Tensor
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class FlakyExecutor:
         """Run prompt tokens of the rows, or raise `PlantedError`."""
         return self._run(lambda: self.inner.prefill(model, kv, rows, **options))
 
-    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Tensor, KVState]:
+    def score(self, model: Model, kv: KVState, rows: Seq[tuple[Sequence, int]], asked: Any, **options: Any) -> tuple[Scored, KVState]:
         """Run prompt tokens and score the tokens after them, or raise `PlantedError`."""
         return self._run(lambda: self.inner.score(model, kv, rows, asked, **options))
 
@@ -85,9 +85,9 @@ class FlakyExecutor:
         """Keep only some rows of a carry, or raise `PlantedError`."""
         return self._run(lambda: self.inner.narrow(model, carry, keep, rows, **options))
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Run one decode step, or raise `PlantedError`."""
-        return self._run(lambda: self.inner.decode(model, carry))
+        return self._run(lambda: self.inner.decode(model, carry, masks))
 
     def take_discarded_count(self) -> int:
         """The number of tokens that steps ahead ran in vain since the last call; counting starts again. Never fails."""

@@ -14,12 +14,12 @@ from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.cli.bench.workloads import Spent, random_tokens
 from nanovllm.executor.decode_carry import DecodeCarry
-from nanovllm.executor.executor import Drawn, Executor, runtime_of
+from nanovllm.executor.executor import Drawn, Executor, Masks, runtime_of
+from nanovllm.executor.scoring import Scored
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
-from nanovllm.types import Tensor
 
 HOST_PROMPT = 32  # tokens before the steps of `host_time`
 
@@ -42,7 +42,7 @@ class Stopwatch:
         self.seconds += time.perf_counter() - start
         return result
 
-    def score(self, model: Model, kv: KVState, rows: Any, asked: Any, **options: Any) -> tuple[Tensor, KVState]:
+    def score(self, model: Model, kv: KVState, rows: Any, asked: Any, **options: Any) -> tuple[Scored, KVState]:
         """Donates `kv`. Score given tokens with the inner executor, and add the time to the launch of the work."""
         start = time.perf_counter()
         result = self.inner.score(model, kv, rows, asked, **options)
@@ -61,10 +61,10 @@ class Stopwatch:
         """Donates `carry`. Keep some rows of a decode carry with the inner executor."""
         return self.inner.narrow(model, carry, keep, rows, **options)
 
-    def decode(self, model: Model, carry: DecodeCarry) -> tuple[DecodeCarry, Drawn]:
+    def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Donates `carry`. Run a decode step with the inner executor, add the time and count the step."""
         start = time.perf_counter()
-        result = self.inner.decode(model, carry)
+        result = self.inner.decode(model, carry, masks)
         self.seconds += time.perf_counter() - start
         self.steps += 1
         return result

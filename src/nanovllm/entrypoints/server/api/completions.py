@@ -2,19 +2,20 @@
 
 import time
 import uuid
-from itertools import chain
 from json.encoder import encode_basestring_ascii as quoted  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.prompts import INT32, SHORT, checked, encoded, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
+from nanovllm.entrypoints.server.constraints import forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
-from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
+from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
 from nanovllm.entrypoints.server.settings import MOST_CHOICES, MOST_LISTED, MOST_ROWS
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.tokenizer.stream import TextStream
@@ -34,59 +35,85 @@ class CompletionRequest(Sampled, kw_only=True):
 
 async def completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
-    asked = read(await exchange.json(), CompletionRequest)
+    body = await exchange.json()
+    asked = read(body, CompletionRequest)
+    refuse_logprobs(asked.logprobs)
+    form = form_of(body)
     model, n = own_model(server, asked.model), num_choices(asked.n)
     if asked.best_of not in (None, n):
         raise ApiError(400, f"best_of={asked.best_of}: only the value of n ({n}) is supported", param="best_of")
-    prompts = await _prompts(server, asked, n)
-    lengths = [len(ids) // INT32.itemsize for ids in prompts]
-    rooms = [room(server, length, asked.max_tokens or DEFAULT_TOKENS, "prompt") for length in lengths]
-    made = {most: sampling(asked, server.generation, most) for most in {*rooms}}
-    options = [made[most] for most in rooms]
-    rows = [[ids] for ids in prompts for _ in range(n)]
+    named = await _prompts(server, asked, n)
+    prompts = [ids for _, ids in named]
+    reuse = await reuse_of(server, exchange, asked, len(prompts) * n)
+    lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
+    most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    constraint = await forced(server, form)
+    rooms = [room(server, length, most, name) for (name, _), length in zip(named, lengths, strict=True)]
+    made = {longest: sampling(asked, server.generation, longest, **constraint) for longest in {*rooms}}
+    options = [made[longest] for longest in rooms]
+    rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
+    shown_ids = [np.frombuffer(ids, INT32).tolist() for ids in prompts] if asked.return_token_ids else None
     ident, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
     if not asked.stream:
-        ends = await whole(server, exchange, rows, params, asked.priority or 0)
+        ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         choices = [
             {"index": i, "text": echoes[i // n] + end.text, "logprobs": None, "finish_reason": end.finish_reason}
             for i, end in enumerate(ends)
         ]
+        if shown_ids is not None:
+            for i, end in enumerate(ends):
+                choices[i] |= {"prompt_token_ids": shown_ids[i // n], "token_ids": np.frombuffer(end.token_ids, INT32).tolist()}
         answer = {"id": ident, "object": "text_completion", "created": created, "model": model, "choices": choices}
-        await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends)}))
+        await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
         return
-    stops = tuple(chain.from_iterable([[asked.stop] if isinstance(asked.stop, str) else asked.stop or ()]))
-    frames = CompletionFrames(ident, created, model, echoes, lengths, n, asked)
+    stops = stops_of(asked)
+    frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse)
     texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-    await StreamedReply(server, exchange, frames, texts).run(rows, params, asked.priority or 0)
+    reply = StreamedReply(server, exchange, frames, texts, tells_ids=shown_ids is not None)
+    await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
 
 
 class CompletionFrames:
     """The events of a stream of `text_completion` objects."""
 
-    def __init__(self, ident: str, created: int, model: str, echoes: list[str], lengths: list[int], n: int, asked: Sampled) -> None:
+    def __init__(
+        self,
+        ident: str,
+        created: int,
+        model: str,
+        echoes: list[str],
+        prompt_ids: list[list[int]] | None,
+        lengths: list[int],
+        n: int,
+        asked: Sampled,
+        reuse: Reuse,
+    ) -> None:
+        self._reuse = reuse
         self._before = f'data: {{"id":"{ident}","object":"text_completion","created":{created},"model":{quoted(model)},"choices":['
-        self._echoes, self._lengths, self._n = echoes, lengths, n
-        options = asked.stream_options
-        self._usage = options is not None and options.include_usage
-        self._continuous = options is not None and options.continuous_usage_stats
+        self._echoes, self._prompt_ids, self._lengths, self._n = echoes, prompt_ids, lengths, n
+        self._usage, self._continuous = asks_usage(asked)
         self._after = ',"usage":null}\n\n' if self._usage else "}\n\n"
 
     def head(self, rows: int) -> bytes:
         """The prompts, where they were asked for."""
-        if not any(self._echoes):
+        if not any(self._echoes) and self._prompt_ids is None:
             return b""
-        texts = [(i, self._echoes[i // self._n]) for i in range(rows)]
-        return "".join([f"{self._before}{_choice(i, text)}]{self._after}" for i, text in texts]).encode()
+        parts = []
+        for i in range(rows):
+            ids = "" if self._prompt_ids is None else f',"prompt_token_ids":{self._prompt_ids[i // self._n]},"token_ids":[]'
+            parts.append(f"{self._before}{_choice(i, self._echoes[i // self._n], more=ids)}]{self._end(i, 0)}")
+        return "".join(parts).encode()
 
     def piece(self, row: StreamedRow, text: str) -> bytes:
         """A piece of one row's text."""
-        return f"{self._before}{_choice(row.index, text)}]{self._end(row, None)}".encode()
+        return f"{self._before}{_choice(row.index, text, more=row.told_ids())}]{self._end(row.index, row.num_tokens)}".encode()
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
-        return f"{self._before}{_choice(row.index, text, quoted(ended.finish_reason))}]{self._end(row, ended)}".encode()
+        choice = _choice(row.index, text, quoted(ended.finish_reason), row.told_ids())
+        return f"{self._before}{choice}]{self._reuse.event(ended)}{self._end(row.index, ended.num_tokens)}".encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
@@ -95,15 +122,26 @@ class CompletionFrames:
         ends = [row.ended for row in rows if row.ended is not None]
         return f'{self._before}],"usage":{msgspec.json.encode(summed(self._lengths, ends)).decode()}}}\n\n'.encode()
 
-    def _end(self, row: StreamedRow, ended: Ended | None) -> str:
+    def _end(self, index: int, count: int) -> str:
         if not self._continuous:
             return self._after
-        count = row.num_tokens if ended is None else ended.num_tokens
-        return f',"usage":{msgspec.json.encode(usage(self._lengths[row.index // self._n], count, 0)).decode()}}}\n\n'
+        return f',"usage":{msgspec.json.encode(usage(self._lengths[index // self._n], count, 0)).decode()}}}\n\n'
 
 
-def _choice(index: int, text: str, reason: str = "null") -> str:
-    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":{reason}}}'
+def _choice(index: int, text: str, reason: str = "null", more: str = "") -> str:
+    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":{reason}{more}}}'
+
+
+def asks_usage(asked: Sampled) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether each event has it."""
+    options = asked.stream_options
+    usage = options is not None and bool(options.include_usage)
+    return usage, usage and options is not None and bool(options.continuous_usage_stats)
+
+
+def stops_of(asked: Sampled) -> tuple[str, ...]:
+    """The stop strings of a request."""
+    return (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
 
 
 def num_choices(n: int | None) -> int:
@@ -129,24 +167,27 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
     return usage(sum(lengths), sum(end.num_tokens for end in ends), sum(end.num_cached for end in ends[::n]))
 
 
-async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[bytes]:
+async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tuple[str, bytes]]:
+    """Each prompt's place in the request, and its token ids."""
     prompt, listed = asked.prompt, len(asked.logit_bias or ()) + len(asked.stop_token_ids or ())
     if isinstance(prompt, str):
-        return [await encoded(server, prompt, "prompt")]
+        return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks))]
     if prompt and all(isinstance(one, int) for one in prompt):
-        return [checked(server, prompt, "prompt")]  # pyright: ignore[reportArgumentType]
+        return [("prompt", checked(server, prompt, "prompt"))]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")
     if len(prompt) * n > MOST_ROWS:
         raise ApiError(400, f"{len(prompt)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
     if len(prompt) * n * listed > MOST_LISTED:
         raise ApiError(400, f"{len(prompt)} prompts with n={n} and {listed} logit_bias and stop_token_ids are too many", param="prompt")
-    found, many = list[bytes](), sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
+    found, special = list[tuple[str, bytes]](), {"add_special_tokens": not asked.chunks}
+    many = sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
     for place, one in enumerate(prompt):
         name = f"prompt[{place}]"
         if isinstance(one, int):
             raise ApiError(400, "prompt mixes token ids with texts or lists", param="prompt")
-        found.append(checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, of_many=many))
+        ids = checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, of_many=many, **special)
+        found.append((name, ids))
     return found
 
 

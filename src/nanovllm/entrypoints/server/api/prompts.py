@@ -59,8 +59,8 @@ def checked(server: Server, ids: list[int], param: str) -> bytes:
     return np.asarray(ids, INT32).tobytes()
 
 
-def room(server: Server, num_prompt: int, asked: int | None, param: str) -> int:
-    """The most tokens of a reply: those that were asked for, else what is left of the context.
+def room(server: Server, num_prompt: int, asked: int | None, param: str, limit: str = "max_tokens") -> int:
+    """The most tokens of a reply: those that were asked for by the field `limit`, else what is left of the context.
 
     Raises:
         ApiError: The prompt, or the prompt and its reply, are too long for the engine.
@@ -73,7 +73,7 @@ def room(server: Server, num_prompt: int, asked: int | None, param: str) -> int:
     if asked is None:
         return most - num_prompt
     if asked < 1:
-        raise ApiError(400, f"max_tokens={asked}: must be at least 1", param="max_tokens")
+        raise ApiError(400, f"{limit}={asked}: must be at least 1", param=limit)
     if num_prompt + asked > most:
         raise too_long(f"the prompt has {num_prompt} tokens, and {asked} were asked for", most, param)
     return asked

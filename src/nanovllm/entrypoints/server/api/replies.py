@@ -1,18 +1,19 @@
 """Who waits for the rows of one HTTP request: for their ends only, or for every step's tokens."""
 
 import asyncio
+from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange
-from nanovllm.entrypoints.server.wire import Ended
+from nanovllm.entrypoints.server.wire import Ended, Keep
 from nanovllm.errors import NanoVLLMError
 from nanovllm.tokenizer.stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
-REASONS = {"stop": "stop", "length": "length"}
 
 
 class Row:
@@ -59,16 +60,24 @@ class Rows:
 
 
 async def whole(
-    server: Server, exchange: Exchange, prompts: Seq[Seq[bytes | str]], params: list[dict[str, Any]], priority: int
+    server: Server,
+    exchange: Exchange,
+    prompts: Seq[Seq[bytes | str]],
+    params: list[dict[str, Any]],
+    priority: int,
+    *,
+    space: str = "",
+    keep: Keep | None = None,
 ) -> list[Ended]:
-    """Run rows to their ends.
+    """Run rows to their ends. The arguments are those of `EngineClient.submit`.
 
     Raises:
         ApiError: A row failed.
         ClientGoneError: The client has gone; the rows are cancelled.
     """
     rows = Rows(len(prompts))
-    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, priority=priority, namespace=exchange.namespace)
+    more: Any = {"priority": priority, "space": space, "keep": keep, "namespace": exchange.namespace}
+    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, **more)
     gone = asyncio.ensure_future(exchange.disconnected())
     try:
         await asyncio.wait((rows.future, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -82,6 +91,7 @@ async def whole(
         server.engine.cancel(ids)
 
 
+@runtime_checkable
 class Frames(Protocol):
     """The events of one kind of stream, as bytes."""
 
@@ -103,13 +113,18 @@ class Frames(Protocol):
 
 
 class StreamedRow:
-    """A row whose tokens are sent as they come."""
+    """A row whose tokens are sent as they come.
 
-    __slots__ = ("ended", "finished", "index", "num_tokens", "reply", "text", "unread")
+    Attributes:
+        untold: The token ids that no event has told, if events tell them, else None.
+    """
 
-    def __init__(self, reply: "StreamedReply", index: int, text: TextStream) -> None:
+    __slots__ = ("ended", "finished", "index", "num_tokens", "reply", "text", "unread", "untold")
+
+    def __init__(self, reply: "StreamedReply", index: int, text: TextStream, *, tells_ids: bool) -> None:
         self.reply, self.index, self.text = reply, index, text
         self.unread: list[int] = []
+        self.untold: list[int] | None = [] if tells_ids else None
         self.num_tokens = 0
         self.ended: Ended | None = None
         self.finished = False
@@ -121,6 +136,8 @@ class StreamedRow:
     def push(self, token_ids: list[int]) -> None:
         """A step gave tokens."""
         self.num_tokens += len(token_ids)
+        if self.untold is not None:
+            self.untold += token_ids
         if self.reply.blocked:
             self.unread += token_ids
         else:
@@ -128,12 +145,14 @@ class StreamedRow:
 
     def _write(self, token_ids: list[int]) -> None:
         self.text, piece = self.text.push(token_ids)
-        if piece:
-            self.reply.write(self.reply.frames.piece(self, piece))
+        if piece and (data := self.reply.frames.piece(self, piece)):
+            self.reply.write(data)
 
     def end(self, ended: Ended) -> None:
         """The row has ended."""
         self.ended = ended
+        if self.untold is not None:
+            self.untold += array("i", ended.token_ids)
         if not self.reply.blocked:
             self.finish()
 
@@ -145,6 +164,13 @@ class StreamedRow:
             self.reply.cut_off(failure(self.ended))
         else:
             self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
+
+    def told_ids(self) -> str:
+        """The field `token_ids` of an event, with the tokens since the last one; "" if events do not tell them."""
+        if self.untold is None:
+            return ""
+        token_ids, self.untold = self.untold, []
+        return f',"token_ids":{token_ids}'
 
     def catch_up(self) -> None:
         """Write what has come while the client did not read."""
@@ -165,15 +191,32 @@ class StreamedReply:
 
     Attributes:
         frames: Makes the events.
+        rows: The rows.
         started: A future for the beginning of the answer, or the error that keeps it from beginning.
+
+    Args:
+        tells_ids: Whether events tell token ids.
+        done: What ends the stream.
+        failed: Makes the end of a stream that failed.
     """
 
-    def __init__(self, server: Server, exchange: Exchange, frames: Frames, texts: list[TextStream]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        exchange: Exchange,
+        frames: Frames,
+        texts: list[TextStream],
+        *,
+        tells_ids: bool = False,
+        done: bytes = DONE,
+        failed: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         self.frames = frames
+        self._done, self._failed = done, failed or error_event
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange
         self._events: EventStream | None = None
-        self.rows = [StreamedRow(self, index, text) for index, text in enumerate(texts)]
+        self.rows = [StreamedRow(self, index, text, tells_ids=tells_ids) for index, text in enumerate(texts)]
         self._headed = False
         self._cut: ApiError | None = None
         self._ids: list[int] = []
@@ -183,15 +226,23 @@ class StreamedReply:
         """Whether nothing may be written now."""
         return self._events is None or self._events.paused or self._events.ended
 
-    async def run(self, prompts: Seq[Seq[bytes | str]], params: list[dict[str, Any]], priority: int) -> None:
-        """Send the answer.
+    async def run(
+        self,
+        prompts: Seq[Seq[bytes | str]],
+        params: list[dict[str, Any]],
+        priority: int,
+        *,
+        space: str = "",
+        keep: Keep | None = None,
+    ) -> None:
+        """Send the answer. The arguments are those of `EngineClient.submit`.
 
         Raises:
             ApiError: The engine refuses the request, and no answer has begun.
         """
         engine = self._server.engine
-        namespace = self._exchange.namespace
-        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, priority=priority, namespace=namespace)
+        more: Any = {"priority": priority, "space": space, "keep": keep, "namespace": self._exchange.namespace}
+        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, **more)
         try:
             await self.started
             await self._exchange.disconnected()
@@ -224,7 +275,7 @@ class StreamedReply:
         if not self._headed:
             self._headed = True
             data = self.frames.head(len(self.rows)) + data
-        self._events.end(data + self.frames.tail(self.rows) + DONE)
+        self._events.end(data + self.frames.tail(self.rows) + self._done)
 
     def cut_off(self, error: ApiError) -> None:
         """End with an error: as the answer itself or, after its beginning, as an event."""
@@ -237,7 +288,7 @@ class StreamedReply:
         if self._events.paused:
             self._cut = error
             return
-        self._events.end(b"data: " + error.body() + b"\n\n" + DONE)
+        self._events.end(self._failed(error))
 
     def _resumed(self) -> None:
         if self._cut is not None:
@@ -247,6 +298,11 @@ class StreamedReply:
             if self.blocked:
                 return
             row.catch_up()
+
+
+def error_event(error: ApiError) -> bytes:
+    """The end of a stream that failed, as OpenAI's clients expect it for completions."""
+    return b"data: " + error.body() + b"\n\n" + DONE
 
 
 def failure(ended: Ended) -> ApiError:

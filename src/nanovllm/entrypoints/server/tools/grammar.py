@@ -13,10 +13,13 @@ from nanovllm.entrypoints.server.chat_limits import MAX_CALLS
 from nanovllm.entrypoints.server.reasoning import ReasoningFormat
 from nanovllm.entrypoints.server.tools import hermes, llama3, mistral, qwen3_coder
 from nanovllm.entrypoints.server.tools.definitions import Tool, ToolChoice
+from nanovllm.sampling.compiled_grammar import WHITESPACE
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.tokenizer.tokenizer import Tokenizer
 
 TEXT = "/(?s:.*)/"
 SPACE = "/[ \\n]*/"
+LINES = "/\\n{0,2}/"  # after a think block: white space that is none of the answer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,10 @@ class Rules:
         """Any text up to and with a marker."""
         end = self.marker(text)
         return f"{TEXT} {end}" if end[0] == "<" else self.add(name, TEXT, f"[suffix={end}]")
+
+    def text(self) -> str:
+        """The grammar."""
+        return "".join(f"{line}\n" for line in reversed(self.lines))
 
 
 def quoted(text: str) -> str:
@@ -74,11 +81,42 @@ def call_grammar(
     chosen = [tool for tool in tools if tool.name in choice.names]
     calls = _WRITERS[name](rules, chosen, most)
     if reasoning is not None:
-        inside = rules.up_to("thoughts", reasoning.closing)
-        block = f"({inside})" if opened else f"({rules.marker(reasoning.opening)} {inside})?"
-        calls = f"{block} {SPACE} {calls}"
+        calls = f"{_block(rules, reasoning, opened=opened)} {SPACE} {calls}"
     rules.add("start", calls)
-    return "".join(f"{line}\n" for line in reversed(rules.lines))
+    return rules.text()
+
+
+def thoughtful(grammar: Grammar, tokenizer: Tokenizer, reasoning: ReasoningFormat, *, opened: bool) -> str | None:
+    """A grammar with the model's think block before it, or None for one that is written in Lark itself.
+
+    Args:
+        grammar: What the rest of the reply is.
+        tokenizer: The model's tokenizer, for marks that are tokens.
+        reasoning: The form of the block.
+        opened: Whether the prompt has opened the block. If not, the reply may begin with one.
+    """
+    rules = Rules(tokenizer)
+    match grammar.form:
+        case "json_schema":
+            schema = json.loads(grammar.source)
+            schema = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
+            space = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+            answer = _schema(rules, "answer", {"x-guidance": space, **schema})
+        case "regex":
+            pattern = grammar.source.replace("/", "\\/").replace("\n", "\\n")
+            answer = rules.add("answer", f"/{pattern}/")
+        case "choice":
+            answer = rules.add("answer", " | ".join(map(quoted, json.loads(grammar.source))))
+        case _:
+            return None
+    rules.add("start", f"{_block(rules, reasoning, opened=opened)} {LINES} {answer}")
+    return rules.text()
+
+
+def _block(rules: Rules, reasoning: ReasoningFormat, *, opened: bool) -> str:
+    """A think block: the rest of one that the prompt has opened, or one that may come."""
+    inside = rules.up_to("thoughts", reasoning.closing)
+    return f"({inside})" if opened else f"({rules.marker(reasoning.opening)} {inside})?"
 
 
 def _one_of(rules: Rules, tools: Sequence[Tool], write: Callable[[int, Tool], str]) -> str:

@@ -1,0 +1,143 @@
+"""Serve a model, load it with `http_load.py`, and compare it with the library on the same work.
+
+    python -m benchmarks.http_bench --model qwen3-0.6b --output benchmarks/results/h200-http.json
+    python -m benchmarks.http_bench --model tiny --device cpu --rows 1,256 8,256
+
+A shape's name stands for random weights in a folder that this program makes, with a tokenizer of as many tokens. A row of the result
+has the figures of the clients, and the share of a core that the engine and the front ends took. `library` is the tokens a second of
+`LLM.generate` on the same prompts, in a process of its own.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from benchmarks import http_load
+from nanovllm.config import ModelConfig
+from nanovllm.entrypoints.cli.bench.environment import record
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
+from nanovllm.loading.weights import save_params
+from nanovllm.models.registry import REGISTRY
+
+TINY = Path(__file__).parents[1] / "src/nanovllm/assets/tiny"
+SERVES = re.compile(r"serves .* at (http://\S+)")
+START_SECONDS = 300.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def shape_folder(name: str, folder: Path) -> Path:
+    """A checkpoint folder of random weights at the sizes of a shape. They are made on the CPU: the server needs the device alone."""
+    model = random_weights(name, device="cpu", dtype="bfloat16")
+    save_params(model.params, model.config, folder, model.dtype)
+    config: ModelConfig = SHAPES[name]
+    (folder / "config.json").write_text(json.dumps(REGISTRY[config.architecture].config_to_hf(config)))
+    backend = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    backend.add_tokens([f" t{i}" for i in range(backend.get_vocab_size(), config.vocab_size)])
+    backend.save(str(folder / "tokenizer.json"))
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        (folder / file).write_text((TINY / file).read_text())
+    return folder
+
+
+@contextlib.contextmanager
+def served(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
+    """A server as a process of its own. Yields its address and the id of its first process."""
+    command = [sys.executable, "-m", "nanovllm", "serve", "--model", model, "--model-name", "model", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        end = time.monotonic() + START_SECONDS
+        while (found := SERVES.search(line := process.stdout.readline())) is None:
+            if not line or time.monotonic() > end:
+                raise RuntimeError(f"the server did not start: {' '.join(command)}")
+        yield found[1], process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def cpu_seconds(parent: int) -> list[float]:
+    """The processor time of the children of a process, in the order of their ids: the engine's, then the front ends'."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    fields = [Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split() for child in sorted(children, key=int)]
+    return [(int(each[11]) + int(each[12])) / TICKS for each in fields]
+
+
+def library(model: str, rows: list[tuple[int, int]], options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second of `LLM.generate` on the prompts of each row, and the environment."""
+    import nanovllm as nv
+
+    llm = nv.LLM(model, device=options.device, num_pages=options.num_pages)
+    rates = []
+    for streams, num_reply in [(8, 32), *rows]:
+        draw = random.Random(streams)
+        prompts = [[draw.randint(*options.ids) for _ in range(options.prompt)] for _ in range(streams)]
+        started = time.perf_counter()
+        llm.generate(prompts, nv.SamplingParams(temperature=0, max_tokens=num_reply, ignore_eos=True))
+        rates.append(round(streams * num_reply / (time.perf_counter() - started), 1))
+    return record(llm.model, {"rates": rates[1:]}, " ".join(["python -m benchmarks.http_bench", *sys.argv[1:]]), options.commit)
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", metavar="NAME", help="tiny, a folder, or a shape for random weights (default: tiny)")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda")
+    parser.add_argument("--num-pages", type=int, metavar="N", help="pages of KV memory")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="front ends (default: 1)")
+    parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests that run at the same time (default: 256)")
+    parser.add_argument("--rows", nargs="*", default=["1,512", "8,256", "64,256", "256,256", "512,256"], metavar="STREAMS,TOKENS")
+    parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="requests of each stream (default: 2)")
+    parser.add_argument("--processes", type=int, default=8, metavar="N", help="processes of clients, at most (default: 8)")
+    parser.add_argument("--ids", type=lambda text: tuple(map(int, text.split(","))), default=(300, 4000), metavar="LOW,HIGH")
+    parser.add_argument("--commit", metavar="C", help="the commit that is recorded")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a file for the result, besides stdout")
+    parser.add_argument("--library-of", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    rows: list[tuple[int, int]] = [tuple(map(int, row.split(","))) for row in options.rows]  # pyright: ignore[reportAssignmentType]
+    if options.library_of is not None:
+        print(json.dumps(library(options.library_of, rows, options)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(shape_folder(options.model, Path(folder))) if options.model in SHAPES else options.model
+        given = ["--workers", str(options.workers), "--max-num-seqs", str(options.max_num_seqs)]
+        given += ["--device", options.device] if options.device else []
+        given += ["--num-pages", str(options.num_pages)] if options.num_pages else []
+        found: list[dict[str, Any]] = []
+        with served(model, given) as (url, pid):
+            http_load.load(url, "model", 8, 32, argparse.Namespace(**{**vars(options), "rounds": 1}))
+            for streams, num_reply in rows:
+                before, started = cpu_seconds(pid), time.perf_counter()
+                row = http_load.load(url, "model", streams, num_reply, options)
+                wall = time.perf_counter() - started
+                shares = [round((b - a) / wall, 3) for a, b in zip(before, cpu_seconds(pid), strict=True)]
+                found.append({**row, "engine_cores": shares[0], "front_end_cores": shares[1:]})
+        command = [sys.executable, "-m", "benchmarks.http_bench", "--library-of", model, *sys.argv[1:]]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        known = json.loads(told.splitlines()[-1])
+        for row, rate in zip(found, known.pop("rates"), strict=True):
+            row["library"], row["of_library"] = rate, round(row["tok_s"] / rate, 3)
+    command = " ".join(["python -m benchmarks.http_bench", *sys.argv[1:]])
+    shown = {"model": options.model, "command": command, "workers": options.workers, "prompt_tokens": options.prompt, "rows": found}
+    text = json.dumps({**known, **shown}, indent=1)
+    print(text, flush=True)
+    if options.output is not None:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Admission: whether the first waiting request may run, and over which pages.
+
+Preemption costs tokens that run twice, so a request is admitted only if it and those that run can grow to their expected lengths
+(`can_grow`, `state/expected_reply.py`). An engine whose places were nearly all taken gives them away several at a time, or any number in
+each `HELD`-th step (`opens`).
+"""
+
+from bisect import bisect
+from dataclasses import replace
+
+import numpy as np
+
+from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
+from nanovllm.engine.preemption import make_room
+from nanovllm.engine.prompt_pages import fitting
+from nanovllm.engine.prompt_room import PromptRoom
+from nanovllm.errors import BrokenInvariantError
+from nanovllm.state import pool as pools
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.request import Sequence
+from nanovllm.state.sequence_pages import begun, num_busy
+from nanovllm.state.window_frames import least_frames
+
+PLACES = 32  # places that become free are given away together: one of so many places of the engine
+HELD = 8  # in one of so many steps a free place is given away even if it is the only one
+SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
+SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
+LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
+
+
+def opens(draft: Draft, num_steps: int) -> bool:
+    """Whether a step that runs no prompt so far may begin to admit requests, after so many steps.
+
+    A step with one short prompt takes nearly as long as a step with several. So if nearly all places are taken, those that become free
+    wait until there are several, or one for each request that waits, or until the number of steps is a multiple of `HELD`. A request
+    that comes before one that runs does not wait for that.
+    """
+    first, places = draft.waiting.first(), draft.config.max_num_seqs - len(draft.running)
+    if first is None or not draft.running or num_steps % HELD == 0:
+        return True
+    return places >= min(draft.config.max_num_seqs // PLACES, len(draft.waiting)) or turn_of(first) < turn_of(draft.running[-1])
+
+
+def may_admit(draft: Draft) -> bool:
+    """Whether the first waiting request fits now. A step that preempted admits nothing."""
+    first = draft.waiting.first()
+    if first is None or len(draft.running) >= draft.config.max_num_seqs or draft.num_preempted or draft.stuck:
+        return False
+    return not draft.running or (fits(draft, first) and can_grow(draft, first))
+
+
+def fits(draft: Draft, first: Sequence) -> bool:
+    """Whether there are pages for all tokens of a waiting request and the next one."""
+    # This first estimate counts reusable pages of the index as missing. The lookup below is more expensive.
+    wanted = pages_for(first.tokens.length + 1, draft.config.page_size)
+    if wanted - len(first.pages) <= draft.pool.num_available:
+        return True
+    matched, retired = reusable(draft, first)
+    if draft.pool.frames is not None and not frames_suffice(draft, first, matched, retired):
+        return False
+    free = draft.pool.pages.num_free + draft.pool.prefix.num_idle
+    missing = wanted - max(len(matched), len(first.pages))
+    idle = int(np.count_nonzero(draft.pool.pages.owners(matched) == 1))
+    return missing <= free - idle
+
+
+def can_grow(draft: Draft, first: Sequence) -> bool:
+    """Whether the running sequences and this request can all grow to their expected lengths without preemption.
+
+    The most pages are held right before a sequence ends. Then it gives back those that it did not get from others.
+    """
+    size, expected = draft.config.page_size, _expected_length(draft)
+    spare = draft.pool.pages.num_free + draft.pool.prefix.num_idle  # of frames a sequence seldom needs more: only for its windows
+    if not expected or (len(draft.running) + 1) * (expected // size + 1) + pages_for(first.tokens.length, size) <= spare:
+        return True
+    if draft.most is None:
+        draft.most = sum([_most_pages(s, size) for s in draft.running])
+    if draft.most + pages_for(first.request.max_len, size) + 1 <= spare:
+        return True
+    rows = [*draft.running, first]
+    facts = np.array([(s.request.max_len, s.request.num_prompt, s.tokens.length, s.pages.length, s.num_cached) for s in rows])
+    facts[-1, 3] = max(first.pages.length, num_busy(draft.pool, reusable(draft, first)[0]))
+    limit, prompt, length, held, cached = facts.T
+    left = np.minimum(limit - length, np.maximum(prompt + expected - length, expected // LONGER))
+    order = left.argsort()
+    left, length, held, cached = left[order], length[order], held[order], cached[order]
+    given_back, count = np.cumsum(held - cached // size), np.arange(len(rows), 0, -1)
+    grown = (length[::-1].cumsum()[::-1] + left * count) / size + count / 2  # half of a last page is empty
+    more = grown - held[::-1].cumsum()[::-1]  # pages that each sequence and those that stay longer than it take
+    return bool((more[1:] - given_back[:-1]).max(initial=more[0]) <= spare)
+
+
+def _expected_length(draft: Draft) -> int:
+    """How long a reply is expected to become, as far as the pool matters: 0 if it is so small that preemption costs little."""
+    tokens = draft.config.num_pages * draft.config.page_size
+    return min(draft.expected_reply, tokens // SHARE) if tokens >= SMALL else 0
+
+
+def reusable(draft: Draft, sequence: Sequence) -> tuple[np.ndarray, int]:
+    """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
+    if draft.found is None or draft.found[0] is not draft.pool or draft.found[1] is not sequence:
+        asked, tokens = sequence.request, sequence.tokens.array()
+        draft.found = draft.pool, sequence, pools.reusable(draft.pool, tokens, whole=asked.keep, namespace=asked.namespace)
+    return draft.found[2]
+
+
+def frames_suffice(draft: Draft, sequence: Sequence, matched: np.ndarray, retired: int) -> bool:
+    """Whether enough frames are available for the first step of a request.
+
+    A request that keeps its KV needs a frame for each page; others need their windows and the tokens of one step.
+    """
+    frames, size = draft.pool.frames, draft.config.page_size
+    assert frames is not None
+    wanted = pages_for(sequence.tokens.length + 1, size)
+    if not sequence.request.keep:
+        wanted = min(wanted, least_frames(frames.window, size) + pages_for(draft.config.max_num_batched_tokens, size))
+    spare = np.count_nonzero(frames.needs.get(matched[retired:]) == 0)
+    have = max(len(matched) - retired, len(sequence.pages) - sequence.retired)
+    return wanted - have <= frames.num_available - int(spare)
+
+
+def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
+    """Move the first waiting request to the running ones, over pages of the index if they save more than its own.
+
+    Returns:
+        The sequence, and how many of its tokens run in this step. None if the pool has too few pages after all; then the request waits,
+        unless nothing else runs.
+    """
+    sequence = draft.waiting.first()
+    if sequence is None:
+        raise BrokenInvariantError("admit was called with an empty queue")
+    before = draft.pool, draft.waiting, draft.num_reused
+    draft.waiting = draft.waiting.pop(id_of(sequence))
+    matched, retired = reusable(draft, sequence)
+    draft.pool, sequence = begun(draft.pool, sequence, matched, retired, draft.config.page_size)
+    reused = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even if it is filled
+    draft.num_reused += max(0, reused - sequence.most_filled)
+    cached = sequence.num_cached if sequence.most_filled else reused
+    sequence = replace(sequence, most_filled=max(sequence.most_filled, reused), num_cached=cached)
+    at = bisect(draft.running, turn_of(sequence), key=turn_of)
+    draft.running.insert(at, sequence)
+    count = fitting(draft, sequence, room)
+    length = sequence.num_filled + count
+    if len(draft.running) == 1:
+        return (draft.running[at], count) if make_room(draft, sequence, length) else None
+    if draft.reserve(at, length):
+        if draft.most is not None:
+            draft.most += _most_pages(draft.running[at], draft.config.page_size)
+        return draft.running[at], count
+    del draft.running[at]
+    draft.pool, draft.waiting, draft.num_reused = before
+    return None
+
+
+def _most_pages(sequence: Sequence, page_size: int) -> int:
+    """The pages that a sequence could still take, and one more."""
+    return max(0, missing_pages(sequence, sequence.request.max_len, page_size) + 1)

@@ -1,0 +1,131 @@
+"""Replies that follow a grammar: what their next tokens may be, before a step samples, and whether they are complete, after it."""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.models.model import Model
+from nanovllm.sampling.compiled_grammar import CompiledGrammar, compile_for
+from nanovllm.sampling.grammar import Grammar
+from nanovllm.sampling.matchers import Matcher, Matchers, NotAllowedError
+from nanovllm.sampling.process_logits import blame
+from nanovllm.state.request import Request, Sequence
+from nanovllm.state.steady import Steady
+from nanovllm.types import Int32
+
+Reply = tuple[Request, int, Callable[[int], list[int]]]  # a request, the number of tokens of its reply, and these tokens from a place on
+
+
+def compile_grammar(model: Model, grammar: Grammar) -> None:
+    """Compile a grammar for a model now, so that a request with it starts at once.
+
+    Call it in a thread of its own: a large schema takes some hundred milliseconds, in which other threads run. The call that takes a
+    request does the same for a grammar that is not compiled yet. A tokenizer keeps the 128 grammars that were used last. The time is
+    bounded by the sizes that a `Grammar` may have, and by limits of llguidance in steps, not in seconds. Very deep grammars need a stack of
+    2 MB: give the thread at least that (`threading.stack_size`) where the system's default is less.
+
+    Args:
+        model: The model.
+        grammar: The grammar.
+
+    Raises:
+        InvalidRequestError: The grammar is invalid, or no text is in it, or the compiler cannot enforce a part of it, which the message
+            names. Or the model has no tokenizer, or one that llguidance does not know. Or llguidance is not installed.
+
+    Examples:
+        >>> nv.compile_grammar(model, nv.Grammar.json_object())
+        >>> nv.compile_grammar(model, nv.Grammar.json_schema({"type": "array", "uniqueItems": True}))
+        Traceback (most recent call last):
+            ...
+        nanovllm.errors.InvalidRequestError: grammar=... cannot be enforced: Unimplemented keys: ["uniqueItems"]
+    """
+    if not isinstance(grammar, Grammar):
+        raise InvalidRequestError(f"grammar must be a Grammar, not {type(grammar).__name__}")
+    compiled_for(model, grammar)
+
+
+def compiled_for(model: Model, grammar: Grammar) -> CompiledGrammar:
+    """The compiled form of a grammar for the tokens of a model."""
+    return compile_for(model.tokenizer, grammar, model.config.vocab_size, model.config.eos_token_ids)
+
+
+class Constrained:
+    """The rows of one pass whose replies follow grammars."""
+
+    __slots__ = ("_matchers", "_replies", "_used")
+
+    def __init__(self, matchers: Matchers, replies: dict[int, Reply]) -> None:
+        """Say which rows follow grammars.
+
+        Args:
+            matchers: The matchers of the engine.
+            replies: The replies of these rows, by row.
+        """
+        self._matchers, self._replies, self._used = matchers, replies, dict[int, Matcher]()
+
+    def fill(self, words: Int32[np.ndarray, "L W"], lines: Seq[int]) -> None:
+        """Write the masks of the next tokens, one bit per token: that of row r into `words[lines[r]]`. Other lines stay as they are.
+
+        An exception names the request to which it belongs in a note (`Culprit`).
+        """
+        for row, (request, length, reply) in self._replies.items():
+            assert request.grammar is not None
+            matcher = self._matchers.of(request, request.grammar)
+            with _of(request, self._matchers):
+                matcher.follow(length, reply)
+            self._used[row] = matcher
+        self._matchers.fill([*self._used.values()], words, [lines[row] for row in self._used])
+        for row, matcher in self._used.items():
+            request, _, _ = self._replies[row]
+            with _of(request, self._matchers):
+                matcher.finish(words[lines[row]], may_end=not matcher.compiled.end_ids.isdisjoint(request.stop_ids))
+
+    def read(self, token_ids: Seq[int]) -> dict[int, NotAllowedError | None]:
+        """Read the sampled tokens of all rows, after `fill`.
+
+        Returns:
+            For each row that ends with its token None, because its reply is complete, or why the token cannot be in a reply.
+        """
+        ends = dict[int, NotAllowedError | None]()
+        for row, matcher in self._used.items():
+            try:
+                if matcher.read(token_ids[row]):
+                    ends[row] = None
+            except NotAllowedError as error:
+                self._matchers.forget(self._replies[row][0])
+                ends[row] = error
+        return ends
+
+
+def constrained(matchers: Matchers, rows: Seq[Sequence]) -> Constrained | None:
+    """The rows of a batch whose replies follow grammars; None without such rows."""
+    if isinstance(rows, Steady):
+        replies = {row: _steady_reply(rows, row) for row in rows.constrained}
+    else:
+        replies = {row: _reply(sequence) for row, sequence in enumerate(rows) if sequence.request.grammar is not None}
+    return Constrained(matchers, replies) if replies else None
+
+
+def _reply(sequence: Sequence) -> Reply:
+    start = sequence.request.num_prompt
+    return sequence.request, sequence.num_generated, lambda place: sequence.tokens.array(start + place).tolist()
+
+
+def _steady_reply(running: Steady, row: int) -> Reply:
+    sequence = running.base[row]
+    return sequence.request, sequence.num_generated + running.age, partial(running.reply, row)
+
+
+@contextmanager
+def _of(request: Request, matchers: Matchers) -> Iterator[None]:
+    """An exception of the block belongs to this request, whose matcher is dropped."""
+    try:
+        yield
+    except Exception as error:
+        matchers.forget(request)
+        blame(error, f"in its grammar {request.sampling.grammar!r}", None, (request.request_id,))
+        raise

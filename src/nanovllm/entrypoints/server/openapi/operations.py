@@ -1,0 +1,88 @@
+"""What the OpenAPI document says of each route that its function does not: what it takes, what it answers, and an example."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from nanovllm.entrypoints.server.api.chat import ChatRequest
+from nanovllm.entrypoints.server.api.completions import CompletionRequest
+from nanovllm.entrypoints.server.api.responses import ResponsesRequest
+from nanovllm.entrypoints.server.api.tokens import DetokenizeRequest, TokenizeRequest
+
+HELLO = "Tell a story of a fox."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        summary: What it does, in a few words.
+        takes: The struct that reads its body, or None.
+        answers: The schema of its answer, a name of `ANSWERS`; None: the answer is not JSON.
+        events: The schema of an event, if the answer may be a stream.
+        done: Whether such a stream ends with `[DONE]`.
+        example: A body.
+        kind: The content type of an answer that is not JSON.
+        open: Whether it needs no key.
+    """
+
+    summary: str
+    takes: type[msgspec.Struct] | None = None
+    answers: str | None = None
+    events: str | None = None
+    done: bool = False
+    example: Mapping[str, Any] | None = None
+    kind: str = "application/json"
+    open: bool = False
+
+
+# By method and path, without the /v1 that paths of OpenAI's interface may have
+OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
+    {
+        ("GET", "/models"): Operation(summary="The model that is served", answers="Models"),
+        ("GET", "/models/{name:path}"): Operation(summary="The model by its name, which may have slashes", answers="Model"),
+        ("POST", "/completions"): Operation(
+            summary="Continue texts",
+            takes=CompletionRequest,
+            answers="Completion",
+            events="CompletionEvent",
+            done=True,
+            example={"prompt": "Once upon a time", "max_tokens": 24},
+        ),
+        ("POST", "/chat/completions"): Operation(
+            summary="Answer a conversation",
+            takes=ChatRequest,
+            answers="ChatCompletion",
+            events="ChatCompletionEvent",
+            done=True,
+            example={"messages": [{"role": "user", "content": HELLO}], "max_completion_tokens": 64},
+        ),
+        ("POST", "/responses"): Operation(
+            summary="Answer a conversation of items; nothing is kept",
+            takes=ResponsesRequest,
+            answers="Response",
+            events="ResponseEvent",
+            example={"input": HELLO, "max_output_tokens": 64},
+        ),
+        ("POST", "/responses/input_tokens"): Operation(
+            summary="Count the tokens of the prompt of a response", takes=ResponsesRequest, answers="InputTokens", example={"input": HELLO}
+        ),
+        ("GET", "/health"): Operation(summary="Whether requests are taken", answers="Health", open=True),
+        ("GET", "/ping"): Operation(summary="Whether requests are taken", answers="Health", open=True),
+        ("POST", "/ping"): Operation(summary="Whether requests are taken", answers="Health", open=True),
+        ("GET", "/version"): Operation(summary="The version of nanovllm", answers="Version"),
+        ("POST", "/tokenize"): Operation(
+            summary="The token ids of a text or a conversation", takes=TokenizeRequest, answers="Tokens", example={"prompt": HELLO}
+        ),
+        ("POST", "/detokenize"): Operation(
+            summary="The text of token ids", takes=DetokenizeRequest, answers="Text", example={"tokens": [39, 68, 75]}
+        ),
+        ("GET", "/tokenizer_info"): Operation(summary="Special tokens and the chat template", answers="TokenizerInfo"),
+        ("GET", "/openapi.json"): Operation(summary="This document"),
+        ("GET", "/docs"): Operation(summary="This document as a page for people", kind="text/html; charset=utf-8"),
+    }
+)

@@ -1,0 +1,133 @@
+"""Where running replies stand in their grammars.
+
+The truth is the grammar and the tokens of a reply. A matcher is derived from them: it is rolled back if a step is run again, and made anew
+by replaying the tokens if it was dropped. So a preempted request, or an older state after a step that failed, needs nothing else.
+
+Shapes: W words of 32 tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from nanovllm.sampling.compiled_grammar import CompiledGrammar, told
+from nanovllm.types import Int32
+
+MOST = 1024  # matchers that are kept
+
+
+class NotAllowedError(ValueError):
+    """A token that the grammar does not allow, or a grammar that ran into a limit of llguidance."""
+
+
+class Matcher:
+    """Where one reply stands in its grammar. Mutable.
+
+    Attributes:
+        compiled: The grammar.
+        token_ids: The tokens of the reply that it has read.
+    """
+
+    __slots__ = ("_native", "compiled", "token_ids")
+
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        """Begin before the first token."""
+        self.compiled, self.token_ids, self._native = compiled, list[int](), compiled.matcher.deep_copy()
+
+    def follow(self, length: int, reply: Callable[[int], list[int]]) -> None:
+        """Move to the end of a reply, forwards or backwards.
+
+        Args:
+            length: The number of tokens of the reply.
+            reply: Its tokens from a place on.
+
+        Raises:
+            NotAllowedError: The grammar does not allow one of its tokens.
+        """
+        if length < len(self.token_ids):
+            self._back(len(self.token_ids) - length)
+        newest = max(0, len(self.token_ids) - 1)
+        tokens = reply(newest)
+        if self.token_ids and tokens[0] != self.token_ids[-1]:  # another reply of the same request
+            self._native, self.token_ids = self.compiled.matcher.deep_copy(), []
+            tokens, newest = reply(0), 0
+        for token in tokens[len(self.token_ids) - newest :]:
+            self.read(token)
+
+    def read(self, token: int) -> bool:
+        """Read one more token. Returns whether no token may follow, except for one that ends the reply.
+
+        Raises:
+            NotAllowedError: The grammar does not allow the token. The matcher must not be used again.
+        """
+        self.token_ids.append(token)
+        if not self._native.consume_token(token):
+            raise NotAllowedError(f"token {token} is not allowed as number {len(self.token_ids)} of the reply: {told(self._native)}")
+        if not self._native.is_stopped():
+            return False
+        if self._native.is_error():
+            raise NotAllowedError(told(self._native))
+        return True
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, whatever the model says, in the tokenizer's own spelling. Often none."""
+        return self._native.compute_ff_tokens()
+
+    def job(self, line: int) -> tuple[Any, int]:
+        """What llguidance's executor needs to write the mask of the next token into a line of an array."""
+        return self._native, line
+
+    def finish(self, words: Int32[np.ndarray, "W"], *, may_end: bool) -> None:
+        """Check a mask that was written, and remove the end tokens unless the reply may end by them or nothing else is allowed.
+
+        Raises:
+            NotAllowedError: The mask could not be computed, or allows nothing.
+        """
+        if self._native.is_error():
+            raise NotAllowedError(told(self._native))
+        if not may_end:
+            others = words & ~self.compiled.ends
+            if others.any():
+                words[:] = others
+        if not words.any():
+            raise NotAllowedError("no token of the vocabulary continues the reply")
+
+    def _back(self, count: int) -> None:
+        if self._native.rollback(count):
+            del self.token_ids[len(self.token_ids) - count :]
+        else:
+            self._native, self.token_ids = self.compiled.matcher.deep_copy(), []
+
+
+class Matchers:
+    """The matchers of one engine, by their owners, which are compared by identity and not kept alive."""
+
+    __slots__ = ("_known", "_threads")
+
+    def __init__(self) -> None:
+        """No matchers yet, and no threads."""
+        self._known: WeakKeyDictionary[Any, Matcher] = WeakKeyDictionary()
+        self._threads: Any = None
+
+    def of(self, owner: Any, compiled: CompiledGrammar) -> Matcher:
+        """The matcher of an owner. It may be behind or ahead of the owner's reply: see `Matcher.follow`."""
+        matcher = self._known.pop(owner, None) or Matcher(compiled)
+        self._known[owner] = matcher
+        if len(self._known) > MOST:
+            del self._known[next(iter(self._known.keys()))]
+        return matcher
+
+    def forget(self, owner: Any) -> None:
+        """Drop the matcher of an owner, because it has failed."""
+        self._known.pop(owner, None)
+
+    def fill(self, matchers: Sequence[Matcher], words: Int32[np.ndarray, "L W"], lines: Sequence[int]) -> None:
+        """Write the masks of the next tokens into lines of an array, on several threads. Errors are left to `Matcher.finish`."""
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._threads is None:
+            self._threads = LLExecutor()
+        fill_next_token_bitmask_par(self._threads, [matcher.job(line) for matcher, line in zip(matchers, lines, strict=True)], words)
