@@ -52,6 +52,7 @@ class Live:
         port: The port.
         engine: The engine's loop.
         server: What the front end's functions share. It belongs to the front end's thread.
+        clients: Clients that are closed with the server.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Live:
         }
 
     def __enter__(self) -> "Live":
+        self.clients = contextlib.ExitStack()
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "engine"
         self.listener = socket.socket(socket.AF_UNIX)
@@ -87,6 +89,7 @@ class Live:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.clients.close()
         if self.front_thread.is_alive():
             self.loop.call_soon_threadsafe(self.front.stop)
         self.front_thread.join(LIMIT)

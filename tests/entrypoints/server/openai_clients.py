@@ -14,8 +14,8 @@ def options_of(live: Live, **options: Any) -> dict[str, Any]:
 
 
 def client_of(live: Live, **options: Any) -> openai.OpenAI:
-    """A client."""
-    return openai.OpenAI(**options_of(live, **options))
+    """A client, which is closed with the server."""
+    return live.clients.enter_context(openai.OpenAI(**options_of(live, **options)))
 
 
 def async_client_of(live: Live, **options: Any) -> openai.AsyncOpenAI:

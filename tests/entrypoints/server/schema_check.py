@@ -11,7 +11,7 @@ TYPES: dict[str, Any] = {
 }  # fmt: skip
 WORDS = {
     "$ref", "anyOf", "const", "enum", "type", "properties", "required", "items", "additionalProperties", "minItems", "maxItems", "title",
-    "description", "default",
+    "description", "default", "prefixItems",
 }  # fmt: skip
 
 
@@ -48,8 +48,10 @@ def faults(value: Any, schema: dict[str, Any], document: dict[str, Any], path: s
     elif isinstance(value, list):
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
             yield f"{path}: {len(value)} elements"
+        first = schema.get("prefixItems", [])
         for place, one in enumerate(value):
-            yield from faults(one, schema.get("items", {}), document, f"{path}[{place}]")
+            inner = first[place] if place < len(first) else schema.get("items", {})
+            yield from [f"{path} has too many"] if inner is False else faults(one, inner, document, f"{path}[{place}]")
 
 
 def resolved(reference: str, document: dict[str, Any]) -> Any:

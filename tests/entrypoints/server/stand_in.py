@@ -53,7 +53,7 @@ def answering(
             else:
                 receiver.end(Ended(0, finish_reason, text, 2, b"", len(ids)))
 
-    def submitted(prompts: Any, params: list[dict[str, Any]], receivers: list[Any], *, streamed: bool, priority: int = 0) -> list[int]:
+    def submitted(prompts: Any, params: list[dict[str, Any]], receivers: list[Any], *, streamed: bool, **_: Any) -> list[int]:
         asked.extend(params)
         asyncio.get_running_loop().call_soon(run, receivers, streamed)
         return []

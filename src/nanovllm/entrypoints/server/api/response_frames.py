@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens
+from nanovllm.entrypoints.server.api.chunk_reuse import Reuse
 from nanovllm.entrypoints.server.api.replies import StreamedRow
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError
@@ -51,10 +52,11 @@ class ResponseFrames:
         echo: The fields of the answer that repeat the request.
         length: The tokens of the prompt.
         parser: Divides the reply.
+        reuse: What the request says of chunks.
     """
 
-    def __init__(self, server: Server, echo: dict[str, Any], length: int, parser: ReplyParser) -> None:
-        self._server, self._length, self._parser = server, length, parser
+    def __init__(self, server: Server, echo: dict[str, Any], length: int, parser: ReplyParser, reuse: Reuse) -> None:
+        self._server, self._length, self._parser, self._reuse = server, length, parser, reuse
         self._base = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), **echo, "background": False}
         self._output: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
@@ -114,9 +116,10 @@ class ResponseFrames:
             "output_tokens_details": {"reasoning_tokens": sum([num_tokens(self._server, text) for text in thoughts])},
             "total_tokens": self._length + ended.num_tokens,
         }
+        more = {"usage": usage, **self._reuse.told([ended])}
         if ended.finish_reason == "length":
-            return self._response("incomplete", usage=usage, incomplete_details={"reason": "max_output_tokens"})
-        return self._response("completed", usage=usage, completed_at=int(time.time()))
+            return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **more)
+        return self._response("completed", completed_at=int(time.time()), **more)
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         absent = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from nanovllm.entrypoints.server.api.chat_parts import prompt_ids, reply_parser
+from nanovllm.entrypoints.server.api.chunk_reuse import reuse_of
 from nanovllm.entrypoints.server.api.completions import stops_of
 from nanovllm.entrypoints.server.api.prompts import INT32, room
 from nanovllm.entrypoints.server.api.replies import StreamedReply, whole
@@ -83,19 +84,20 @@ async def responses(server: Server, exchange: Exchange) -> None:
     asked, prompt, form = _read(body)
     model = own_model(server, asked.model)
     ids = await prompt_ids(server, prompt, "input")
-    length = len(ids) // INT32.itemsize
+    reuse = await reuse_of(server, exchange, asked, 1)
+    length = reuse.num_tokens + len(ids) // INT32.itemsize
     most = room(server, length, asked.max_output_tokens, "input", "max_output_tokens")
     parser = reply_parser(server, prompt, ids)
     constraint = await forced(server, chat_form(server, form, prompt, parser))
     options = sampling(asked, server.generation, most, **constraint)
-    frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, parser)
+    frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, parser, reuse)
     priority = asked.priority or 0
     if asked.stream:
         texts = [TextStream.of(server.tokenizer, stops_of(asked))]
         reply = StreamedReply(server, exchange, frames, texts, done=b"", failed=frames.failed)
-        await reply.run([[ids]], [options], priority)
+        await reply.run([reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
         return
-    (ended,) = await whole(server, exchange, [[ids]], [options], priority)
+    (ended,) = await whole(server, exchange, [reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
     await exchange.respond(200, msgspec.json.encode(frames.whole(ended)))
 
 
@@ -104,7 +106,8 @@ async def count_input_tokens(server: Server, exchange: Exchange) -> None:
     asked, prompt, _ = _read(await exchange.json())
     own_model(server, asked.model)
     ids = await prompt_ids(server, prompt, "input")
-    await exchange.respond(200, msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(ids) // INT32.itemsize}))
+    length = (await reuse_of(server, exchange, asked, 1)).num_tokens + len(ids) // INT32.itemsize
+    await exchange.respond(200, msgspec.json.encode({"object": "response.input_tokens", "input_tokens": length}))
 
 
 def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, Form | None]:

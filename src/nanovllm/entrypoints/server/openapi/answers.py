@@ -47,6 +47,18 @@ def const(value: str) -> Schema:
 
 IDS = array(INTEGER)
 TOLD_IDS = {"prompt_token_ids": IDS, "token_ids": IDS}
+CHUNK = {
+    "object": const("chunk"),
+    "name": STRING,
+    "created": INTEGER,
+    "tokens": INTEGER,
+    "pages": INTEGER,
+    "exact": BOOLEAN,
+    "operations": array(STRING),
+}
+REUSED: Schema = {  # what a reply reused of chunks, and which it kept
+    "nanovllm": obj({}, {"chunks": array(STRING), "exact": BOOLEAN, "kept": ref("Chunk"), "keep_error": STRING})
+}
 REASONS = words("stop", "length", "tool_calls", None)
 STATUS = words("in_progress", "completed", "incomplete")
 DETAILS = {"prompt_tokens_details": obj({"cached_tokens": INTEGER}), "completion_tokens_details": obj({"reasoning_tokens": INTEGER})}
@@ -78,18 +90,18 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
         "Error": obj({"error": obj({"message": STRING, "type": STRING, "param": MAYBE_STRING, "code": MAYBE_STRING})}),
         "Usage": USAGE,
         "CompletionChoice": _choice({"text": STRING}),
-        "Completion": _answer("text_completion", "CompletionChoice", {"usage": ref("Usage")}),
-        "CompletionEvent": _answer("text_completion", "CompletionChoice", {}, {"usage": either(ref("Usage"), NULL)}),
+        "Completion": _answer("text_completion", "CompletionChoice", {"usage": ref("Usage")}, REUSED),
+        "CompletionEvent": _answer("text_completion", "CompletionChoice", {}, {"usage": either(ref("Usage"), NULL), **REUSED}),
         "ToolCall": obj({"id": STRING, "type": const("function"), "function": FUNCTION}),
         "ChatMessage": obj(
             {"role": const("assistant"), "content": MAYBE_STRING, "refusal": NULL}, {**REASONING, "tool_calls": array(ref("ToolCall"))}
         ),
         "ChatChoice": _choice({"message": ref("ChatMessage")}),
-        "ChatCompletion": _answer("chat.completion", "ChatChoice", {"usage": ref("Usage")}, {"prompt_token_ids": IDS}),
+        "ChatCompletion": _answer("chat.completion", "ChatChoice", {"usage": ref("Usage")}, {"prompt_token_ids": IDS, **REUSED}),
         "ChatDelta": obj({}, {"role": const("assistant"), "content": STRING, **REASONING, "tool_calls": array(DELTA_CALL)}),
         "ChatEventChoice": _choice({"delta": ref("ChatDelta")}),
         "ChatCompletionEvent": _answer(
-            "chat.completion.chunk", "ChatEventChoice", {}, {"usage": either(ref("Usage"), NULL), "prompt_token_ids": IDS}
+            "chat.completion.chunk", "ChatEventChoice", {}, {"usage": either(ref("Usage"), NULL), "prompt_token_ids": IDS, **REUSED}
         ),
         "MessageItem": _item("message", {"role": const("assistant"), "content": array(TEXT_PART)}),
         "ReasoningItem": _item("reasoning", {"summary": array(OBJECT), "content": array(THOUGHT_PART)}),
@@ -134,7 +146,8 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
                 "tool_choice": either(STRING, OBJECT),
                 "tools": array(ref("FunctionTool")),
                 "truncation": const("disabled"),
-            }
+            },
+            REUSED,
         ),
         "ResponseEvent": obj(
             {"type": STRING, "sequence_number": INTEGER},
@@ -158,6 +171,16 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
             {"max_model_len": INTEGER},
         ),
         "Models": obj({"object": const("list"), "data": array(ref("Model"))}),
+        "Chunk": obj(CHUNK, {"usage": ref("Usage"), "bytes": INTEGER}),
+        "Chunks": obj(
+            {
+                "object": const("list"),
+                "data": array(ref("Chunk")),
+                "pages": INTEGER,
+                "limits": obj({"chunks": INTEGER, "pages": INTEGER, "page_size": INTEGER}),
+            }
+        ),
+        "DeletedChunk": obj({"object": words("chunk.deleted", "chunk.file.deleted"), "name": STRING, "deleted": {"const": True}}),
         "Health": obj({"status": const("ok")}),
         "Version": obj({"version": STRING}),
         "Tokens": obj(

@@ -14,14 +14,16 @@ ERRORS = {
     "401": "A key is needed",
     "403": "The host is not served",
     "404": "There is no such path or model",
+    "405": "Another method is needed",
     "408": "The body came too slowly",
+    "409": "The name is taken",
     "413": "The body is too long",
     "415": "The body is not JSON",
     "429": "Too many requests wait: try again later",
     "500": "An error of the server",
     "503": "The engine is starting, has failed, or has no memory left: try again later",
 }
-WITHOUT_BODY = ("401", "403", "404", "500", "503")
+WITHOUT_BODY = ("400", "401", "403", "404", "500", "503")
 ABOUT = "OpenAI's interface for a language model. Unknown fields of requests are ignored, unless they are similar to a known one."
 
 
@@ -37,11 +39,11 @@ def document(routes: Iterable[tuple[str, tuple[str, ...], Any]], model_name: str
     known = {path for path, _, _ in routes}
     for path, methods, _ in routes:
         bare = path.removeprefix("/v1")
-        alias = {"x-alias-of": f"/v1{_plain(path)}"} if f"/v1{path}" in known else {}
         for method in methods:
             operation = OPERATIONS.get((method, bare), Operation(summary=""))
-            entry = _entry(operation, method, path, model_name)
-            paths.setdefault(_plain(path), {})[method.lower()] = {**entry, **alias}
+            shown = path if operation.path is None else path.replace(bare, operation.path)
+            alias = {"x-alias-of": f"/v1{_plain(shown)}"} if f"/v1{path}" in known else {}
+            paths.setdefault(_plain(shown), {})[method.lower()] = {**_entry(operation, method, shown, model_name), **alias}
     structs = {operation.takes for operation in OPERATIONS.values() if operation.takes is not None}
     schemas = request_schemas(sorted(structs, key=lambda struct: struct.__name__))
     content = {"application/json": {"schema": ref("Error")}}

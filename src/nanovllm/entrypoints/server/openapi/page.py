@@ -91,7 +91,8 @@ def _type(schema: dict[str, Any]) -> str:
         return ", ".join([f"<code>{escape(json.dumps(value))}</code>" for value in values])
     kind = schema.get("type", "any")
     if kind == "array":
-        return f"array of ({_type(schema['items'])})"
+        items = [*schema.get("prefixItems", ()), schema.get("items")]
+        return f"array of ({', '.join([_type(one) for one in items if isinstance(one, dict)]) or 'any'})"
     if "properties" in schema:
         return f"object of {', '.join([f'<code>{escape(name)}</code>' for name in schema['properties']])}"
     return escape(" or ".join(kind) if isinstance(kind, list) else kind)

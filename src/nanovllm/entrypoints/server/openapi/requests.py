@@ -89,6 +89,16 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "truncation": 'Only `"disabled"` is supported.',
         "top_logprobs": "Not supported.",
         "logprobs": "Not supported.",
+        "chunks": "Names of chunks before the prompt.",
+        "keep": "The name under which prompt and reply become a chunk.",
+        "keep_thinking": "Whether that chunk has the think block.",
+        "keep_replace": "Whether it may replace another of that name.",
+        "replace": "Whether the result may replace a chunk of that name.",
+        "to": "The name of the result; by default it replaces the chunk.",
+        "after": "The chunk before it.",
+        "recompute": 'How many tokens of each chunk but the first are run again; `"all"` makes an exact chunk.',
+        "spans": "Pairs of the first token to leave out and the first one after it that stays.",
+        "mode": '`"recompute"` runs what follows again; `"shift"` and `"gap"` keep its KV.',
         "metadata": "Up to 16 pairs of strings, which the answer repeats.",
     }
 )
