@@ -161,7 +161,8 @@ def chunk_of(model: Model, state: EngineState, sequence: Sequence) -> tuple[Engi
         liveness=state.next_id,
     )
     pool = pools.release(state.pool, spare.tolist())
-    pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array())  # the pages of a reply are not indexed before this
+    # the pages of a reply are not indexed before this
+    pool = pools.insert(pool, chunk.token_ids[:num_exact], chunk.pages.array(), sequence.request.namespace)
     return replace(state, pool=pool, chunks=state.chunks.set(chunk.liveness, chunk), next_id=state.next_id + 1), chunk
 
 

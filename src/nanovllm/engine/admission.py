@@ -99,7 +99,8 @@ def _expected_length(draft: Draft) -> int:
 def reusable(draft: Draft, sequence: Sequence) -> tuple[np.ndarray, int]:
     """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
     if draft.found is None or draft.found[0] is not draft.pool or draft.found[1] is not sequence:
-        draft.found = draft.pool, sequence, pools.reusable(draft.pool, sequence.tokens.array(), whole=sequence.request.keep)
+        asked, tokens = sequence.request, sequence.tokens.array()
+        draft.found = draft.pool, sequence, pools.reusable(draft.pool, tokens, whole=asked.keep, namespace=asked.namespace)
     return draft.found[2]
 
 

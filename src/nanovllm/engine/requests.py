@@ -126,6 +126,7 @@ def new_sequence(
     keep: bool = False,
     priority: int = 0,
     process_logits: LogitsProcessor | None = None,
+    namespace: int = 0,
 ) -> tuple[EngineState, Sequence, Chunk | None]:
     """A sequence for a context, with the next request id, and its base chunk.
 
@@ -161,6 +162,7 @@ def new_sequence(
         process_logits=process_logits,
         priority=priority,
         rank=rank_of(priority, state.num_steps),
+        namespace=namespace,
         grammar=compiled,
     )
     if params.stop and model.tokenizer is None:
@@ -219,6 +221,7 @@ def submit_many(
     keep: bool = False,
     priorities: Seq[int] | None = None,
     process_logits: LogitsProcessor | None = None,
+    namespace: int = 0,
 ) -> tuple[EngineState, list[int]]:
     """Queue a request for each context and return their ids in order. If one is invalid, none is queued.
 
@@ -226,13 +229,15 @@ def submit_many(
         keep: Whether a request that ends keeps its pages until `detach`.
         priorities: The priority of each, as in `submit`. None: 0.
         process_logits: The function between logits and samples of all of them.
+        namespace: A number of at least 0. Requests begin with indexed KV only of those with the same number, so that neither their time
+            nor their `num_cached_tokens` tells what others asked. The KV of a chunk is that of whoever has the chunk.
 
     Raises:
         InvalidRequestError: As in `submit`; the message names the prompt's index.
     """
     state = enter_with(model, state)
     ids = []
-    asked = {"keep": keep, "process_logits": process_logits}
+    asked = {"keep": keep, "process_logits": process_logits, "namespace": namespace}
     ranked = zip(contexts, sampling_params, [0] * len(contexts) if priorities is None else priorities, strict=True)
     for place, (context, params, priority) in enumerate(ranked):
         try:

@@ -213,7 +213,7 @@ def check_prefix(index: PrefixIndex) -> None:
         pages, parts = run.pages.tolist(), [part.tobytes() for part in np.split(run.tokens, range(size, len(run.tokens), size))]
         _require(len(pages) > 0 and pages[0] == head, "index", f"the node of page {head} has pages {pages[:8]}")
         _require(len(run.tokens) == size * len(pages), "index", f"{len(pages)} pages are indexed with {len(run.tokens)} tokens")
-        _require(run.parent == ROOT or run.parent in index, "index", f"page {head} follows {run.parent}, which is not indexed")
+        _require(run.parent <= ROOT or run.parent in index, "index", f"page {head} follows {run.parent}, which is not indexed")
         _require(keys.get((run.parent, parts[0])) == head, "index", f"the key of page {head} does not lead to it")
         for place, page in enumerate(pages):
             noted = index.run_of[page], index.place_of[page]
@@ -243,7 +243,9 @@ def _check_exact(state: EngineState, tokens: IntVector, pages: IntVector, num_ex
 
     It may find them by the tokens of their prefill.
     """
-    pairs = list(zip(pages, match(state.prefix, tokens.array()).tolist(), strict=False))[num_exact // state.config.page_size :]
+    index = state.prefix
+    root = min(index.before(pages[0]), ROOT) if pages.length and pages[0] in index else ROOT
+    pairs = list(zip(pages, match(index, tokens.array(), root).tolist(), strict=False))[num_exact // state.config.page_size :]
     approximate = [page for page, indexed in pairs if page == indexed]
     _require(not approximate, "exact index", f"approximate pages {approximate} are in the prefix index")
 

@@ -12,7 +12,7 @@ from nanovllm.state import pages as page_ops
 from nanovllm.state import prefix_cache as prefix_ops
 from nanovllm.state import window_frames as frame_ops
 from nanovllm.state.pages import PageState, init_pages
-from nanovllm.state.prefix_cache import PrefixIndex, init_prefix
+from nanovllm.state.prefix_cache import ROOT, PrefixIndex, init_prefix
 from nanovllm.state.vector import Ints, as_array
 from nanovllm.state.window_frames import Frames, num_retired
 
@@ -123,12 +123,12 @@ def retire(pool: Pool, pages: Ints) -> Pool:
     return Pool(pages=pool.pages, prefix=pool.prefix, frames=pool.frames and frame_ops.retire(pool.frames, pages))
 
 
-def match(pool: Pool, tokens: np.ndarray) -> np.ndarray:
-    """The pages (int32) of the longest indexed prefix of `tokens`."""
-    return prefix_ops.match(pool.prefix, tokens)
+def match(pool: Pool, tokens: np.ndarray, namespace: int = 0) -> np.ndarray:
+    """The pages (int32) of the longest indexed prefix of `tokens` in a namespace."""
+    return prefix_ops.match(pool.prefix, tokens, ROOT - namespace)
 
 
-def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray, int]:
+def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool, namespace: int = 0) -> tuple[np.ndarray, int]:
     """The pages of the longest indexed prefix with which a request for `tokens` can begin.
 
     In layers with a sliding window, all pages that later tokens see must still have frames.
@@ -137,11 +137,12 @@ def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray
         pool: The pool.
         tokens: The tokens of the request, int32.
         whole: Whether the request needs all frames, because it may become a chunk.
+        namespace: Whose pages it may share.
 
     Returns:
         The pages, and the number of leading pages whose frames the request does not need.
     """
-    matched, frames = match(pool, tokens), pool.frames
+    matched, frames = match(pool, tokens, namespace), pool.frames
     if frames is None or not len(matched):
         return matched, 0
     size, counts = pool.prefix.page_size, np.arange(1, len(matched) + 1)
@@ -152,15 +153,15 @@ def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool) -> tuple[np.ndarray
     return matched[:count], 0 if whole else num_retired(count * size, len(tokens), frames.window, size)
 
 
-def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray) -> Pool:
+def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, namespace: int = 0) -> Pool:
     """Index the full pages of exact KV of these tokens; the index becomes an owner of the new pages.
 
     If the index has other pages for some of the tokens, the given pages follow these. If fewer of the others have frames, the given pages
     replace them, and the pages after them stay.
     """
     if pool.frames is not None:
-        pool = _made_way(pool, pool.frames, tokens, held)
-    prefix, added = prefix_ops.insert(pool.prefix, tokens, held)
+        pool = _made_way(pool, pool.frames, tokens, held, namespace)
+    prefix, added = prefix_ops.insert(pool.prefix, tokens, held, ROOT - namespace)
     return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames) if len(added) else pool
 
 
@@ -184,9 +185,9 @@ def withdraw(pool: Pool, unfilled: frozenset[int]) -> Pool:
     return Pool(pages=pages, prefix=prefix, frames=pool.frames)
 
 
-def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray) -> Pool:
+def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray, namespace: int) -> Pool:
     """The pool in which these pages replace other indexed pages for the same tokens, if fewer of the others have frames."""
-    matched = match(pool, tokens)[: len(held)]
+    matched = match(pool, tokens, namespace)[: len(held)]
     places = np.flatnonzero(matched != held[: len(matched)])
     old, new = matched[places], held[places]
     if np.count_nonzero(frames.have(new)) <= np.count_nonzero(frames.have(old)):

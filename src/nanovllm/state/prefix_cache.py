@@ -1,7 +1,8 @@
 """`PrefixIndex`: finds full pages of exact KV by their tokens. Persistent: a look-up never changes it.
 
 It is a radix tree whose nodes (class `Run`) are pages in a row. The key of a node is the page before it, with the tokens of its first page.
-All tokens of a node are compared, so a page is found by exact comparison of its whole prefix, not by a hash.
+All tokens of a node are compared, so a page is found by exact comparison of its whole prefix, not by a hash. Instead of a page before it,
+the first page of a prefix has a root: a negative number, one for each namespace. Two namespaces share no page.
 
 The index owns one reference to each of its pages. A page without another owner is idle and may be evicted, the page that is idle for
 longest first. Nodes give their pages back from the end, so leaves go first. Two kinds of owners hold a page without the pages before it: a
@@ -21,7 +22,7 @@ from immutables import Map
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state.array import IntArray
 
-ROOT = -1
+ROOT = -1  # of namespace 0; that of namespace n is ROOT - n
 NO_PAGES = np.empty(0, np.int32)
 NEAR = 1024  # pages that an eviction examines together
 
@@ -109,7 +110,7 @@ class PrefixIndex:
             page: An indexed page.
 
         Returns:
-            The page before it, or -1 if it is the first page of a prefix.
+            The page before it, or a negative number if it is the first page of a prefix: -1 less its namespace.
 
         Raises:
             KeyError: The page is not indexed.
@@ -160,16 +161,16 @@ def init_prefix(num_pages: int, page_size: int) -> PrefixIndex:
     )  # fmt: skip
 
 
-def match(index: PrefixIndex, tokens: np.ndarray) -> np.ndarray:
+def match(index: PrefixIndex, tokens: np.ndarray, root: int = ROOT) -> np.ndarray:
     """The pages (int32) of the longest indexed prefix of `tokens` (int32), in order. Costs one look-up per radix-tree node on the way."""
-    return follow(index, ROOT, tokens)
+    return follow(index, root, tokens)
 
 
 def follow(index: PrefixIndex, page: int, tokens: np.ndarray) -> np.ndarray:
-    """The indexed pages (int32) that hold `tokens` (int32) right after an indexed page, or after `ROOT`, as many as there are."""
+    """The indexed pages (int32) that hold `tokens` (int32) right after an indexed page, or after a root, as many as there are."""
     size, tokens = index.page_size, np.ascontiguousarray(tokens, np.int32)
     parts, run, place = [NO_PAGES], None, 0
-    if page != ROOT:  # in the middle of a node, the next page has no key of its own
+    if page >= 0:  # in the middle of a node, the next page has no key of its own
         run, place = index.runs[index.run_of[page]], index.place_of[page] + 1
     while True:
         if run is not None:
@@ -189,21 +190,24 @@ def _num_alike(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else count
 
 
-def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray) -> tuple[PrefixIndex, np.ndarray]:
+def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray, root: int = ROOT) -> tuple[PrefixIndex, np.ndarray]:
     """Index the full pages of a sequence whose pages are `pages`, except those whose tokens another page already holds.
 
-    Equal tokens have equal KV, so the sequence's other pages follow the page that the index has.
+    Equal tokens have equal KV, so the sequence's other pages follow the page that the index has. A sequence that begins with a page of
+    another namespace is not indexed.
 
     Returns:
         The index, and its new pages, for which the caller adds the index's reference.
     """
     size = index.page_size
     stop = min(len(tokens) // size, len(pages))
+    if stop and (start := pages.item(0)) in index and index.before(start) != root:
+        return index, NO_PAGES
     known = index.contains(pages[:stop])
     first = stop if known.all() else int(known.argmin())
     if first == stop:
         return index, NO_PAGES
-    parent = int(pages[first - 1]) if first else ROOT
+    parent = int(pages[first - 1]) if first else root
     if len(others := follow(index, parent, tokens[first * size : stop * size])):
         first, parent = first + len(others), int(others[-1])
         if first == stop:
@@ -214,7 +218,7 @@ def insert(index: PrefixIndex, tokens: np.ndarray, pages: np.ndarray) -> tuple[P
         pages=np.array(pages[first:stop], np.int32),
     )
     head, num_children = int(run.pages[0]), index.num_children
-    if parent != ROOT:
+    if parent >= 0:
         num_children = _add(num_children, parent, 1)
     index = _replace(
         index,
@@ -394,7 +398,7 @@ def _unlink(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
             runs = runs.set(head, Run(run.parent, _first(run.tokens, left * index.page_size), _first(run.pages, left)))
             continue
         runs, heads = runs.delete(head), heads.delete((run.parent, run.tokens[: index.page_size].tobytes()))
-        if run.parent != ROOT:
+        if run.parent >= 0:
             num_children = _add(num_children, run.parent, -1)
     return _replace(index, heads=heads, runs=runs, num_children=num_children, run_of=index.run_of.put(pages, -1))
 

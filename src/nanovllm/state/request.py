@@ -56,6 +56,7 @@ class Request:
         process_logits: The function between its logits and its samples, or None.
         priority: Its priority; lower comes first.
         rank: Its place among the requests, from `rank_of`.
+        namespace: Requests share KV only with those of the same number.
         grammar: The compiled form of `sampling.grammar`, or None.
     """
 
@@ -70,6 +71,7 @@ class Request:
     process_logits: LogitsProcessor | None = None
     priority: int = 0
     rank: int = 0
+    namespace: int = 0
     grammar: CompiledGrammar | None = None
 
     def __repr__(self) -> str:

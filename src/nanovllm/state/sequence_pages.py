@@ -66,10 +66,12 @@ def frames_of_copies(pool: Pool, copies: Seq[tuple[int, int]]) -> tuple[tuple[in
 def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     """Index the filled, exact pages, then release the sequence's references. Full pages stay reusable until they are evicted."""
     tokens, held = sequence.tokens.array(0, sequence.num_exact), sequence.pages.array()
-    pool = pools.insert(pool, tokens, held)
+    namespace = sequence.request.namespace
+    pool = pools.insert(pool, tokens, held, namespace)
     if pool.prefix.contains(held[: len(tokens) // pool.prefix.page_size]).all():
         return pools.release(pool, held, sequence.retired)
-    found = pools.match(pool, tokens)  # other pages stand before the sequence's own: none of them is evicted before those after it
+    # other pages stand before the sequence's own: none of them is evicted before those after it
+    found = pools.match(pool, tokens, namespace)
     pool = pools.release(pools.acquire(pool, found, len(found)), held, sequence.retired)
     return pools.release(pool, found, len(found))
 
@@ -85,7 +87,7 @@ def offered(pool: Pool, sequence: Sequence, count: int, page_size: int) -> Pool:
     """
     require_writable(pool.pages, written_pages(sequence, count, page_size))
     grown = sequence.advance(count)
-    return pools.insert(pool, grown.tokens.array(0, grown.num_exact), grown.pages.array())
+    return pools.insert(pool, grown.tokens.array(0, grown.num_exact), grown.pages.array(), grown.request.namespace)
 
 
 def begun(pool: Pool, sequence: Sequence, matched: np.ndarray, retired: int, page_size: int) -> tuple[Pool, Sequence]:

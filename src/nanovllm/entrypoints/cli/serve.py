@@ -3,8 +3,14 @@
 import argparse
 import hashlib
 import os
+import socket
+import ssl
+import stat
+import warnings
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nanovllm.entrypoints.arguments import add_model_options, engine_limits, positive, source
 from nanovllm.entrypoints.server.settings import Settings
@@ -29,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--any-model-name", action="store_true", help="answer requests that name any other model, too")
     keys = f"a file with an API key a line, of which requests must bring one; or the variable {KEYS} with one key"
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
-    hosts = "a name under which clients reach this server, besides localhost and --host; * for any; may be repeated"
+    group.add_argument("--ssl-certfile", metavar="FILE", help="the certificate chain of a TLS server, in PEM; with --ssl-keyfile")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="the private key of the certificate, in PEM")
+    origins = "the origin of another site's pages that may call, such as https://chat.example; * for any; may be repeated (default: none)"
+    group.add_argument("--cors-origin", action="append", default=[], metavar="URL", help=origins)
+    hosts = "a name under which clients reach this server, besides localhost, --host and any IP address; * for any; may be repeated"
     group.add_argument("--allowed-host", action="append", default=[], metavar="NAME", help=hosts)
     group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes that answer HTTP (default: 1)")
     group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="requests that run at the same time (default: 256)")
@@ -40,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}-parser", default="auto", metavar="NAME", help=told)
     shut = "how long running requests may go on after SIGTERM (default: 30)"
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
+    group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
     group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
     group.add_argument("--chunk-dir", type=Path, metavar="DIR", help="a folder for the files of chunks that clients save")
     group.add_argument(
@@ -69,6 +80,9 @@ def run(options: argparse.Namespace) -> int:
         any_model_name=options.any_model_name,
         api_keys=api_keys(options.api_key_file),
         allowed_hosts=tuple(name.lower() for name in options.allowed_host),
+        cors_origins=origins(options.cors_origin),
+        access_log=options.access_log,
+        certificate=certificate(options.ssl_certfile, options.ssl_keyfile),
         shutdown_seconds=options.shutdown_seconds,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
@@ -81,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if settings.chunk_dir is not None and not settings.chunk_dir.is_dir():
         raise InvalidRequestError(f"--chunk-dir {settings.chunk_dir} is not a folder")
-    if not settings.api_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
+    if not settings.api_keys and not is_loopback(settings.host):
         raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")
     resolve_folder(options.model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)
     limits = {
@@ -93,21 +107,20 @@ def run(options: argparse.Namespace) -> int:
         "max_num_seqs": options.max_num_seqs,
     }
     supervisor = Supervisor(settings, options.model, limits, workers=options.workers, restart=not options.no_restart)
-    try:
-        return supervisor.run(lambda line: print(line, flush=True))
-    except OSError as error:
-        raise InvalidRequestError(f"--host {settings.host} --port {settings.port} cannot be used: {error.strerror or error}") from None
+    return supervisor.run(lambda line: print(line, flush=True))
 
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
-    """The digests of the keys in a file and in the environment.
+    """The digests of the keys in a file and in the environment. Warns of a file that everybody can read.
 
     Raises:
         InvalidRequestError: The file cannot be read, or has no key.
     """
-    keys = [os.environ[KEYS]] if os.environ.get(KEYS) else []
+    keys = [given] if (given := os.environ.get(KEYS, "").strip()) else []
     if file is not None:
         try:
+            if file.stat().st_mode & stat.S_IROTH:
+                warnings.warn(f"everybody on this machine can read --api-key-file {file}: chmod 600 {file}", stacklevel=2)
             found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f"--api-key-file {file}: {error}") from None
@@ -115,3 +128,46 @@ def api_keys(file: Path | None) -> tuple[bytes, ...]:
             raise InvalidRequestError(f"--api-key-file {file} has no key")
         keys += found
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to an address.
+
+    Raises:
+        InvalidRequestError: There is no such address.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"--host {host!r}: {error}") from None
+    return all(ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def origins(given: list[str]) -> tuple[str, ...]:
+    """Origins as browsers write them.
+
+    Raises:
+        InvalidRequestError: One is no origin.
+    """
+    for origin in given:
+        parts = urlsplit(origin)
+        if origin != "*" and (not parts.scheme or not parts.netloc or origin.lower() != f"{parts.scheme}://{parts.netloc}".lower()):
+            raise InvalidRequestError(f"--cors-origin {origin!r} must be * or like https://chat.example:8443, without a path")
+    return tuple(origin.lower() for origin in given)
+
+
+def certificate(chain: str | None, key: str | None) -> tuple[str, str] | None:
+    """The files of a TLS server's certificate and key, or None.
+
+    Raises:
+        InvalidRequestError: One is missing, or they cannot be used.
+    """
+    if chain is None and key is None:
+        return None
+    if chain is None or key is None:
+        raise InvalidRequestError("--ssl-certfile and --ssl-keyfile must be given together")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key)
+    except OSError as error:
+        raise InvalidRequestError(f"--ssl-certfile {chain} --ssl-keyfile {key} cannot be used: {error}") from None
+    return chain, key

@@ -221,7 +221,7 @@ def _idle_paths(index: PrefixIndex) -> list[Path]:
     for page in idle:
         if page not in above:
             path = [page]
-            while (before := index.before(path[-1])) != ROOT:
+            while (before := index.before(path[-1])) > ROOT:
                 path.append(before)
             paths.append(tuple(reversed(path)))
     return paths

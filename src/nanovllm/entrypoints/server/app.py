@@ -1,7 +1,5 @@
-"""The application: who may call, which function answers which path, and errors as OpenAI's clients know them."""
+"""The application: which function answers which path, and errors as OpenAI's clients know them."""
 
-import hashlib
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -10,10 +8,11 @@ from typing import Any
 
 from starlette.routing import Match, Route, Router
 
+from nanovllm.entrypoints.server.admission import admit, cors_headers, preflight
 from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_client import EngineClient
 from nanovllm.entrypoints.server.errors import ApiError, api_error
-from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange, Receive, Scope, Send
+from nanovllm.entrypoints.server.exchange import RETRY, ClientGoneError, EventStream, Exchange, Held, Receive, Scope, Send
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import NanoVLLMError
@@ -21,8 +20,7 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("nanovllm.server")
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-OPEN = frozenset({"/health", "/ping"})  # paths that need no key
+access = logging.getLogger("nanovllm.access")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +63,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         exchange: Exchange = scope["exchange"]
-        if scope["method"] not in self.methods:
+        if scope["method"] not in self.methods and not (scope["method"] == "HEAD" and "GET" in self.methods):
             allowed = ", ".join(self.methods)
             raise ApiError(405, f"{scope['method']} is not allowed here: use {allowed}", headers=(("allow", allowed),))
         await self.handler(self.server, exchange)
@@ -75,19 +73,24 @@ class App:
     """The ASGI application."""
 
     def __init__(self, server: Server, routes: Iterable[tuple[str, tuple[str, ...], Handler]]) -> None:
-        self.server = server
+        self.server, self._held = server, Held()
         self.router = Router([Route(path, Endpoint(server, handler, methods)) for path, methods, handler in routes])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whatever happens."""
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
+        settings, began = self.server.settings, time.perf_counter()
+        exchange = Exchange(scope, receive, send, settings.limits, self._held)
+        exchange.headers += cors_headers(exchange, settings)
         scope["exchange"] = exchange
         self.server.num_running += 1
         began = time.perf_counter()
         try:
-            self._admit(exchange)
+            if (allowed := preflight(exchange)) is not None:
+                await exchange.respond(200, b"", kind=b"text/plain", headers=tuple(allowed))
+                return
+            admit(exchange, settings, draining=self.server.draining)
             await self._route(scope, receive, send)
         except ClientGoneError:
             pass
@@ -100,7 +103,11 @@ class App:
             await self._fail(exchange, ApiError(500, "an error of the server itself", type="server_error", code="internal_error"))
         finally:
             self.server.num_running -= 1
-            self.server.answers.add(scope.get("route_path"), scope["method"], exchange.status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self.server.answers.add(scope.get("route_path"), scope["method"], exchange.status, seconds)
+            if settings.access_log:
+                client, path, answered = (scope["client"] or "-")[0], scope["path"][:200], exchange.status or "gone"
+                access.info("%s %s %r %s %.0f ms %r", client, scope["method"], path, answered, seconds * 1e3, exchange.id)
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> None:
         if not exchange.started:
@@ -115,44 +122,6 @@ class App:
                 await route.handle(scope, receive, send)
                 return
         raise ApiError(404, f"there is nothing at {scope['path'][:200]!r}", code="not_found")
-
-    def _admit(self, exchange: Exchange) -> None:
-        """Refuse those who may not call.
-
-        Raises:
-            ApiError: With the reason.
-        """
-        settings, path = self.server.settings, exchange.scope["path"]
-        host = (exchange.header(b"host") or b"").decode("latin-1")
-        if not host_allowed(host, settings):  # another site's name that resolves to this address (DNS rebinding)
-            raise ApiError(403, f"the host {host[:100]!r} is not served here: see --allowed-host", code="host_not_allowed")
-        if self.server.draining and path not in OPEN:
-            headers = (("connection", "close"), ("retry-after", "1"))
-            raise ApiError(503, "the server is shutting down", type="server_error", code="shutting_down", headers=headers)
-        if settings.api_keys and path not in OPEN and not key_accepted(exchange, settings.api_keys):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-
-
-def host_allowed(host: str, settings: Settings) -> bool:
-    """Whether a Host header names this server."""
-    name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    name = name.lower().rstrip(".")
-    return name in LOOPBACK or "*" in settings.allowed_hosts or name in settings.allowed_hosts or name == settings.host.lower()
-
-
-def given_digest(exchange: Exchange) -> bytes:
-    """The digest of the key that a request brings."""
-    given = exchange.header(b"authorization") or b""
-    scheme, _, key = given.partition(b" ")
-    if scheme.lower() != b"bearer":
-        key = exchange.header(b"x-api-key") or b""
-    return hashlib.sha256(key.strip()).digest()
-
-
-def key_accepted(exchange: Exchange, digests: tuple[bytes, ...]) -> bool:
-    """Whether a request brings one of the keys. The time that this takes tells nothing of them."""
-    digest = given_digest(exchange)
-    return any([hmac.compare_digest(digest, other) for other in digests])  # noqa: C419 - all are compared
 
 
 def own_model(server: Server, name: str | None) -> str:
@@ -176,6 +145,5 @@ def require_engine(server: Server) -> Any:
         ApiError: It is not there.
     """
     if (hello := server.engine.hello) is None:
-        headers = (("retry-after", "1"),)
-        raise ApiError(503, "the engine is starting or has failed", type="unavailable_error", code="engine_unavailable", headers=headers)
+        raise ApiError(503, "the engine is starting or has failed", type="unavailable_error", code="engine_unavailable", headers=RETRY)
     return hello

@@ -107,6 +107,7 @@ class EngineClient(asyncio.Protocol):
         priority: int = 0,
         space: str = "",
         keep: Keep | None = None,
+        namespace: int = 0,
     ) -> list[int]:
         """Send requests to the engine, which accepts all or refuses all.
 
@@ -118,6 +119,7 @@ class EngineClient(asyncio.Protocol):
             priority: As in `nanovllm.submit`.
             space: The namespace of the chunks.
             keep: What becomes a chunk when the only request ends.
+            namespace: Whose KV the requests may share, as in `submit_many`.
 
         Returns:
             A number for each request, for `cancel`.
@@ -126,7 +128,7 @@ class EngineClient(asyncio.Protocol):
             EngineDeadError: There is no engine at present.
         """
         ids = [next(self._numbers) & 0xFFFFFFFF for _ in prompts]
-        self._send(Submit(ids, prompts, params, streamed, priority, space, keep))
+        self._send(Submit(ids, prompts, params, streamed, priority, space, keep, namespace))
         self._receivers.update(zip(ids, receivers, strict=True))
         return ids
 

@@ -251,7 +251,7 @@ class EngineLoop:
             totals = [sum(map(len, parts)) for parts in contexts]
             if (keep := message.keep) is not None:
                 self._require_keeping(keep, totals, None if not names[0] else bases[names[0]])
-            more = {"priorities": [message.priority] * len(contexts), "process_logits": self.process_logits}
+            more = {"priorities": [message.priority] * len(contexts), "process_logits": self.process_logits, "namespace": message.namespace}
             self.state, ids = submit_many(self.model, self.state, contexts, params, keep=keep is not None, **more)
         finally:
             for chunk in passing:  # the requests hold its pages

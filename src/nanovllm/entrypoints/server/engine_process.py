@@ -11,12 +11,11 @@ from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
+from nanovllm.entrypoints.server.starting import DEAD, READY, tell
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.loading.load_model import load_model
 
-READY = b"\0"
 WHERE = {"device": None, "dtype": None, "revision": None, "download": False, "trust_remote_code": False}
-FAILED, DEAD = 2, 3  # exit codes: the start failed, and the error was told; the engine has failed while it ran
 
 
 def run_engine(
@@ -30,18 +29,16 @@ def run_engine(
         parsers: The names of the formats of tool calls and of think blocks.
         limits: The limits of `EngineLoop`.
         listener: The socket that front ends connect to.
-        ready: A file descriptor that is told `READY`, or the error of a start that failed, and closed.
+        ready: A file descriptor that is told `READY`, or the error of a start that failed.
     """
     try:
         llm = load_llm(model, options, *parsers)
     except NanoVLLMError as error:
-        os.write(ready, " ".join(str(error).split()).encode()[:4096])
-        return FAILED
+        return tell(ready, error)
     freeze()
     loop = EngineLoop(llm.model, llm.state, listener, **limits)
     loop.stop_on(signal.SIGTERM)
     os.write(ready, READY)
-    os.close(ready)
     try:
         loop.run()
     except EngineDeadError as error:

@@ -3,18 +3,21 @@
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from nanovllm.entrypoints.server.errors import ApiError
-from nanovllm.entrypoints.server.settings import BODY_SECONDS, MOST_BODY_BYTES, MOST_DEPTH, PING_SECONDS, STALL_SECONDS
+from nanovllm.entrypoints.server.settings import MOST_CONTAINERS, MOST_DEPTH, Limits
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 JSON = b"application/json"
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+RETRY = (("retry-after", "1"),)
 MOST_ID = 128  # characters of a client's request id
 _decode = msgspec.json.Decoder().decode
 
@@ -23,21 +26,30 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
+@dataclass(slots=True, eq=False)
+class Held:
+    """How many bytes of bodies a front end holds that are not complete."""
+
+    size: int = 0
+
+
 class Exchange:
     """One request and its answer.
 
     Attributes:
         scope: The ASGI scope.
         id: The client's `X-Request-Id`, or one of ours. It is returned, and is no key of anything.
-        started: Whether the answer has begun.
-        status: Its status, or 0.
+        namespace: Whose KV the request may share: 0 if there are no keys, else the place of its key, from 1.
+        headers: Headers that every answer gets.
+        status: The status of the answer; 0 before its beginning.
     """
 
-    __slots__ = ("_receive", "_send", "id", "scope", "started", "status")
+    __slots__ = ("_held", "_limits", "_receive", "_send", "headers", "id", "namespace", "scope", "status")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self._receive, self._send = scope, receive, send
-        self.started, self.status = False, 0
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, held: Held) -> None:
+        self.scope, self._receive, self._send, self._limits, self._held = scope, receive, send, limits, held
+        self.namespace = self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
         given = self.header(b"x-request-id")
         valid = given is not None and 0 < len(given) <= MOST_ID and given.isascii() and given.decode("ascii").isprintable()
         self.id = given.decode("ascii") if given is not None and valid else uuid.uuid4().hex
@@ -46,6 +58,11 @@ class Exchange:
         """The first header of a name in lower case, or None."""
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
+    @property
+    def started(self) -> bool:
+        """Whether the answer has begun."""
+        return self.status != 0
+
     async def body(self) -> bytes:
         """The whole body.
 
@@ -53,24 +70,32 @@ class Exchange:
             ApiError: It is too long or comes too slowly.
             ClientGoneError: The client has gone.
         """
+        limits, held = self._limits, self._held
         length = self.header(b"content-length")
-        if length is not None and length.isdigit() and int(length[:20]) > MOST_BODY_BYTES:
-            raise too_long()
+        if length is not None and length.isdigit() and int(length[:20]) > limits.body_bytes:
+            raise too_long(limits)
         parts, size = [], 0
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(limits.body_seconds):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
+                    more = len(message["body"])
+                    if size + more > limits.body_bytes:
+                        raise too_long(limits)
+                    if held.size + more > limits.held_bytes:
+                        raise ApiError(503, "too many large requests come in: try again later", type="server_error", headers=RETRY)
                     parts.append(message["body"])
-                    size += len(message["body"])
-                    if size > MOST_BODY_BYTES:
-                        raise too_long()
+                    size += more
+                    held.size += more
                     if not message["more_body"]:
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} seconds", headers=(("connection", "close"),)) from None
+            message = f"the body did not come within {limits.body_seconds:g} seconds"
+            raise ApiError(408, message, headers=(("connection", "close"),)) from None
+        finally:
+            held.size -= size
 
     async def json(self) -> dict[str, Any]:
         """The body, which must be a JSON object.
@@ -86,8 +111,9 @@ class Exchange:
 
     async def respond(self, status: int, body: bytes, *, kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Send the whole answer."""
-        self.started, self.status = True, status
-        head = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (b"x-request-id", self.id.encode()), *headers]
+        self.status = status
+        head = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (b"x-request-id", self.id.encode())]
+        head += [*self.headers, *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -100,15 +126,11 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    def abort(self) -> None:
-        """Close the connection without waiting for the client."""
-        if (abort := self.scope.get("abort")) is not None:
-            abort()
-
     def events(self, streams: "set[EventStream]") -> "EventStream":
         """Begin a stream of server-sent events."""
-        self.started, self.status = True, 200
-        return EventStream(self._send, [*EVENTS, (b"x-request-id", self.id.encode())], streams)
+        self.status = 200
+        headers = [*EVENTS, (b"x-request-id", self.id.encode()), *self.headers]
+        return EventStream(self._send, headers, streams, self._limits.ping_seconds)
 
 
 class EventStream:
@@ -117,16 +139,14 @@ class EventStream:
     Attributes:
         paused: Whether the client has not read what was written.
         resumed: Called when the client has read it.
-        dropped: Called when the client has not read for too long. The answer is then cut off.
     """
 
-    __slots__ = ("_loop", "_send", "_since", "_streams", "dropped", "ended", "paused", "resumed")
+    __slots__ = ("_loop", "_ping_seconds", "_send", "_since", "_streams", "ended", "paused", "resumed")
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], streams: "set[EventStream]") -> None:
-        self._send, self._streams = send, streams
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], streams: "set[EventStream]", ping_seconds: float) -> None:
+        self._send, self._streams, self._ping_seconds = send, streams, ping_seconds
         self.paused = self.ended = False
         self.resumed: Callable[[], None] = _nothing
-        self.dropped: Callable[[], None] = _nothing
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
         streams.add(self)
@@ -147,12 +167,8 @@ class EventStream:
         self._streams.discard(self)
 
     def tick(self, now: float) -> None:
-        """Called every few seconds: keep a silent stream open, and drop a client that does not read."""
-        if self.paused:
-            if now - self._since > STALL_SECONDS:
-                self.forget()
-                self.dropped()
-        elif now - self._since > PING_SECONDS:
+        """Called every second: keep a silent stream open."""
+        if not self.paused and now - self._since > self._ping_seconds:
             self.write(b": ping\n\n")
 
     def _drive(self, message: dict[str, Any]) -> None:
@@ -190,13 +206,13 @@ def _nothing() -> None:
     pass
 
 
-def too_long() -> ApiError:
+def too_long(limits: Limits) -> ApiError:
     """The answer to a body that is too long."""
-    return ApiError(413, f"a body may have {MOST_BODY_BYTES} bytes", headers=(("connection", "close"),))
+    return ApiError(413, f"a body may have {limits.body_bytes} bytes")
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """A JSON object of bounded depth.
+    """A JSON object of bounded depth and of boundedly many parts.
 
     Raises:
         ApiError: The body is something else.
@@ -209,11 +225,16 @@ def json_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, "the body is nested too deeply") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
-    left: list[tuple[Any, int]] = [(value, 1)]
+    if body.count(b"{") + body.count(b"[") <= MOST_DEPTH:
+        return value
+    left, count = list[tuple[Any, int]]([(value, 1)]), 0
     while left:
         one, depth = left.pop()
         if depth > MOST_DEPTH:
             raise ApiError(400, f"the body is nested more than {MOST_DEPTH} levels deep")
+        count += 1
         inner = one.values() if isinstance(one, dict) else one
-        left += [(other, depth + 1) for other in inner if isinstance(other, dict | list)]
+        left.extend(islice(((other, depth + 1) for other in inner if isinstance(other, dict | list)), MOST_CONTAINERS + 1))
+        if count + len(left) > MOST_CONTAINERS:
+            raise ApiError(400, f"the body has more than {MOST_CONTAINERS} lists and objects")
     return value

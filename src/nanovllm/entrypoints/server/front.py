@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -13,10 +16,12 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.app import App, Server
 from nanovllm.entrypoints.server.http_protocol import BoundedProtocol
 from nanovllm.entrypoints.server.routes import ROUTES
-from nanovllm.entrypoints.server.settings import KEEP_ALIVE_SECONDS
+from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import EngineClosedError, EngineDeadError
 
 TICK_SECONDS = 1.0
+OTHER_FILES = 64
+ENDED = EngineClosedError("the server has shut down")
 POLL_SECONDS = 0.02  # while the last requests end
 
 
@@ -40,18 +45,22 @@ class FrontEnd:
 
     def __init__(self, server: Server, sock: socket.socket, engine_path: Path) -> None:
         self.server, self._sock, self._engine_path = server, sock, engine_path
+        limits, (certificate, key) = server.settings.limits, server.settings.certificate or (None, None)
         config = uvicorn.Config(
             App(server, ROUTES),  # pyright: ignore[reportArgumentType]
-            http=BoundedProtocol,
+            http=partial(BoundedProtocol, limits),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level=logging.CRITICAL,  # clients must not be able to fill a log
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=limits.keep_alive_seconds,  # pyright: ignore[reportArgumentType]
             timeout_graceful_shutdown=1,
             backlog=2048,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
         )
         self._uvicorn = _Uvicorn(config)
         self._draining: asyncio.Task[None] | None = None
@@ -73,6 +82,7 @@ class FrontEnd:
     def stop(self) -> None:
         """End: at first after the requests that run, if it is called again at once."""
         if self._draining is not None:
+            self.server.engine.give_up(ENDED)
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
             return
         self.server.draining = True
@@ -84,16 +94,18 @@ class FrontEnd:
         end = loop.time() + self.server.settings.shutdown_seconds
         while self.server.num_running and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
-        self.server.engine.give_up(EngineClosedError("the server has shut down"))
+        self.server.engine.give_up(ENDED)
         self._uvicorn.should_exit = True
 
     async def _tick(self) -> None:
-        """Look after the open streams, and tell the engine what was answered."""
+        """Look after the open streams and connections, and tell the engine what was answered."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = asyncio.get_running_loop().time()
             for stream in [*self.server.streams]:
                 stream.tick(now)
+            for connection in [*self._uvicorn.server_state.connections]:
+                connection.tick(now)  # pyright: ignore[reportAttributeAccessIssue]
             if self.server.engine.alive and (counts := self.server.answers.take()):
                 with contextlib.suppress(EngineDeadError):
                     await self.server.engine.ask("answered", http=counts)
@@ -102,4 +114,21 @@ class FrontEnd:
 async def serve(server: Server, sock: socket.socket, engine_path: Path) -> None:
     """Serve until SIGTERM or SIGINT, as the only task of a process."""
     freeze()
+    log_to_stderr(server.settings)
+    allow_connections(server.settings.limits.connections)
     await FrontEnd(server, sock, engine_path).run(signals=True)
+
+
+def log_to_stderr(settings: Settings) -> None:
+    """Print errors of the server and, if it was asked for, one line for each request."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    if settings.access_log:
+        logging.getLogger("nanovllm.access").setLevel(logging.INFO)
+
+
+def allow_connections(count: int) -> None:
+    """Raise the limit of open files of this process as far as so many connections need, and the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from nanovllm.engine.requests import MOST_PRIORITY
 from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
+from nanovllm.entrypoints.server.settings import MOST_STOP, MOST_TOKENS
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import MIN_TEMPERATURE, SamplingParams, closest
 
@@ -35,6 +37,7 @@ REFUSED = frozenset(
         "return_tokens_as_token_ids",
     }
 )  # fmt: skip
+BITS = 256  # of integers, which messages may name
 NOTHING = (None, False, 0, "", [], ["text"])
 MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -123,6 +126,9 @@ def convert(values: dict[str, Any], kind: type[S]) -> S:
     Raises:
         ApiError: A field has a wrong type, or is missing.
     """
+    for name, value in values.items():
+        if isinstance(value, int) and value.bit_length() > BITS:
+            raise ApiError(400, f"{name[:100]} has more than {BITS} bits", param=name[:100])
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -146,6 +152,13 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
     options: dict[str, Any] = {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options |= {name: value for name in SAME if (value := getattr(asked, name)) is not None}
     options |= {"max_tokens": max_tokens, **more}
+    if abs(asked.priority or 0) >= MOST_PRIORITY:
+        raise ApiError(400, f"priority={asked.priority} must be between -2**53 and 2**53", param="priority")
+    for name in ("logit_bias", "stop_token_ids"):
+        if len(getattr(asked, name) or ()) > MOST_TOKENS:
+            raise ApiError(400, f"{name} has more than {MOST_TOKENS} tokens", param=name)
+    if any(len(stop) > MOST_STOP for stop in (asked.stop if isinstance(asked.stop, list) else [asked.stop or ""])):
+        raise ApiError(400, f"stop has a string of more than {MOST_STOP} characters", param="stop")
     if (penalty := asked.repetition_penalty or asked.repeat_penalty) is not None:
         options["repetition_penalty"] = penalty
     if 0 < options["temperature"] < MIN_TEMPERATURE:

@@ -5,18 +5,44 @@ from pathlib import Path
 
 from nanovllm.errors import InvalidRequestError
 
-MOST_BODY_BYTES = 16 << 20  # a prompt of a million token ids as JSON has 8 MB
-MOST_HEADER_BYTES = 64 << 10  # in all, as CVE-2025-48956 asks for a bound
-MOST_HEADERS = 100
 MOST_DEPTH = 64  # of JSON
+MOST_CONTAINERS = 100_000  # lists and objects of one body: each takes twenty times its three bytes of JSON
 MOST_CHOICES = 128  # OpenAI's bound of `n`
 MOST_ROWS = 2048  # prompts times choices of one request
-HEADER_SECONDS = 10.0  # for a request's head, and for a connection's first byte
-BODY_SECONDS = 30.0  # for a request's body
-KEEP_ALIVE_SECONDS = 75
-STALL_SECONDS = 60.0  # for a client that does not read
-PING_SECONDS = 15.0  # between comments in a silent stream, which keep proxies from closing it
-MOST_CONNECTIONS = 8192
+MOST_TOKENS = 1024  # entries of `logit_bias`, and of `stop_token_ids`
+MOST_LISTED = 1 << 17  # such entries of all rows of one request
+MOST_STOP = 4096  # characters of one stop string
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one front end bears with. Times are seconds.
+
+    Args:
+        body_bytes: Of one request's body. A prompt of a million token ids as JSON has 8 MB.
+        held_bytes: Of all bodies together that are being read.
+        head_bytes: Of one request before its body.
+        headers: Of one request.
+        connections: That are open at the same time.
+        head_seconds: For a request's head, and for a connection's first byte.
+        body_seconds: For a request's body.
+        keep_alive_seconds: Between two requests of a connection.
+        stall_seconds: For a client that reads nothing of what was sent.
+        ping_seconds: Between comments in a silent stream, which keep proxies from closing it.
+        linger_seconds: For a refused client to read why, before the connection is closed.
+    """
+
+    body_bytes: int = 16 << 20
+    held_bytes: int = 256 << 20
+    head_bytes: int = 64 << 10
+    headers: int = 100
+    connections: int = 8192
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    keep_alive_seconds: float = 75.0
+    stall_seconds: float = 60.0
+    ping_seconds: float = 15.0
+    linger_seconds: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +55,8 @@ class Settings:
         model_name: The name of the model in requests and answers.
         any_model_name: Whether requests may name any model.
         api_keys: SHA-256 digests of the keys of which each request must bring one. Empty: no key is needed.
-        allowed_hosts: Values of the Host header that are served, besides addresses of the loopback interface. `"*"`: any.
-        cors_origins: Origins of other sites' pages that may call. Empty: none.
+        allowed_hosts: Names in the Host header that are served, besides `localhost`, the name in `host`, and any IP address. `"*"`: any.
+        cors_origins: Origins of other sites' pages that may call, such as `"https://chat.example"`. `"*"`: any. Empty: none.
         shutdown_seconds: How long running requests may go on after SIGTERM.
         max_waiting: How many requests may wait for the engine.
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together; None: any number.
@@ -40,6 +66,9 @@ class Settings:
         chunk_share: The part of the KV memory that chunks may hold, all keys together.
         tool_parser: The format of tool calls: a name of `tools.formats.FORMATS`, "auto" for what the chat template tells, or "none".
         reasoning_parser: The format of think blocks: a name of `reasoning.REASONING_FORMATS`, "auto" or "none".
+        access_log: Whether each request gets a line on stderr.
+        certificate: A file with the certificates of a TLS server, and the file of its private key. None: no TLS.
+        limits: What one front end bears with.
 
     Raises:
         InvalidRequestError: A value is invalid.
@@ -61,6 +90,9 @@ class Settings:
     chunk_share: float = 0.5
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    access_log: bool = False
+    certificate: tuple[str, str] | None = None
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

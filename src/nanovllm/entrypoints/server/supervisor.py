@@ -6,6 +6,7 @@ They are forked from this process, which never starts a thread or touches a GPU,
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.entrypoints.server.starting import FAILED, first_line, tell
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
 
 MOST_RESTARTS, RESTART_SECONDS = 5, 60.0  # an engine that fails more often in this time stays down
 KILL_SECONDS = 5.0  # for a process to end after its time is over
@@ -38,80 +41,124 @@ class Supervisor:
     def __init__(self, settings: Settings, model: str, options: dict[str, Any], *, workers: int = 1, restart: bool = True) -> None:
         self.settings, self.model, self.options, self.workers, self.restart = settings, model, options, workers, restart
         self.engine, self.fronts = 0, set[int]()
-        self._deaths: list[float] = []
+        self._ready = self._telling = -1  # a pipe in which starting processes say that they are ready, or why they fail
+        self._engine_deaths, self._front_deaths = Deaths(MOST_RESTARTS), Deaths(MOST_RESTARTS * workers)
 
     def run(self, say: Callable[[str], None]) -> int:
-        """Serve until SIGTERM or SIGINT. Returns the exit code.
+        """Serve until SIGTERM, SIGINT or SIGHUP.
 
         Args:
             say: Prints one line for the operator.
+
+        Returns:
+            The exit code. 0: an orderly end. 1: a second signal came, or front ends failed again and again. 2: the start failed, and one
+            line on stderr said why.
+
+        Raises:
+            InvalidRequestError: The address cannot be used.
         """
-        watched = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+        ends = {signal.SIGTERM, signal.SIGINT} | ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set())
+        self._ends, watched = ends, ends | {signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-        with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder, contextlib.ExitStack() as sockets:
+        with tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as sockets:
             self.path = Path(folder) / "engine"
             self.listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            self.listener.bind(str(self.path))
-            self.listener.listen(256)
+            self._listen(folder)
             self.http = sockets.enter_context(bound(self.settings))
-            address = url(self.http)
+            self._ready, self._telling = os.pipe()
+            for end in (self._ready, self._telling):
+                os.set_blocking(end, False)
+                sockets.callback(os.close, end)
             try:
-                ready = self._start_engine()
+                self.engine = self._fork(self._engine)
                 self.fronts |= {self._fork(self._front) for _ in range(self.workers)}
-                while True:
-                    told = read_ready(ready)
-                    if told is None and signal.sigtimedwait(watched - {signal.SIGCHLD}, 0) is not None:
+                while (told := self._told()) is None:
+                    if signal.sigtimedwait(ends, 0) is not None:
                         return self._stop()
-                    if told is not None:
-                        break
                 if told:
                     print(f"nanovllm: error: {told}", file=sys.stderr, flush=True)
-                    return 2
-                say(f"nanovllm serves {self.settings.model_name} at {address}")
+                    return FAILED
+                say(f"nanovllm serves {self.settings.model_name} at {url(self.http, tls=self.settings.certificate is not None)}")
                 while True:
                     if signal.sigwait(watched) != signal.SIGCHLD:
                         return self._stop()
-                    self._reap(say)
+                    if not self._reap(say):
+                        return 1
             finally:
                 self._kill()
 
-    def _start_engine(self) -> int:
-        """Start an engine. Returns a file descriptor at which it says that it is ready."""
-        reading, writing = os.pipe()
-        self.engine = self._fork(self._engine, writing)
-        os.close(writing)
-        return reading
+    def _listen(self, folder: str) -> None:
+        try:
+            self.listener.bind(str(self.path))
+        except OSError as error:
+            raise InvalidRequestError(f"a socket in {folder} cannot be used: {error}; TMPDIR can name another folder") from None
+        self.listener.listen(256)
 
-    def _reap(self, say: Callable[[str], None]) -> None:
-        """Look which processes have ended, and start them again."""
+    def _told(self) -> str | None:
+        """What starting processes say: "" if the engine is ready, an error if one has failed. None: nothing within a tenth of a second."""
+        select.select([self._ready], [], [], 0.1)
+        gone = [*ended()]  # before the last words are read
+        told = self._words()
+        if error := first_line(told):
+            return error
+        for pid, code in gone:
+            who = "the engine" if pid == self.engine else "a front end"
+            self._forget(pid)
+            return f"{who} has ended during its start (exit code {code})"
+        return "" if told else None
+
+    def _words(self) -> str:
+        """What was said in the pipe since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._ready, 1 << 16).decode(errors="replace")
+        return ""
+
+    def _forget(self, pid: int) -> None:
+        self.fronts.discard(pid)
+        if pid == self.engine:
+            self.engine = 0
+
+    def _reap(self, say: Callable[[str], None]) -> bool:
+        """Look which processes have ended, and start them again. Returns whether the server can go on."""
         for pid, code in ended():
+            words = first_line(self._words())
+            why = f"exit code {code}" + (f": {words}" if words else "")
             if pid == self.engine:
                 self.engine = 0
-                now = time.monotonic()
-                self._deaths = [*(t for t in self._deaths if now - t < RESTART_SECONDS), now]
-                if not self.restart or len(self._deaths) > MOST_RESTARTS:
-                    say(f"the engine has ended (exit code {code}) and is not started again: /health answers 503")
+                if self._engine_deaths.too_many() or not self.restart:
+                    say(f"the engine has ended ({why}) and is not started again: /health answers 503")
                     continue
-                say(f"the engine has ended (exit code {code}): it is started again")
-                os.close(self._start_engine())
+                say(f"the engine has ended ({why}): it is started again")
+                self.engine = self._fork(self._engine)
             elif pid in self.fronts:
-                say(f"a front end has ended (exit code {code}): another is started")
-                self.fronts = self.fronts - {pid} | {self._fork(self._front)}
+                self.fronts.discard(pid)
+                if self._front_deaths.too_many():
+                    say(f"a front end has ended ({why}), as others before it: the server ends")
+                    return False
+                say(f"a front end has ended ({why}): another is started")
+                self.fronts.add(self._fork(self._front))
+        return True
 
     def _stop(self) -> int:
-        """End the front ends, which let their requests end, and then the engine. A second signal ends them at once."""
+        """End the front ends, which let their requests end, and then the engine. A second signal ends them at once.
+
+        Returns the exit code.
+        """
+        code = 0
         for pid in self.fronts:
             os.kill(pid, signal.SIGTERM)
         end = time.monotonic() + self.settings.shutdown_seconds + KILL_SECONDS
         while self.fronts and (left := end - time.monotonic()) > 0:
-            came = signal.sigtimedwait({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}, left)
+            came = signal.sigtimedwait(self._ends | {signal.SIGCHLD}, left)
             if came is not None and came.si_signo != signal.SIGCHLD:
+                code, end = 1, time.monotonic() + KILL_SECONDS
                 for pid in self.fronts:
                     os.kill(pid, signal.SIGTERM)
-            self.fronts -= {pid for pid, _ in ended()}
+            for pid, _ in ended():
+                self._forget(pid)
         if self.engine:
             os.kill(self.engine, signal.SIGTERM)
-        return 0
+        return code
 
     def _kill(self) -> None:
         """End what is left."""
@@ -152,7 +199,7 @@ class Supervisor:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _engine(self, ready: int) -> int:
+    def _engine(self) -> int:
         from nanovllm.entrypoints.server.engine_process import run_engine
         from nanovllm.entrypoints.server.named_chunks import chunk_limits
 
@@ -163,7 +210,7 @@ class Supervisor:
             "max_waiting_tokens": self.settings.max_waiting_tokens,
             "chunk_limits": chunk_limits(self.settings),
         }
-        return run_engine(self.model, self.options, parsers, limits, self.listener, ready)
+        return run_engine(self.model, self.options, parsers, limits, self.listener, self._telling)
 
     def _front(self) -> int:
         import uvloop
@@ -172,8 +219,25 @@ class Supervisor:
         from nanovllm.entrypoints.server.front_model import load_front
 
         self.listener.close()
-        uvloop.run(serve(load_front(self.settings, self.model, self.options), self.http, self.path))
+        try:
+            server = load_front(self.settings, self.model, self.options)
+        except NanoVLLMError as error:
+            return tell(self._telling, error)
+        uvloop.run(serve(server, self.http, self.path))
         return 0
+
+
+class Deaths:
+    """Counts how often processes have ended in the last `RESTART_SECONDS`."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._times = most, list[float]()
+
+    def too_many(self) -> bool:
+        """Note one more. Returns whether there are more than `most`."""
+        now = time.monotonic()
+        self._times = [*(t for t in self._times if now - t < RESTART_SECONDS), now]
+        return len(self._times) > self._most
 
 
 def ended() -> Iterator[tuple[int, int]]:
@@ -188,38 +252,27 @@ def ended() -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
-def read_ready(ready: int) -> str | None:
-    """What a starting engine says: "" if it is ready, an error if it has failed. None: nothing within a tenth of a second."""
-    import select
-
-    if not select.select([ready], [], [], 0.1)[0]:
-        return None
-    told = os.read(ready, 4096)
-    os.close(ready)
-    if not told:
-        return "the engine's process has ended during its start"
-    return told.rstrip(b"\0").decode(errors="replace")
-
-
 def bound(settings: Settings) -> socket.socket:
     """The socket that clients connect to.
 
     Raises:
-        OSError: The address cannot be used.
+        InvalidRequestError: The address cannot be used.
     """
-    family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(BACKLOG)  # clients that come before the front ends wait
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    with contextlib.ExitStack() as opened:
+        try:
+            family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)  # clients that come before the front ends wait
+        except (OSError, UnicodeError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise InvalidRequestError(f"--host {settings.host} --port {settings.port} cannot be used: {reason}") from None
+        opened.pop_all()
+        return sock
 
 
-def url(sock: socket.socket) -> str:
+def url(sock: socket.socket, *, tls: bool = False) -> str:
     """The address of a bound socket."""
     host, port, *_ = sock.getsockname()
-    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+    return f"http{'s' * tls}://" + (f"[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{host}:{port}")

@@ -42,6 +42,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
         priority: As in `submit`.
         space: The namespace of the names.
         keep: What becomes a chunk; only for one request.
+        namespace: As in `submit_many`.
     """
 
     ids: list[int]
@@ -51,6 +52,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     priority: int = 0
     space: str = ""
     keep: Keep | None = None
+    namespace: int = 0
 
 
 class Cancel(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):

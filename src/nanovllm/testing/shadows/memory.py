@@ -196,7 +196,7 @@ def indexed_runs(index: PrefixIndex) -> list[tuple[tuple[int, ...], int]]:
     runs = []
     for page in index.pages():
         parts, at = list[np.ndarray](), page
-        while at != ROOT:
+        while at > ROOT:
             if at not in index:
                 raise BrokenInvariantError(f"page {page} is indexed after page {at}, which is not indexed")
             start = index.place_of[at] * index.page_size

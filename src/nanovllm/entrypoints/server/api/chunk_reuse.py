@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.entrypoints.server.app import Server, given_digest
+from nanovllm.entrypoints.server.admission import given_digest
+from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.request_fields import Sampled

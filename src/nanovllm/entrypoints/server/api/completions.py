@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
-from nanovllm.entrypoints.server.api.prompts import INT32, checked, encoded, room, usage
+from nanovllm.entrypoints.server.api.prompts import INT32, SHORT, checked, encoded, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
-from nanovllm.entrypoints.server.settings import MOST_CHOICES, MOST_ROWS
+from nanovllm.entrypoints.server.settings import MOST_CHOICES, MOST_LISTED, MOST_ROWS
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.tokenizer.stream import TextStream
 
@@ -42,18 +42,15 @@ async def completions(server: Server, exchange: Exchange) -> None:
     model, n = own_model(server, asked.model), num_choices(asked.n)
     if asked.best_of not in (None, n):
         raise ApiError(400, f"best_of={asked.best_of}: only the value of n ({n}) is supported", param="best_of")
-    named = await _prompts(server, asked)
+    named = await _prompts(server, asked, n)
     prompts = [ids for _, ids in named]
-    if len(prompts) * n > MOST_ROWS:
-        raise ApiError(400, f"{len(prompts)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
     reuse = await reuse_of(server, exchange, asked, len(prompts) * n)
     lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     constraint = await forced(server, form)
-    options = [
-        sampling(asked, server.generation, room(server, length, most, name), **constraint)
-        for (name, _), length in zip(named, lengths, strict=True)
-    ]
+    rooms = [room(server, length, most, name) for (name, _), length in zip(named, lengths, strict=True)]
+    made = {longest: sampling(asked, server.generation, longest, **constraint) for longest in {*rooms}}
+    options = [made[longest] for longest in rooms]
     rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
@@ -170,22 +167,26 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
     return usage(sum(lengths), sum(end.num_tokens for end in ends), sum(end.num_cached for end in ends[::n]))
 
 
-async def _prompts(server: Server, asked: CompletionRequest) -> list[tuple[str, bytes]]:
+async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tuple[str, bytes]]:
     """Each prompt's place in the request, and its token ids."""
-    prompt = asked.prompt
+    prompt, listed = asked.prompt, len(asked.logit_bias or ()) + len(asked.stop_token_ids or ())
     if isinstance(prompt, str):
         return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks))]
     if prompt and all(isinstance(one, int) for one in prompt):
         return [("prompt", checked(server, prompt, "prompt"))]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")
-    found = []
+    if len(prompt) * n > MOST_ROWS:
+        raise ApiError(400, f"{len(prompt)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
+    if len(prompt) * n * listed > MOST_LISTED:
+        raise ApiError(400, f"{len(prompt)} prompts with n={n} and {listed} logit_bias and stop_token_ids are too many", param="prompt")
+    found, special = list[tuple[str, bytes]](), {"add_special_tokens": not asked.chunks}
+    many = sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
     for place, one in enumerate(prompt):
         name = f"prompt[{place}]"
         if isinstance(one, int):
             raise ApiError(400, "prompt mixes token ids with texts or lists", param="prompt")
-        special = not asked.chunks
-        ids = checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, add_special_tokens=special)
+        ids = checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, of_many=many, **special)
         found.append((name, ids))
     return found
 

@@ -14,8 +14,15 @@ SHORT = 4096  # characters that are encoded in the event loop's own thread
 INT32 = np.dtype("<i4")
 
 
-async def encoded(server: Server, text: str, param: str, *, add_special_tokens: bool = True) -> bytes:
+async def encoded(server: Server, text: str, param: str, *, add_special_tokens: bool = True, of_many: bool = False) -> bytes:
     """The token ids of a text, as int32 in bytes.
+
+    Args:
+        server: The server.
+        text: The text.
+        param: Its place in the request.
+        add_special_tokens: Whether the model's special tokens are added.
+        of_many: Whether it is one of many texts, which would together stop the event loop.
 
     Raises:
         ApiError: The text is too long or not valid, or the model has no tokenizer.
@@ -25,7 +32,7 @@ async def encoded(server: Server, text: str, param: str, *, add_special_tokens: 
     most = require_engine(server).max_model_len
     encode = server.tokenizer.encode
     try:
-        if len(text) <= SHORT:
+        if len(text) <= SHORT and not of_many:
             ids = encode(text, add_special_tokens, most)
         else:
             ids = await asyncio.to_thread(encode, text, add_special_tokens, most)

@@ -76,7 +76,8 @@ async def whole(
         ClientGoneError: The client has gone; the rows are cancelled.
     """
     rows = Rows(len(prompts))
-    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, priority=priority, space=space, keep=keep)
+    more: Any = {"priority": priority, "space": space, "keep": keep, "namespace": exchange.namespace}
+    ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, **more)
     gone = asyncio.ensure_future(exchange.disconnected())
     try:
         await asyncio.wait((rows.future, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -240,7 +241,8 @@ class StreamedReply:
             ApiError: The engine refuses the request, and no answer has begun.
         """
         engine = self._server.engine
-        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, priority=priority, space=space, keep=keep)
+        more: Any = {"priority": priority, "space": space, "keep": keep, "namespace": self._exchange.namespace}
+        self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, **more)
         try:
             await self.started
             await self._exchange.disconnected()
@@ -253,7 +255,7 @@ class StreamedReply:
         """Begin the answer, once."""
         if self._events is None and not self.started.done():
             self._events = self._exchange.events(self._server.streams)
-            self._events.resumed, self._events.dropped = self._resumed, self._dropped
+            self._events.resumed = self._resumed
             self.started.set_result(None)
 
     def write(self, data: bytes) -> None:
@@ -296,10 +298,6 @@ class StreamedReply:
             if self.blocked:
                 return
             row.catch_up()
-
-    def _dropped(self) -> None:
-        self._server.engine.cancel(self._ids)
-        self._exchange.abort()
 
 
 def error_event(error: ApiError) -> bytes:

@@ -1,0 +1,292 @@
+"""`nanovllm serve` with its real processes: starts that fail, orderly ends, and what happens when a process is killed."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanovllm
+
+pytestmark = [pytest.mark.unhooked, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+LIMIT = 90.0
+PATH = "/v1/completions"
+GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+LONG = GREEDY | {"max_tokens": 1900, "ignore_eos": True, "stream": True}
+TINY = Path(nanovllm.__file__).parent / "assets" / "tiny"
+RIGHT = ", a boy named Jonas lived in a"
+
+
+class Served:
+    """A server in processes of its own."""
+
+    def __init__(self, *options: str, **environment: str) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="nv")
+        command = [sys.executable, "-m", "nanovllm", "serve", "--device", "cpu", "--num-pages", "512", "--port", "0", *options]
+        more = {"TMPDIR": self.folder.name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+        self.opened = contextlib.ExitStack()
+        self.files = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
+        with self.files[0].open("w") as out, self.files[1].open("w") as err:
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | more)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.files[0].read_text().splitlines()
+
+    @property
+    def errors(self) -> list[str]:
+        return self.files[1].read_text().splitlines()
+
+    def ready(self) -> "Served":
+        """Wait until it serves."""
+        self.wait(lambda: self.lines)
+        assert self.lines[0].startswith("nanovllm serves tiny at http"), self.lines
+        self.port = int(self.lines[0].rpartition(":")[2])
+        self.wait(lambda: self.get("/health") == 200)
+        self.wait(lambda: len(self.children()) >= 2)
+        return self
+
+    def wait(self, met: Any, seconds: float = LIMIT) -> None:
+        end = time.monotonic() + seconds
+        while not met():
+            assert time.monotonic() < end and self.process.poll() is None, (self.process.returncode, self.lines, self.errors)
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        """Wait for the end. Returns the exit code."""
+        return self.process.wait(LIMIT)
+
+    def children(self) -> list[int]:
+        """The engine, and after it the front ends in the order of their starts."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in path.read_text(encoding="ascii").split()]
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection that is closed with the server."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
+        self.opened.callback(connection.close)
+        return connection
+
+    def get(self, path: str) -> int:
+        """The status; 0 if there is no answer."""
+        try:
+            with contextlib.closing(self.connect()) as connection:
+                connection.request("GET", path)
+                return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 0
+
+    def post(self, body: dict[str, Any]) -> http.client.HTTPResponse:
+        connection = self.connect()
+        connection.request("POST", PATH, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        self.opened.callback(answer.close)
+        return answer
+
+    def right(self) -> bool:
+        """Whether a request is answered rightly."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            answer = self.post(GREEDY)
+            if answer.status == 200:
+                return json.loads(answer.read())["choices"][0]["text"] == RIGHT
+        return False
+
+
+@pytest.fixture
+def served() -> Iterator[Any]:
+    """Starts servers, and at the end looks that nothing of them is left."""
+    started: list[Served] = []
+
+    def start(*options: str, **environment: str) -> Served:
+        started.append(Served(*options, **environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.end()
+        one.opened.close()
+        one.folder.cleanup()
+
+
+def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether the processes end within a time."""
+    end = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def empty(server: Served) -> bool:
+    """Whether the server's temporary folder was removed."""
+    return not [one for one in Path(server.folder.name).iterdir() if one.name.startswith("nanovllm-")]
+
+
+def stream(server: Served, body: dict[str, Any] = LONG) -> tuple[threading.Thread, list[bytes]]:
+    """Begin a stream. Returns a thread that reads it to its end, and what it has read."""
+    answer = server.post(body)
+    assert answer.status == 200
+    found = [answer.readline()]
+
+    def read() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            while part := answer.readline():
+                found.append(part)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path):
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:100_000])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        starts = [
+            (served("--port", port), f"--port {port} cannot be used: Address already in use"),
+            (served("--model", "no/such-model"), "no/such-model"),
+            (served("--model", str(tmp_path)), str(tmp_path)),  # found by the engine
+            (served("--host", "0.0.0.0", NANOVLLM_API_KEY=""), "a key is needed"),
+            (served("--cors-origin", "chat"), "--cors-origin"),
+        ]
+        for server, message in starts:
+            assert server.end() == 2 and not server.lines, server.errors
+            assert len(server.errors) == 1 and message in server.errors[0] and server.errors[0].startswith("nanovllm: error: ")
+            assert empty(server)
+
+
+def test_an_orderly_end_lets_requests_end(served: Any):
+    server = served("--shutdown-seconds", "60", "--access-log").ready()
+    pids = server.children()
+    kept = server.connect()
+    kept.request("GET", "/health")
+    assert kept.getresponse().read()
+    thread, found = stream(server, LONG | {"max_tokens": 400})
+    server.process.send_signal(signal.SIGTERM)
+    server.wait(lambda: server.get("/health") == 503)
+    kept.request("POST", PATH, json.dumps(GREEDY), {"content-type": "application/json"})
+    refused = kept.getresponse()
+    assert refused.status == 503 and refused.headers["connection"] == "close" and b"shutting_down" in refused.read()
+    thread.join(LIMIT)
+    assert found[-2:] == [b"data: [DONE]\n", b"\n"] and b'"length"' in b"".join(found)
+    assert server.end() == 0 and gone(pids) and empty(server)
+    assert any(" POST '/v1/completions' 200 " in line for line in server.errors) and not any("Traceback" in line for line in server.errors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("second", [False, True])
+def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool):
+    server = served("--shutdown-seconds", "60" if second else "0.3").ready()
+    pids = server.children()
+    thread, found = stream(server)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    if second:
+        server.wait(lambda: server.get("/health") == 503)
+        server.process.send_signal(signal.SIGINT)
+    assert server.end() == second and time.monotonic() - began < 15.0
+    thread.join(LIMIT)
+    assert b"the server has shut down" in b"".join(found) and gone(pids) and empty(server)
+    assert not any("Traceback" in line for line in server.errors), server.errors
+
+
+def test_a_killed_engine_is_told_of_and_started_again(served: Any):
+    server = served().ready()
+    engine, front = server.children()
+    thread, found = stream(server)
+    os.kill(engine, signal.SIGKILL)
+    thread.join(LIMIT)
+    assert b'"code":"engine_unavailable"' in b"".join(found) and found[-2] == b"data: [DONE]\n"
+    assert server.get("/health") in (0, 200, 503) and server.right() in (False, True)
+    server.wait(server.right)
+    assert front in server.children() and engine not in server.children()
+    assert any("it is started again" in line for line in server.lines)
+
+
+def test_two_front_ends_one_of_which_is_killed_and_then_both(served: Any):
+    server = served("--workers", "2", "--max-num-seqs", "8").ready()
+    server.wait(lambda: len(server.children()) == 3)
+    engine, *fronts = server.children()
+    server.wait(lambda: all(answers_alone(server, one, other) for one, other in (fronts, fronts[::-1])))
+    streams = [stream(server, LONG | {"max_tokens": 300}) for _ in range(6)]
+    os.kill(fronts[0], signal.SIGKILL)
+    for thread, _ in streams:
+        thread.join(LIMIT)
+    assert any(b"[DONE]" in b"".join(found) for _, found in streams)  # those of the other
+    server.wait(lambda: len(server.children()) == 3 and fronts[0] not in server.children())
+    assert {engine, fronts[1]} <= set(server.children())
+    streams = [stream(server) for _ in range(6)]
+    for pid in server.children():
+        if pid != engine:
+            os.kill(pid, signal.SIGKILL)
+    for thread, found in streams:
+        thread.join(LIMIT)
+        assert b"[DONE]" not in b"".join(found)
+    server.wait(server.right)
+    before = seconds_of(engine)
+    time.sleep(0.5)
+    assert seconds_of(engine) - before < 0.2 and engine in server.children()  # it runs none of the streams' 11,000 tokens
+
+
+def seconds_of(pid: int) -> float:
+    """The time that a process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def answers_alone(server: Served, one: int, other: int) -> bool:
+    os.kill(other, signal.SIGSTOP)
+    try:
+        return server.right()
+    finally:
+        os.kill(other, signal.SIGCONT)
+
+
+def test_nothing_outlives_a_killed_supervisor(served: Any):
+    server = served().ready()
+    pids = server.children()
+    server.process.kill()
+    server.end()
+    assert gone(pids)
+
+
+@pytest.mark.long
+def test_an_engine_that_is_not_started_again(served: Any):
+    server = served("--no-restart").ready()
+    engine, front = server.children()
+    os.kill(engine, signal.SIGKILL)
+    server.wait(lambda: server.get("/health") == 503)
+    server.wait(lambda: any("is not started again" in line for line in server.lines))
+    assert server.children() == [front] and server.post(GREEDY).status == 503
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
+
+
+@pytest.mark.long
+def test_an_engine_that_fails_again_and_again_stays_down(served: Any):
+    server = served().ready()
+    _, front = server.children()
+    for count in range(1, 7):
+        server.wait(lambda: len(server.children()) == 2 and server.get("/health") == 200)
+        os.kill(next(pid for pid in server.children() if pid != front), signal.SIGKILL)
+        server.wait(lambda count=count: len(server.lines) > count)
+    assert ["is not started again" in line for line in server.lines[1:]] == [False] * 5 + [True]
+    assert server.get("/health") == 503 and server.children() == [front]
