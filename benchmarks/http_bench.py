@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,21 @@ def served(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
         while (found := SERVES.search(line := process.stdout.readline())) is None:
             if not line or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {' '.join(command)}")
+        while not healthy(found[1]):
+            time.sleep(0.02)
         yield found[1], process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+
+
+def healthy(url: str) -> bool:
+    """Whether a server takes requests: its front ends may connect to the engine a little after it is ready."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 def cpu_seconds(parent: int) -> list[float]:

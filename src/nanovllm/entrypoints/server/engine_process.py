@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.entrypoints.async_llm import STEP_MS
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
@@ -59,4 +60,6 @@ def load_llm(model: str, options: dict[str, Any], tool_parser: str, reasoning_pa
     if loaded.tokenizer is not None:
         formats = ReplyFormats.of(loaded.tokenizer, tool_parser, reasoning_parser)
         loaded = replace(loaded, tokenizer=formats.shown(loaded.tokenizer))
+    if options.get("max_step_ms") is None and loaded.device.type == "cuda":
+        options["max_step_ms"] = STEP_MS  # as in an `AsyncLLM`
     return LLM(loaded, **options)
