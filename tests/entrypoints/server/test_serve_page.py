@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,13 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 def test_programs_run(live: Live, program: str):
     code = program.replace("127.0.0.1:8000", f"127.0.0.1:{live.port}")
     assert code != program
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(code, "serve.md", "exec"), {})
+    names: dict[str, Any] = {}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, "serve.md", "exec"), names)
+    finally:
+        if "client" in names:  # a program ends with its process, a test does not
+            names["client"].close()
     assert len(out.getvalue()) > 5
 
 
