@@ -19,8 +19,10 @@ from nanovllm.sampling.grammar import Grammar
 
 FORMATS = ("text", "json_object", "json_schema")
 FORMS = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's `structured_outputs`
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
-GUIDED |= {"json_schema": "json", "regex": "regex"}  # of llama.cpp and of SGLang
+GUIDED: Mapping[str, str] = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",  # vLLM's older names
+    "json_schema": "json", "regex": "regex",  # of llama.cpp and of SGLang
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

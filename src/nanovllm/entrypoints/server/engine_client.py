@@ -205,7 +205,7 @@ class EngineClient(asyncio.Protocol):
                     if (receiver := self._receivers.get(number)) is not None:
                         receiver.accepted()
             case Failure():
-                error = KINDS.get(message.kind, NanoVLLMError)(message.message)
+                error = error_of(message.kind, message.message)
                 for number in message.ids:
                     if (receiver := self._receivers.pop(number, None)) is not None:
                         receiver.fail(error)
@@ -238,3 +238,8 @@ class EngineClient(asyncio.Protocol):
         for number, piece in tokens.items():
             if (receiver := self._receivers.get(number)) is not None:
                 receiver.push(piece)
+
+
+def error_of(kind: str, message: str) -> NanoVLLMError:
+    """An error of the engine, from the name of its class and its message."""
+    return KINDS.get(kind, NanoVLLMError)(message)

@@ -181,10 +181,21 @@ class EngineLoop:
                 if not data:
                     raise ConnectionResetError
                 peer.inward += data
-                for body in take_frames(peer.inward):
-                    self._handle(peer, self._decode(body))
-        except (OSError, ValueError):  # msgspec's errors are ValueErrors: a front end that speaks nonsense is let go
+                for message in self._messages(peer):
+                    self._handle(peer, message)
+        except OSError:
             self._drop(peer)
+
+    def _messages(self, peer: Peer) -> list[Inward]:
+        """The messages that are complete.
+
+        Raises:
+            ConnectionAbortedError: The front end speaks nonsense.
+        """
+        try:
+            return [self._decode(body) for body in take_frames(peer.inward)]
+        except ValueError as error:  # also msgspec's. Errors of requests are ValueErrors too, so only this is inside
+            raise ConnectionAbortedError from error
 
     def _accept(self, sock: socket.socket) -> None:
         sock.setblocking(False)

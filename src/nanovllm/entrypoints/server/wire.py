@@ -102,7 +102,7 @@ class Failure(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
 
 
 class Accepted(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
-    """Requests that were queued. `reasons` of refusal can no longer be told by an HTTP status after this."""
+    """Requests that were queued, so that their answers begin: an error that comes later cannot be told by an HTTP status."""
 
     ids: list[int]
 

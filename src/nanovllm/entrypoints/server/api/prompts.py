@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.entrypoints.async_llm import SHORT
 from nanovllm.entrypoints.server.app import Server, require_engine
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.tokenizer import TooManyTokensError
 
-SHORT = 4096  # characters that are encoded in the event loop's own thread
 INT32 = np.dtype("<i4")
 
 

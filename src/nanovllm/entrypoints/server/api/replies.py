@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol, runtime_checkable
 
 from nanovllm.entrypoints.server.app import Server
+from nanovllm.entrypoints.server.engine_client import error_of
 from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange
 from nanovllm.entrypoints.server.wire import Ended, Keep
@@ -261,10 +262,14 @@ class StreamedReply:
     def write(self, data: bytes) -> None:
         """Send events."""
         assert self._events is not None
-        if not self._headed:
-            self._headed = True
-            data = self.frames.head(len(self.rows)) + data
-        self._events.write(data)
+        self._events.write(self._with_head(data))
+
+    def _with_head(self, data: bytes) -> bytes:
+        """Events, the first time after what comes before them."""
+        if self._headed:
+            return data
+        self._headed = True
+        return self.frames.head(len(self.rows)) + data
 
     def row_ended(self, data: bytes) -> None:
         """Send the last events of a row and, after the last row, the end of the answer."""
@@ -272,10 +277,7 @@ class StreamedReply:
         if not all(row.finished for row in self.rows):
             self.write(data)
             return
-        if not self._headed:
-            self._headed = True
-            data = self.frames.head(len(self.rows)) + data
-        self._events.end(data + self.frames.tail(self.rows) + self._done)
+        self._events.end(self._with_head(data) + self.frames.tail(self.rows) + self._done)
 
     def cut_off(self, error: ApiError) -> None:
         """End with an error: as the answer itself or, after its beginning, as an event."""
@@ -307,8 +309,5 @@ def error_event(error: ApiError) -> bytes:
 
 def failure(ended: Ended) -> ApiError:
     """The error of a row that failed."""
-    from nanovllm.entrypoints.server.engine_client import KINDS
-
     assert ended.error is not None
-    kind, message = ended.error
-    return api_error(KINDS.get(kind, NanoVLLMError)(message))
+    return api_error(error_of(*ended.error))

@@ -22,13 +22,4 @@ class HermesReading(JsonReading):
 
     def closing(self) -> bool:
         """White space and the closing tag. A call whose tag is missing is one all the same."""
-        if not self.skip_space():
-            return self.more()
-        match self.literal(CLOSING):
-            case None:
-                return False
-            case "":
-                return self.refuse()
-        self.mark()
-        self.phase = type(self).content
-        return True
+        return self.end_with(CLOSING)

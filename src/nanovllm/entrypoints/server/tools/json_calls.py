@@ -1,6 +1,7 @@
 """Calls that are JSON objects: `{"name": ..., "arguments": {...}}`, with `parameters` in place of `arguments` in some formats."""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from nanovllm.entrypoints.server.chat_limits import MAX_HELD, MAX_WORD
@@ -13,7 +14,7 @@ KEYS = frozenset({"name", "arguments", "type", "id"})  # `"type": "function"` in
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class JsonReading(Reading):
+class JsonReading(Reading, ABC):
     """The phases of formats whose calls are objects, each after white space.
 
     Attributes:
@@ -47,9 +48,9 @@ class JsonReading(Reading):
             return self.more()
         return self.begin_object() if char == "{" else self.refuse()
 
+    @abstractmethod
     def closing(self) -> bool:
         """What follows an object."""
-        raise NotImplementedError
 
     def begin_object(self, *, bare: bool = False) -> bool:
         """Read the object that begins here."""

@@ -125,16 +125,7 @@ class Qwen3CoderReading(Reading):
 
     def closing(self) -> bool:
         """White space, and the outer closing tag if there is one."""
-        if not self.skip_space():
-            return self.more()
-        match self.literal(CLOSING):
-            case None:
-                return False
-            case "":
-                return self.refuse()
-        self.mark()
-        self.phase = type(self).content
-        return True
+        return self.end_with(CLOSING)
 
     def take(self, text: str, line_break: bool) -> None:
         """Read a part of the value, and a line break that is not part of it."""

@@ -124,6 +124,19 @@ class Reading:
 
     # What phases do
 
+    def end_with(self, tag: str) -> bool:
+        """White space and a closing tag, then content. What comes in place of the tag is content, too."""
+        if not self.skip_space():
+            return self.more()
+        match self.literal(tag):
+            case None:
+                return False
+            case "":
+                return self.refuse()
+        self.mark()
+        self.phase = type(self).content
+        return True
+
     def say(self, text: str) -> None:
         """Give text out as content."""
         if self.lead is not None:
