@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import nanovllm as nv
+from nanovllm.entrypoints.server import engine_loop
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.entrypoints.server.wire import LENGTH
 from tests.entrypoints.server.live import LIMIT, Live
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
@@ -252,3 +254,29 @@ def test_an_engine_that_dies_is_told_of_and_may_be_replaced(live: Live, stream: 
         server.start_engine()
         server.wait_until_healthy()
         assert server.post(PATH, GREEDY).json()["choices"] == live.post(PATH, GREEDY).json()["choices"]
+
+
+def test_a_front_end_that_speaks_nonsense_is_let_go_alone(live: Live):
+    for nonsense in (LENGTH.pack(3) + b"\xc1\xc1\xc1", LENGTH.pack(1 << 30), LENGTH.pack(2) + b"\x91\x07"):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(LIMIT)
+            sock.connect(str(live.path))
+            assert sock.recv(1 << 16)  # the engine says hello
+            sock.sendall(nonsense)
+            assert sock.recv(1) == b""
+    assert live.post(PATH, GREEDY | {"max_tokens": 1}).status == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_state_is_lost_ends_whatever_the_error(live: Live, monkeypatch: pytest.MonkeyPatch):
+    """An `InvalidRequestError` is a `ValueError`, as those of frames are. It must not pass for the front end's fault."""
+
+    def lost(model: nv.Model, state: nv.EngineState, *_: Any, **__: Any) -> Any:
+        nv.submit(model, state, [1])
+        raise nv.InvalidRequestError("planted")
+
+    with Live(live.model) as server:
+        monkeypatch.setattr(engine_loop, "submit_many", lost)
+        assert server.post(PATH, GREEDY).status == 503
+        server.engine_thread.join(LIMIT)
+        assert not server.engine_thread.is_alive()
