@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 LIMITS: dict[str, Any] = {"num_pages": 2200, "page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 16384, "max_model_len": 16384}
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 MIB = 1 << 20
-WIDE = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 8192}
+WIDE: dict[str, Any] = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 8192}
 
 
 def test_memory_that_others_take_makes_steps_smaller_and_ends_no_reply():
