@@ -37,6 +37,7 @@ TINY = Path(__file__).parents[1] / "src/nanovllm/assets/tiny"
 SERVES = re.compile(r"serves .* at (http://\S+)")
 START_SECONDS = 300.0
 TICKS = os.sysconf("SC_CLK_TCK")
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment does not lead to this machine
 
 
 def shape_folder(name: str, folder: Path) -> Path:
@@ -65,6 +66,8 @@ def served(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
             if not line or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {' '.join(command)}")
         while not healthy(found[1]):
+            if time.monotonic() > end:
+                raise RuntimeError(f"the server at {found[1]} is not healthy")
             time.sleep(0.02)
         yield found[1], process.pid
     finally:
@@ -75,7 +78,7 @@ def served(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
 def healthy(url: str) -> bool:
     """Whether a server takes requests: its front ends may connect to the engine a little after it is ready."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        with DIRECT.open(f"{url}/health", timeout=5) as answer:
             return answer.status == 200
     except OSError:
         return False
@@ -138,6 +141,7 @@ def main() -> None:
                 wall = time.perf_counter() - started
                 shares = [round((b - a) / wall, 3) for a, b in zip(before, cpu_seconds(pid), strict=True)]
                 found.append({**row, "engine_cores": shares[0], "front_end_cores": shares[1:]})
+                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "benchmarks.http_bench", "--library-of", model, *sys.argv[1:]]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         known = json.loads(told.splitlines()[-1])
