@@ -39,7 +39,8 @@ class TextPlaces:
             return place
         text = self._texts[token_id]
         if isinstance(text, bytes):
-            place = self._at + self._inside
+            dropped = self._inside > 0 and not self._begun and self._run.startswith(b" ")
+            place = self._at + self._inside - dropped
             self._inside += len(self._utf8.decode(text))
             if self._texts.spelling == "runs":
                 self._run += text
