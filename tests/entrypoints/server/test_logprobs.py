@@ -1,5 +1,10 @@
 """Log-probabilities of completions and chats: the library's values, whole and streamed, as OpenAI's clients and lm-eval read them."""
 
+import asyncio
+import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
@@ -13,8 +18,9 @@ import nanovllm as nv
 from nanovllm.entrypoints.server.api import logprobs
 from nanovllm.entrypoints.server.api.logprobs import TokenForms
 from nanovllm.entrypoints.server.row_logprobs import Listed
+from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.tokenizer.tokenizer import Tokenizer
-from tests.entrypoints.server.live import Live
+from tests.entrypoints.server.live import LIMIT, Live
 from tests.entrypoints.server.openai_clients import client_of
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
@@ -216,6 +222,61 @@ def test_a_long_answer_is_made_in_a_thread(live: Live, monkeypatch: pytest.Monke
     one = live.post(TEXT, BODY | {"n": 2}).json()["choices"]
     monkeypatch.setattr(logprobs, "MANY", 1)
     assert live.post(TEXT, BODY | {"n": 2}).json()["choices"] == one
+
+
+def test_a_client_that_reads_nothing_gets_all_values_later(live: Live):
+    """The long name of the model fills the sockets' buffers, so that events are made of many tokens each."""
+    name, count = "long" * 1000, 150
+    asked = BODY | {"model": name, "prompt": ["x"] * 6, "max_tokens": count, "ignore_eos": True, "logprobs": 5}
+    body = json.dumps(asked | {"stream": True}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    found: list[list[Any]] = [[] for _ in range(6)]
+    with Live(live.model, Settings(model_name=name)) as server:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(LIMIT)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            end = time.monotonic() + LIMIT
+            while not server.engine.state.running:
+                assert time.monotonic() < end
+            server.wait_until_idle()
+            data = b""
+            while part := sock.recv(1 << 16):
+                data += part
+        whole = server.post(TEXT, asked).json()["choices"]
+    events = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
+    for choice in (choice for event in events for choice in event["choices"]):
+        if (listed := choice["logprobs"]) is not None:
+            found[choice["index"]] += zip(*(listed[name] for name in COLUMNS), strict=True)
+    assert b"[DONE]" in data and len(events) < 6 * count
+    for row, choice in zip(found, whole, strict=True):
+        assert row == [*zip(*(choice["logprobs"][name] for name in COLUMNS), strict=True)] and len(row) == count
+
+
+def test_scoring_ends_when_the_client_has_gone(live: Live, monkeypatch: pytest.MonkeyPatch):
+    asked, ask, gone = list[str](), live.server.engine.ask, threading.Event()
+
+    async def slowly(function: str, /, **arguments: Any) -> Any:
+        asked.append(function)
+        if len(asked) == 2:
+            await asyncio.to_thread(gone.wait, LIMIT)
+            await asyncio.sleep(0.1)
+        return await ask(function, **arguments)
+
+    monkeypatch.setattr(live.server.engine, "ask", slowly)
+    monkeypatch.setattr(logprobs, "MOST_AT_ONCE", 1)
+    connection = live.connect()
+    body = BODY | {"prompt": [PROMPT] * 20, "echo": True, "max_tokens": 0}
+    connection.request("POST", TEXT, json.dumps(body).encode(), {"content-type": "application/json"})
+    end = time.monotonic() + LIMIT
+    while len(asked) < 2:
+        assert time.monotonic() < end
+    connection.close()
+    gone.set()
+    live.wait_until_idle()
+    time.sleep(0.3)
+    assert asked == ["score_prompts"] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])

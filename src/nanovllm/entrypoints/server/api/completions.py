@@ -147,8 +147,10 @@ class CompletionFrames:
 
     def piece(self, row: StreamedRow, text: str) -> bytes:
         """A piece of one row's text."""
-        logprobs = "null" if row.logprobs is None else self._listed(row.logprobs.take(row.text.num_shown))
-        choice = _choice(row.index, text, more=row.told_ids(), logprobs=logprobs)
+        if row.logprobs is None:
+            choice = _choice(row.index, text, more=row.told_ids())
+        else:
+            choice = _choice(row.index, text, more=row.told_ids(), logprobs=self._listed(row.logprobs.take(row.text.num_shown)))
         return f"{self._before}{choice}]{self._end(row.index, row.num_tokens)}".encode()
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
