@@ -22,11 +22,13 @@ from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.tokenizer.tokenizer import Tokenizer
 from tests.entrypoints.server.live import LIMIT, Live
 from tests.entrypoints.server.openai_clients import client_of
+from tests.entrypoints.server.schema_check import faults
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Once upon a time"
+CHAT_SCHEMAS = ("ChatCompletion", "ChatCompletionEvent")
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 3}
 TALK: dict[str, Any] = {
@@ -190,6 +192,15 @@ def test_openais_client_reads_them_strictly(client: openai.OpenAI):
     with client.chat.completions.stream(**TALK) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.logprobs is not None and final.logprobs.content == chat.logprobs.content and final.message.content == chat.message.content
+
+
+def test_answers_are_of_the_schemas_of_the_document(live: Live):
+    document = live.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path, body, whole, event in ((TEXT, BODY | {"echo": True}, "Completion", "CompletionEvent"), (CHAT, TALK, *CHAT_SCHEMAS)):
+        assert not [*faults(live.post(path, body).json(), schemas[whole], document)]
+        for one in live.events(path, body | {"stream": True}):
+            assert not [*faults(one, schemas[event], document)]
 
 
 @pytest.mark.parametrize(
