@@ -260,20 +260,6 @@ def test_a_refused_request_names_the_field(client: openai.OpenAI, kind: str, fie
     assert caught.value.request_id
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "param"),
-    [
-        ("chat", {"logprobs": True}, "logprobs"),
-        ("chat", {"logprobs": True, "top_logprobs": 3}, "logprobs"),
-        ("chat", {"top_logprobs": 3}, "top_logprobs"),
-        ("text", {"logprobs": 0}, "logprobs"),
-        ("text", {"logprobs": 3}, "logprobs"),
-    ],
-)
-def test_log_probabilities_are_refused(client: openai.OpenAI, kind: str, fields: Any, param: str):
-    test_a_refused_request_names_the_field(client, kind, fields, param, None if param == "top_logprobs" else "unsupported_parameter")
-
-
 def test_errors_are_the_clients_classes(live: Live):
     digest = hashlib.sha256(b"secret").digest()
     with Live(live.model, Settings(api_keys=(digest,), shutdown_seconds=0.1)) as server:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.entrypoints.server import chunk_calls
 from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.scores import score_prompts
 from nanovllm.errors import InvalidRequestError
 
 Call = Callable[..., tuple[Held, Any]]
@@ -36,7 +37,9 @@ def answered(held: Held, *, http: list[Any]) -> tuple[Held, None]:
     return held, None
 
 
-CALLS: Mapping[str, Call] = MappingProxyType({"figures": figures, "measured": measured, "answered": answered, **chunk_calls.CALLS})
+CALLS: Mapping[str, Call] = MappingProxyType(
+    {"figures": figures, "measured": measured, "answered": answered, "score_prompts": score_prompts, **chunk_calls.CALLS}
+)
 
 
 def call(held: Held, name: str, arguments: dict[str, Any]) -> tuple[Held, Any]:

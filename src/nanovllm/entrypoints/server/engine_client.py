@@ -23,6 +23,7 @@ from nanovllm.entrypoints.server.wire import (
     Inward,
     Keep,
     Outward,
+    Scored,
     Stepped,
     Submit,
     frame,
@@ -48,6 +49,10 @@ class Receiver(Protocol):
         """A step gave these tokens. Only streamed requests are told."""
         ...
 
+    def scored(self, scored: Scored) -> None:
+        """The log-probabilities of a step's tokens, before the tokens. Only streamed requests that asked for them are told."""
+        ...
+
     def end(self, ended: Ended) -> None:
         """The request has ended."""
         ...
@@ -70,6 +75,7 @@ class EngineClient(asyncio.Protocol):
         self._receivers: dict[int, Receiver] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._tokens: dict[int, list[int]] = {}  # by request: what has come and was not given out
+        self._scored: dict[int, list[Scored]] = {}
         self._numbers = count(1)
         self._inward = bytearray()
         self._decode = msgspec.msgpack.Decoder(Outward).decode
@@ -227,6 +233,8 @@ class EngineClient(asyncio.Protocol):
                 tokens[number] += piece
             else:
                 tokens[number] = piece
+        for number, scored in message.scored.items():
+            self._scored.setdefault(number, []).append(scored)
         if message.ended:
             self._flush()
             for ended in message.ended:
@@ -235,6 +243,12 @@ class EngineClient(asyncio.Protocol):
 
     def _flush(self) -> None:
         tokens, self._tokens = self._tokens, {}
+        if self._scored:
+            each, self._scored = self._scored, {}
+            for number, parts in each.items():
+                if (receiver := self._receivers.get(number)) is not None:
+                    for scored in parts:
+                        receiver.scored(scored)
         for number, piece in tokens.items():
             if (receiver := self._receivers.get(number)) is not None:
                 receiver.push(piece)

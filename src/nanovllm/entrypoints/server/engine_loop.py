@@ -19,7 +19,7 @@ from nanovllm.chunks.handles import release
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
-from nanovllm.entrypoints.server import engine_calls
+from nanovllm.entrypoints.server import engine_calls, scores
 from nanovllm.entrypoints.server.chunk_calls import kept
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
@@ -35,6 +35,7 @@ from nanovllm.entrypoints.server.wire import (
     Inward,
     Keep,
     Outward,
+    Scored,
     Stepped,
     Submit,
     frame,
@@ -366,12 +367,13 @@ class EngineLoop:
 class News:
     """What one step gave to one front end."""
 
-    __slots__ = ("counts", "ended", "ids", "peer", "token_ids")
+    __slots__ = ("counts", "ended", "ids", "peer", "scored", "token_ids")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.ids, self.counts, self.token_ids = array("I"), bytearray(), array("i")
         self.ended: list[Ended] = []
+        self.scored: dict[int, Scored] = {}
 
     def add(self, owner: Owner, out: StepOutput, kept: Any = None) -> None:
         """Add what the step gave to one request, and the chunk that it became, or why it became none."""
@@ -379,6 +381,8 @@ class News:
             self.ids.append(owner.number)
             self.counts.append(len(out.token_ids))
             self.token_ids.extend(out.token_ids)
+            if out.scored is not None and (scored := scores.of_step(out.scored, len(out.token_ids))) is not None:
+                self.scored[owner.number] = scored
         if (output := out.output) is not None:
             failed = output.error
             if isinstance(kept, NanoVLLMError):
@@ -386,11 +390,12 @@ class News:
             error = None if failed is None else (type(failed).__name__, str(failed))
             tokens = array("i", out.token_ids if owner.streamed else output.token_ids).tobytes()
             counts = output.num_cached_tokens, tokens, len(output.token_ids)
-            self.ended.append(Ended(owner.number, output.finish_reason, output.text, *counts, error, kept))
+            scored = scores.of_step(out.scored, len(out.token_ids)) if owner.streamed else scores.of_entries(output.logprobs)
+            self.ended.append(Ended(owner.number, output.finish_reason, output.text, *counts, error, kept, scored))
 
     def message(self) -> Stepped:
         """The frame's message."""
-        return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended)
+        return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended, self.scored)
 
 
 def _params(options: dict[str, Any]) -> SamplingParams:

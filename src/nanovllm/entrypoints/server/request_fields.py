@@ -112,14 +112,6 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
     return asked
 
 
-def refuse_logprobs(logprobs: bool | int | None, top_logprobs: int | None = None) -> None:
-    """Raise `ApiError` if a request asks for log probabilities."""
-    if top_logprobs and not logprobs:
-        raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
-    if logprobs is not None and logprobs is not False:
-        raise unsupported("logprobs")
-
-
 def convert(values: dict[str, Any], kind: type[S]) -> S:
     """The fields of a request, of which unknown ones are ignored.
 

@@ -107,6 +107,20 @@ class Accepted(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     ids: list[int]
 
 
+class Scored(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Log-probabilities of n tokens, little-endian.
+
+    Attributes:
+        logprobs: Those of the tokens, float32 `[n]`.
+        top_ids: The k most probable tokens in the place of each, int32 `[n, k]`.
+        top_logprobs: Their log-probabilities, float32 `[n, k]`.
+    """
+
+    logprobs: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
 class Ended(msgspec.Struct, array_like=True, frozen=True):
     """The end of one request.
 
@@ -119,6 +133,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
         num_tokens: The number of tokens of the reply.
         error: The kind and the message of the error of a request that failed, else None.
         kept: The chunk that the request became, as clients are told of it; or `{"error": why it did not}`; or None.
+        scored: The log-probabilities of `token_ids`, if the request asked for them.
     """
 
     id: int
@@ -129,15 +144,19 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
     num_tokens: int
     error: tuple[str, str] | None = None
     kept: Any = None
+    scored: Scored | None = None
 
 
 class Stepped(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
-    """What a step gave: for each of `ids` (uint32), `counts` (uint8) of `token_ids` (int32), in order; and the requests that ended."""
+    """What a step gave: for each of `ids` (uint32), `counts` (uint8) of `token_ids` (int32), in order; and the requests that ended.
+    `scored` has the log-probabilities of these tokens, for the requests that asked for them.
+    """
 
     ids: bytes
     counts: bytes
     token_ids: bytes
     ended: list[Ended]
+    scored: dict[int, Scored] = {}
 
 
 class Answer(msgspec.Struct, tag=14, array_like=True, frozen=True):

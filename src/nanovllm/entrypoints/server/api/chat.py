@@ -12,15 +12,18 @@ import numpy as np
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices, seeded, stops_of, summed
+from nanovllm.entrypoints.server.api.logprobs import TokenForms, listed, num_top, require_listable, stop_ids
 from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import chat_form, forced, form_of
-from nanovllm.entrypoints.server.errors import api_error
+from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
 from nanovllm.entrypoints.server.reply import ReplyParser
-from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
+from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
+from nanovllm.entrypoints.server.row_logprobs import RowLogprobs
+from nanovllm.entrypoints.server.text_places import TextPlaces
 from nanovllm.entrypoints.server.tools.events import ArgumentsDelta, CallBegins, CallEnds, Content, Event, Reasoning, whole_reply
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.errors import InvalidRequestError
@@ -49,7 +52,9 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked = read(body, ChatRequest)
-    refuse_logprobs(asked.logprobs, asked.top_logprobs)
+    top = num_top(asked.top_logprobs or 0, "top_logprobs")
+    if top and not asked.logprobs:
+        raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
     model, n = own_model(server, asked.model), num_choices(asked.n)
     try:
         form, prompt = form_of(body), chat_prompt(body)
@@ -61,19 +66,26 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     limit = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     most = room(server, length, asked.max_tokens if limit == "max_tokens" else asked.max_completion_tokens, "messages", limit)
     parser = reply_parser(server, prompt, ids)
-    constraint = await forced(server, chat_form(server, form, prompt, parser))
-    options = sampling(asked, server.generation, most, **constraint)
+    more, logprobs = await forced(server, chat_form(server, form, prompt, parser)), None
+    if asked.logprobs:
+        require_listable(n * most, top, limit)
+        more["logprobs"], ends_with = top, stop_ids(server, asked)
+        logprobs = [RowLogprobs(TextPlaces(server.tokenizer), ends_with) for _ in range(n)]
+    options = sampling(asked, server.generation, most, **more)
     params = [seeded(options, i) for i in range(n)]
     rows = [reuse.parts(ids) for _ in range(n)]
     frames = ChatFrames(server, model, ids, length, asked, prompt, [parser] * n, reuse)
     if asked.stream:
         stops = stops_of(asked)
         texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-        reply = StreamedReply(server, exchange, frames, texts, tells_ids=bool(asked.return_token_ids))
+        reply = StreamedReply(server, exchange, frames, texts, tells_ids=bool(asked.return_token_ids), logprobs=logprobs)
         await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
     choices = [frames.choice(i, end) for i, end in enumerate(ends)]
+    if logprobs is not None:
+        for choice, one in zip(choices, await listed(frames.forms.chat, logprobs, ends, top), strict=True):
+            choice["logprobs"] = one
     answer = {"id": frames.ident, "object": "chat.completion", "created": frames.created, "model": model, "choices": choices}
     if asked.return_token_ids:
         answer["prompt_token_ids"] = np.frombuffer(ids, INT32).tolist()
@@ -87,6 +99,7 @@ class ChatFrames:
     Attributes:
         ident: The id of the answer.
         created: Its time.
+        forms: Its log-probabilities as JSON.
         thoughts: The text of each row's think block, if its tokens are counted.
     """
 
@@ -102,6 +115,7 @@ class ChatFrames:
         reuse: Reuse,
     ) -> None:
         self.ident, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self.forms = TokenForms(server.tokenizer)
         self.thoughts = [list[str]() for _ in parsers]
         self._server, self._ids, self._parsers, self._prompt = server, np.frombuffer(ids, INT32), parsers, prompt
         self._length, self._reuse, self._tells_ids = length, reuse, bool(asked.return_token_ids)
@@ -126,9 +140,9 @@ class ChatFrames:
         """The end of one row."""
         parser, events = self._parsers[row.index].push(text)
         after = self._counted(ended.num_tokens)
-        frames = self._frames(row, [*events, *parser.end()], after)
-        after = self._reuse.event(ended) + after
-        return (frames + self._frame(row.index, "", quoted(self._reason(row.index, ended)), after, row.told_ids())).encode()
+        frames = self._frames(row, [*events, *parser.end()], after, ended)
+        after, logprobs = self._reuse.event(ended) + after, "null" if row.logprobs is None else self._listed(row, ended)
+        return (frames + self._frame(row.index, "", quoted(self._reason(row.index, ended)), after, row.told_ids(), logprobs)).encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
@@ -161,15 +175,23 @@ class ChatFrames:
         """How many tokens the texts of the think blocks have."""
         return {"reasoning_tokens": sum([num_tokens(self._server, "".join(parts)) for parts in self.thoughts if parts])}
 
-    def _frames(self, row: StreamedRow, events: Iterable[Event], after: str) -> str:
+    def _frames(self, row: StreamedRow, events: Iterable[Event], after: str, ended: Ended | None = None) -> str:
         frames = ""
         for event in events:
             if delta := self._delta(row, event):
-                frames += self._frame(row.index, delta, "null", after, row.told_ids() if not frames else "")
+                logprobs = "null" if frames or row.logprobs is None else self._listed(row, ended)
+                frames += self._frame(row.index, delta, "null", after, row.told_ids() if not frames else "", logprobs)
         return frames
 
-    def _frame(self, index: int, delta: str, reason: str, after: str, more: str = "") -> str:
-        return f'{self._before}"choices":[{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{reason}{more}}}]{after}'
+    def _listed(self, row: StreamedRow, ended: Ended | None) -> str:
+        """The log-probabilities that no event has told of the tokens whose text the row has given out; of all, if it has ended."""
+        assert row.logprobs is not None
+        entries = row.logprobs.take(row.text.num_shown) if ended is None else row.logprobs.take_all()
+        return self.forms.chat(entries) if entries else "null"
+
+    def _frame(self, index: int, delta: str, reason: str, after: str, more: str = "", logprobs: str = "null") -> str:
+        choice = f'{{"index":{index},"delta":{{{delta}}},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
+        return f'{self._before}"choices":[{choice}]{after}'
 
     def _delta(self, row: StreamedRow, event: Event) -> str:
         """The fields of one event's delta; "" for none."""

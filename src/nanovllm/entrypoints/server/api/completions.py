@@ -9,14 +9,25 @@ import msgspec
 import numpy as np
 
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
+from nanovllm.entrypoints.server.api.logprobs import (
+    TokenForms,
+    listed,
+    num_top,
+    prompt_entries,
+    prompt_scores,
+    require_listable,
+    stop_ids,
+)
 from nanovllm.entrypoints.server.api.prompts import INT32, SHORT, checked, encoded, room, usage
-from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
+from nanovllm.entrypoints.server.api.replies import NOTHING, StreamedReply, StreamedRow, whole
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.exchange import Exchange
-from nanovllm.entrypoints.server.request_fields import Sampled, read, refuse_logprobs, sampling
+from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
+from nanovllm.entrypoints.server.row_logprobs import Listed, RowLogprobs
 from nanovllm.entrypoints.server.settings import MOST_CHOICES, MOST_LISTED, MOST_ROWS
+from nanovllm.entrypoints.server.text_places import TextPlaces
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.tokenizer.stream import TextStream
 
@@ -37,7 +48,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked = read(body, CompletionRequest)
-    refuse_logprobs(asked.logprobs)
+    top = None if asked.logprobs is None else num_top(asked.logprobs, "logprobs")
     form = form_of(body)
     model, n = own_model(server, asked.model), num_choices(asked.n)
     if asked.best_of not in (None, n):
@@ -47,21 +58,41 @@ async def completions(server: Server, exchange: Exchange) -> None:
     reuse = await reuse_of(server, exchange, asked, len(prompts) * n)
     lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
-    constraint = await forced(server, form)
-    rooms = [room(server, length, most, name) for (name, _), length in zip(named, lengths, strict=True)]
-    made = {longest: sampling(asked, server.generation, longest, **constraint) for longest in {*rooms}}
+    more = await forced(server, form)
+    least = 0 if asked.echo else 1
+    rooms = [room(server, length, most, name, least=least) for (name, _), length in zip(named, lengths, strict=True)]
+    if top is not None:
+        more["logprobs"] = top
+        require_listable(n * (sum(rooms) + (sum(lengths) if asked.echo else 0)), top, "logprobs")
+    _require_alone(asked, scored=top is not None, nothing=most == 0)
+    made = {longest: sampling(asked, server.generation, longest or 1, **more) for longest in {*rooms}}
     options = [made[longest] for longest in rooms]
     rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
+    scored = [[]] * len(prompts)
+    if top is not None and asked.echo:
+        each = await prompt_scores(server, exchange, prompts, top)
+        scored = [prompt_entries(server.tokenizer, ids, one) for ids, one in zip(prompts, each, strict=True)]
+    logprobs = None
+    if top is not None:
+        ends_with, texts = stop_ids(server, asked), [echoes[i // n] for i in range(len(rows))]
+        logprobs = [RowLogprobs(TextPlaces(server.tokenizer), ends_with, len(text)) for text in texts]
+    forms = TokenForms(server.tokenizer)
     shown_ids = [np.frombuffer(ids, INT32).tolist() for ids in prompts] if asked.return_token_ids else None
     ident, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
     if not asked.stream:
-        ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
-        choices = [
+        ends = [NOTHING] * len(rows)
+        if most:
+            ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
+        choices: list[dict[str, Any]] = [
             {"index": i, "text": echoes[i // n] + end.text, "logprobs": None, "finish_reason": end.finish_reason}
             for i, end in enumerate(ends)
         ]
+        if logprobs is not None:
+            objects = await listed(forms.completion, logprobs, ends, top or 0, [scored[i // n] for i in range(len(ends))])
+            for choice, one in zip(choices, objects, strict=True):
+                choice["logprobs"] = one
         if shown_ids is not None:
             for i, end in enumerate(ends):
                 choices[i] |= {"prompt_token_ids": shown_ids[i // n], "token_ids": np.frombuffer(end.token_ids, INT32).tolist()}
@@ -69,9 +100,13 @@ async def completions(server: Server, exchange: Exchange) -> None:
         await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
         return
     stops = stops_of(asked)
-    frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse)
+    told = scored if asked.echo and top is not None else None
+    frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse, forms, told)
     texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-    reply = StreamedReply(server, exchange, frames, texts, tells_ids=shown_ids is not None)
+    reply = StreamedReply(server, exchange, frames, texts, tells_ids=shown_ids is not None, logprobs=logprobs)
+    if not most:
+        await reply.run_nothing()
+        return
     await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
 
 
@@ -89,7 +124,10 @@ class CompletionFrames:
         n: int,
         asked: Sampled,
         reuse: Reuse,
+        forms: TokenForms,
+        scored: list[list[Listed]] | None,
     ) -> None:
+        self._forms, self._scored = forms, scored
         self._reuse = reuse
         self._before = f'data: {{"id":"{ident}","object":"text_completion","created":{created},"model":{quoted(model)},"choices":['
         self._echoes, self._prompt_ids, self._lengths, self._n = echoes, prompt_ids, lengths, n
@@ -102,17 +140,23 @@ class CompletionFrames:
             return b""
         parts = []
         for i in range(rows):
+            logprobs = "null" if self._scored is None else self._forms.completion(self._scored[i // self._n])
             ids = "" if self._prompt_ids is None else f',"prompt_token_ids":{self._prompt_ids[i // self._n]},"token_ids":[]'
-            parts.append(f"{self._before}{_choice(i, self._echoes[i // self._n], more=ids)}]{self._end(i, 0)}")
+            parts.append(f"{self._before}{_choice(i, self._echoes[i // self._n], more=ids, logprobs=logprobs)}]{self._end(i, 0)}")
         return "".join(parts).encode()
 
     def piece(self, row: StreamedRow, text: str) -> bytes:
         """A piece of one row's text."""
-        return f"{self._before}{_choice(row.index, text, more=row.told_ids())}]{self._end(row.index, row.num_tokens)}".encode()
+        if row.logprobs is None:
+            choice = _choice(row.index, text, more=row.told_ids())
+        else:
+            choice = _choice(row.index, text, more=row.told_ids(), logprobs=self._listed(row.logprobs.take(row.text.num_shown)))
+        return f"{self._before}{choice}]{self._end(row.index, row.num_tokens)}".encode()
 
     def last(self, row: StreamedRow, text: str, ended: Ended) -> bytes:
         """The end of one row."""
-        choice = _choice(row.index, text, quoted(ended.finish_reason), row.told_ids())
+        logprobs = "null" if row.logprobs is None else self._listed(row.logprobs.take_all())
+        choice = _choice(row.index, text, quoted(ended.finish_reason), row.told_ids(), logprobs)
         return f"{self._before}{choice}]{self._reuse.event(ended)}{self._end(row.index, ended.num_tokens)}".encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
@@ -122,14 +166,29 @@ class CompletionFrames:
         ends = [row.ended for row in rows if row.ended is not None]
         return f'{self._before}],"usage":{msgspec.json.encode(summed(self._lengths, ends)).decode()}}}\n\n'.encode()
 
+    def _listed(self, entries: list[Listed]) -> str:
+        return self._forms.completion(entries) if entries else "null"
+
     def _end(self, index: int, count: int) -> str:
         if not self._continuous:
             return self._after
         return f',"usage":{msgspec.json.encode(usage(self._lengths[index // self._n], count, 0)).decode()}}}\n\n'
 
 
-def _choice(index: int, text: str, reason: str = "null", more: str = "") -> str:
-    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":{reason}{more}}}'
+def _choice(index: int, text: str, reason: str = "null", more: str = "", logprobs: str = "null") -> str:
+    return f'{{"index":{index},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
+
+
+def _require_alone(asked: CompletionRequest, *, scored: bool, nothing: bool) -> None:
+    """Refuse chunks where the prompt is scored, or nothing is generated.
+
+    Raises:
+        ApiError: The request names chunks.
+    """
+    if asked.chunks and asked.echo and scored:
+        raise ApiError(400, "chunks are not supported with echo and logprobs: give the whole prompt", param="chunks")
+    if nothing and (asked.chunks or asked.keep is not None):
+        raise ApiError(400, "max_tokens=0 is not supported with chunks or keep", param="max_tokens")
 
 
 def asks_usage(asked: Sampled) -> tuple[bool, bool]:

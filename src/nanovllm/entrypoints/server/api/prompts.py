@@ -59,8 +59,8 @@ def checked(server: Server, ids: list[int], param: str) -> bytes:
     return np.asarray(ids, INT32).tobytes()
 
 
-def room(server: Server, num_prompt: int, asked: int | None, param: str, limit: str = "max_tokens") -> int:
-    """The most tokens of a reply: those that were asked for by the field `limit`, else what is left of the context.
+def room(server: Server, num_prompt: int, asked: int | None, param: str, limit: str = "max_tokens", least: int = 1) -> int:
+    """The most tokens of a reply: those that were asked for by the field `limit`, at least `least`, else what is left of the context.
 
     Raises:
         ApiError: The prompt, or the prompt and its reply, are too long for the engine.
@@ -68,12 +68,12 @@ def room(server: Server, num_prompt: int, asked: int | None, param: str, limit: 
     most = require_engine(server).max_model_len
     if num_prompt == 0:
         raise ApiError(400, f"{param} is empty", param=param)
-    if num_prompt >= most:
+    if num_prompt >= most + (asked == least == 0):
         raise too_long(f"the prompt has {num_prompt} tokens", most, param)
     if asked is None:
         return most - num_prompt
-    if asked < 1:
-        raise ApiError(400, f"{limit}={asked}: must be at least 1", param=limit)
+    if asked < least:
+        raise ApiError(400, f"{limit}={asked}: must be at least {least}", param=limit)
     if num_prompt + asked > most:
         raise too_long(f"the prompt has {num_prompt} tokens, and {asked} were asked for", most, param)
     return asked

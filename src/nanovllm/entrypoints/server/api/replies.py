@@ -10,11 +10,13 @@ from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.engine_client import error_of
 from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange
-from nanovllm.entrypoints.server.wire import Ended, Keep
+from nanovllm.entrypoints.server.row_logprobs import RowLogprobs
+from nanovllm.entrypoints.server.wire import Ended, Keep, Scored
 from nanovllm.errors import NanoVLLMError
 from nanovllm.tokenizer.stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
+NOTHING = Ended(0, "length", "", 0, b"", 0)  # the end of a reply of no tokens
 
 
 class Row:
@@ -30,6 +32,9 @@ class Row:
         """Nothing is to be done."""
 
     def push(self, token_ids: list[int]) -> None:
+        """Nothing is to be done."""
+
+    def scored(self, scored: Scored) -> None:
         """Nothing is to be done."""
 
     def end(self, ended: Ended) -> None:
@@ -118,14 +123,16 @@ class StreamedRow:
 
     Attributes:
         untold: The token ids that no event has told, if events tell them, else None.
+        logprobs: The log-probabilities that no event has told, if events tell them, else None.
     """
 
-    __slots__ = ("ended", "finished", "index", "num_tokens", "reply", "text", "unread", "untold")
+    __slots__ = ("ended", "finished", "index", "logprobs", "num_tokens", "reply", "text", "unread", "untold")
 
     def __init__(self, reply: "StreamedReply", index: int, text: TextStream, *, tells_ids: bool) -> None:
         self.reply, self.index, self.text = reply, index, text
         self.unread: list[int] = []
         self.untold: list[int] | None = [] if tells_ids else None
+        self.logprobs: RowLogprobs | None = None
         self.num_tokens = 0
         self.ended: Ended | None = None
         self.finished = False
@@ -143,6 +150,9 @@ class StreamedRow:
             self.unread += token_ids
         else:
             self._write(token_ids)
+
+    def scored(self, scored: Scored) -> None:
+        """Nothing is to be done."""
 
     def _write(self, token_ids: list[int]) -> None:
         self.text, piece = self.text.push(token_ids)
@@ -187,6 +197,30 @@ class StreamedRow:
         self.reply.cut_off(api_error(error))
 
 
+class ScoredRow(StreamedRow):
+    """A streamed row that tells log-probabilities."""
+
+    __slots__ = ("_logprobs",)
+
+    def __init__(self, reply: "StreamedReply", index: int, text: TextStream, logprobs: RowLogprobs, *, tells_ids: bool) -> None:
+        super().__init__(reply, index, text, tells_ids=tells_ids)
+        self.logprobs = self._logprobs = logprobs
+
+    def push(self, token_ids: list[int]) -> None:
+        """A step gave tokens."""
+        self._logprobs.push(token_ids)
+        super().push(token_ids)
+
+    def scored(self, scored: Scored) -> None:
+        """The log-probabilities of tokens that come next."""
+        self._logprobs.add(scored)
+
+    def end(self, ended: Ended) -> None:
+        """The row has ended."""
+        self._logprobs.end(ended)
+        super().end(ended)
+
+
 class StreamedReply:
     """The rows of one request whose answer is a stream of events.
 
@@ -197,6 +231,7 @@ class StreamedReply:
 
     Args:
         tells_ids: Whether events tell token ids.
+        logprobs: Those of each row, if events tell them.
         done: What ends the stream.
         failed: Makes the end of a stream that failed.
     """
@@ -209,6 +244,7 @@ class StreamedReply:
         texts: list[TextStream],
         *,
         tells_ids: bool = False,
+        logprobs: Seq[RowLogprobs] | None = None,
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
     ) -> None:
@@ -217,7 +253,12 @@ class StreamedReply:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange
         self._events: EventStream | None = None
-        self.rows = [StreamedRow(self, index, text, tells_ids=tells_ids) for index, text in enumerate(texts)]
+        self.rows: list[StreamedRow]
+        if logprobs is None:
+            self.rows = [StreamedRow(self, index, text, tells_ids=tells_ids) for index, text in enumerate(texts)]
+        else:
+            each = enumerate(zip(texts, logprobs, strict=True))
+            self.rows = [ScoredRow(self, index, text, row, tells_ids=tells_ids) for index, (text, row) in each]
         self._headed = False
         self._cut: ApiError | None = None
         self._ids: list[int] = []
@@ -249,6 +290,17 @@ class StreamedReply:
             await self._exchange.disconnected()
         finally:
             engine.cancel(self._ids)
+            if self._events is not None:
+                self._events.forget()
+
+    async def run_nothing(self) -> None:
+        """Send the answer to a request for replies of no tokens, of which the engine need not know."""
+        self.begin()
+        try:
+            for row in self.rows:
+                row.end(NOTHING)
+            await self._exchange.disconnected()
+        finally:
             if self._events is not None:
                 self._events.forget()
 

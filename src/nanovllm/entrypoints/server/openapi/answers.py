@@ -72,13 +72,25 @@ TEXT_PART = obj({"type": const("output_text"), "text": STRING, "annotations": ar
 THOUGHT_PART = obj({"type": const("reasoning_text"), "text": STRING})
 
 
+TEXT_LOGPROBS = obj(
+    {
+        "tokens": array(STRING),
+        "token_logprobs": array({"type": ["number", "null"]}),  # null is for the first token of a prompt
+        "top_logprobs": array(either({"type": "object", "additionalProperties": NUMBER}, NULL)),
+        "text_offset": IDS,
+    }
+)
+TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": IDS}
+CHAT_LOGPROBS = obj({"content": array(obj({**TOKEN, "top_logprobs": array(obj(TOKEN))})), "refusal": NULL})
+
+
 def _answer(kind: str, choices: str, more: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
     same = {"id": STRING, "object": const(kind), "created": INTEGER, "model": STRING, "choices": array(ref(choices))}
     return obj({**same, **more}, optional)
 
 
-def _choice(inner: Mapping[str, Schema]) -> Schema:
-    return obj({"index": INTEGER, **inner, "logprobs": NULL, "finish_reason": REASONS}, TOLD_IDS)
+def _choice(inner: Mapping[str, Schema], logprobs: str) -> Schema:
+    return obj({"index": INTEGER, **inner, "logprobs": either(ref(logprobs), NULL), "finish_reason": REASONS}, TOLD_IDS)
 
 
 def _item(kind: str, more: Mapping[str, Schema]) -> Schema:
@@ -89,17 +101,19 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
     {
         "Error": obj({"error": obj({"message": STRING, "type": STRING, "param": MAYBE_STRING, "code": MAYBE_STRING})}),
         "Usage": USAGE,
-        "CompletionChoice": _choice({"text": STRING}),
+        "CompletionLogprobs": TEXT_LOGPROBS,
+        "CompletionChoice": _choice({"text": STRING}, "CompletionLogprobs"),
         "Completion": _answer("text_completion", "CompletionChoice", {"usage": ref("Usage")}, REUSED),
         "CompletionEvent": _answer("text_completion", "CompletionChoice", {}, {"usage": either(ref("Usage"), NULL), **REUSED}),
         "ToolCall": obj({"id": STRING, "type": const("function"), "function": FUNCTION}),
         "ChatMessage": obj(
             {"role": const("assistant"), "content": MAYBE_STRING, "refusal": NULL}, {**REASONING, "tool_calls": array(ref("ToolCall"))}
         ),
-        "ChatChoice": _choice({"message": ref("ChatMessage")}),
+        "ChatLogprobs": CHAT_LOGPROBS,
+        "ChatChoice": _choice({"message": ref("ChatMessage")}, "ChatLogprobs"),
         "ChatCompletion": _answer("chat.completion", "ChatChoice", {"usage": ref("Usage")}, {"prompt_token_ids": IDS, **REUSED}),
         "ChatDelta": obj({}, {"role": const("assistant"), "content": STRING, **REASONING, "tool_calls": array(DELTA_CALL)}),
-        "ChatEventChoice": _choice({"delta": ref("ChatDelta")}),
+        "ChatEventChoice": _choice({"delta": ref("ChatDelta")}, "ChatLogprobs"),
         "ChatCompletionEvent": _answer(
             "chat.completion.chunk", "ChatEventChoice", {}, {"usage": either(ref("Usage"), NULL), "prompt_token_ids": IDS, **REUSED}
         ),

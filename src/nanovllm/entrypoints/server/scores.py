@@ -1,0 +1,54 @@
+"""Log-probabilities as frames carry them: made from the library's values in an engine's process."""
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+
+from nanovllm.chunks.score import score
+from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.wire import Scored
+from nanovllm.state.logprobs import RowScores, Score, TokenLogprobs
+
+
+def of_step(scored: RowScores, count: int) -> Scored | None:
+    """Those of the `count` tokens that a step gave to one request."""
+    if scored is None:
+        return None
+    step, row, num_top = scored
+    rows = slice(row, row + count)
+    values = np.full(count, np.nan) if step.logprobs is None else step.logprobs[rows]
+    if step.top_ids is None or step.top_logprobs is None:
+        return Scored(_bytes(values, "<f4"))
+    return Scored(_bytes(values, "<f4"), _bytes(step.top_ids[rows, :num_top], "<i4"), _bytes(step.top_logprobs[rows, :num_top], "<f4"))
+
+
+def of_entries(entries: Seq[TokenLogprobs] | None) -> Scored | None:
+    """Those of the tokens of a whole reply."""
+    if entries is None:
+        return None
+    values, top = array("f", [entry.logprob for entry in entries]), [pair for entry in entries for pair in entry.top]
+    return Scored(values.tobytes(), array("i", [token for token, _ in top]).tobytes(), array("f", [value for _, value in top]).tobytes())
+
+
+def of_score(found: Score) -> Scored:
+    """Those of the tokens of a continuation."""
+    return Scored(_bytes(found.logprobs, "<f4"), _bytes(found.top_ids, "<i4"), _bytes(found.top_logprobs, "<f4"))
+
+
+def score_prompts(held: Held, *, prompts: list[bytes], top: int) -> tuple[Held, list[Scored]]:
+    """The log-probabilities of all tokens of prompts but their first, and the `top` most probable tokens in their places.
+
+    Args:
+        held: The engine.
+        prompts: The int32 token ids of each prompt, at least two.
+        top: How many.
+    """
+    ids = [np.frombuffer(prompt, np.int32) for prompt in prompts]
+    state, found = score(held.model, held.state, [one[:1] for one in ids], [one[1:] for one in ids], top_logprobs=top)
+    return replace(held, state=state), [of_score(each) for each in found]
+
+
+def _bytes(values: np.ndarray, kind: str) -> bytes:
+    return values.astype(kind, copy=False).tobytes()
