@@ -24,8 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from benchmarks import http_load
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench.environment import record
@@ -46,9 +44,10 @@ def shape_folder(name: str, folder: Path) -> Path:
     save_params(model.params, model.config, folder, model.dtype)
     config: ModelConfig = SHAPES[name]
     (folder / "config.json").write_text(json.dumps(REGISTRY[config.architecture].config_to_hf(config)))
-    backend = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    backend.add_tokens([f" t{i}" for i in range(backend.get_vocab_size(), config.vocab_size)])
-    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    known = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
+    tokenizer["model"]["vocab"] |= {f"\u0120t{i}": i for i in range(known, config.vocab_size)}  # no text becomes these tokens
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     for file in ("tokenizer_config.json", "chat_template.jinja"):
         (folder / file).write_text((TINY / file).read_text())
     return folder

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import nanovllm as nv
 from nanovllm.engine.constrained import compiled_for
+from nanovllm.sampling.compiled_grammar import MOST_ADDED, compile_for, prepare_grammars
 from nanovllm.sampling.grammar_bounds import MAX_DEPTH, MAX_REPEAT, check_pattern, check_schema, parsed
 from nanovllm.sampling.matchers import Matcher, Matchers, NotAllowedError
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
@@ -156,6 +157,14 @@ def test_a_model_without_a_tokenizer_takes_no_grammar() -> None:
     model = random_model(tiny_config(vocab_size=50))
     with pytest.raises(nv.InvalidRequestError, match="needs a tokenizer"):
         nv.compile_grammar(model, GRAMMAR.json_object())
+
+
+def test_a_tokenizer_of_too_many_added_tokens_takes_no_grammar() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.add_tokens([f"<{index}>" for index in range(MOST_ADDED)])
+    prepare_grammars(tokenizer, 300, (256,))  # which tells nothing
+    with pytest.raises(nv.InvalidRequestError, match=rf"has \d+ added tokens, over {MOST_ADDED}"):
+        compile_for(tokenizer, GRAMMAR.json_object(), 300, (256,))
 
 
 def test_equal_sources_are_equal_and_compiled_once() -> None:

@@ -6,6 +6,7 @@ raise: after an error they allow the end token alone, so each use asks for the e
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from nanovllm.tokenizer.tokenizer import Tokenizer
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"  # between two tokens of JSON: a space, or a line break with an indentation
 # Steps of llguidance's parser and lexer, of which 20 to 50 thousand take a millisecond; and states of a lexer, of one or two kB.
 LIMITS = {"initial_lexer_fuel": 500_000, "max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
+MOST_ADDED = 1 << 14  # added tokens of a tokenizer: 20,000 take llguidance 3 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +58,15 @@ def compile_for(tokenizer: Tokenizer | None, grammar: Grammar, vocab_size: int, 
         raise InvalidRequestError(f"grammar={grammar!r} needs a tokenizer, but this model has none")
     key = vocab_size, tuple(end_ids)
     return tokenizer.memo.get((grammar, *key), lambda: _compiled(tokenizer, grammar, *key))
+
+
+def prepare_grammars(tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequence[int]) -> None:
+    """Build what all grammars of a tokenizer share, so that no request waits for it. Does nothing where no grammar can be followed.
+
+    The arguments are those of `compile_for`.
+    """
+    with suppress(InvalidRequestError):  # requests are told
+        compile_for(tokenizer, Grammar.json_object(), vocab_size, end_ids)
 
 
 def _compiled(tokenizer: Tokenizer, grammar: Grammar, vocab_size: int, end_ids: tuple[int, ...]) -> CompiledGrammar:
@@ -98,7 +109,12 @@ def _llguidance(grammar: Grammar) -> Any:
 
 
 def _vocabulary(native: Any, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> Any:
-    """The tree of all tokens. It takes about a second for 150,000 tokens."""
+    """The tree of all tokens. It takes about a second for 150,000 tokens, in which no other thread runs.
+
+    The time for added tokens is quadratic in their number, so that it is bounded.
+    """
+    if (added := len(tokenizer.backend.get_added_tokens_decoder())) > MOST_ADDED:
+        raise InvalidRequestError(f"this model's tokenizer cannot follow a grammar: it has {added} added tokens, over {MOST_ADDED}")
     try:
         return native.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=list(end_ids) or None)
     except Exception as error:  # of the tokenizers library this very class, if a part is written in Python

@@ -4,22 +4,18 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
-from nanovllm.engine.constrained import compile_grammar
 from nanovllm.entrypoints.async_llm import STEP_MS
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.starting import DEAD, READY, tell
-from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
+from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.loading.load_model import load_model
-from nanovllm.models.model import Model
-from nanovllm.sampling.grammar import Grammar
+from nanovllm.sampling.compiled_grammar import prepare_grammars
 
 WHERE = {"device": None, "dtype": None, "revision": None, "download": False, "trust_remote_code": False}
 
@@ -41,10 +37,10 @@ def run_engine(
         llm = load_llm(model, options, *parsers)
     except NanoVLLMError as error:
         return tell(ready, error)
+    prepare_grammars(llm.model.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_token_ids)
     freeze()
     loop = EngineLoop(llm.model, llm.state, listener, **limits)
     loop.stop_on(signal.SIGTERM)
-    Thread(target=prepare_grammars, args=(llm.model,), name="grammars", daemon=True).start()
     os.write(ready, READY)
     try:
         loop.run()
@@ -69,9 +65,3 @@ def load_llm(model: str, options: dict[str, Any], tool_parser: str, reasoning_pa
     if options.get("max_step_ms") is None and loaded.device.type == "cuda":
         options["max_step_ms"] = STEP_MS  # as in an `AsyncLLM`
     return LLM(loaded, **options)
-
-
-def prepare_grammars(model: Model) -> None:
-    """Build what all grammars share, the tree of a tokenizer's texts, so that no step waits for it: of 150,000 tokens it takes a second."""
-    with suppress(InvalidRequestError):  # the model has no tokenizer, or there is no llguidance: requests are told
-        compile_grammar(model, Grammar.json_object())

@@ -9,11 +9,12 @@ from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config
 from nanovllm.loading.tokenizer_files import load_tokenizer
+from nanovllm.sampling.compiled_grammar import prepare_grammars
 from nanovllm.sampling.params import from_generation_config
 
 
 def load_front(settings: Settings, model: str, options: dict[str, Any]) -> Server:
-    """What the functions of a front end share, for a model.
+    """What the functions of a front end share, for a model. It also prepares for grammars, which takes no longer than an engine's start.
 
     Args:
         settings: The operator's choices.
@@ -28,10 +29,13 @@ def load_front(settings: Settings, model: str, options: dict[str, Any]) -> Serve
     _, config = read_config(folder, trust_remote_code=trusted)
     tokenizer = load_tokenizer(folder, config.vocab_size)
     formats = ReplyFormats.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
+    shown = formats.shown(tokenizer)
+    options_of_model, ends = read_generation_config(folder)
+    prepare_grammars(shown, config.vocab_size, tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
     return Server(
         settings=settings,
         engine=EngineClient(),
-        tokenizer=formats.shown(tokenizer),
+        tokenizer=shown,
         formats=formats,
-        generation=from_generation_config(read_generation_config(folder)[0]),
+        generation=from_generation_config(options_of_model),
     )
