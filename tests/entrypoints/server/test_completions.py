@@ -173,9 +173,7 @@ def test_a_client_that_goes_away_leaves_no_request(live: Live):
             sock.sendall(head + data)
             if stream:
                 assert b"200 OK" in sock.recv(64)
-            end = time.monotonic() + LIMIT
-            while not live.engine.state.running:
-                assert time.monotonic() < end
+            live.wait_until_running()
         gone = time.monotonic()
         while live.engine.state.running or live.engine.state.waiting:
             assert time.monotonic() < gone + 1.0, "the engine still runs a request whose client has gone"
@@ -197,9 +195,7 @@ def test_a_client_that_reads_nothing_gets_its_text_in_larger_pieces_later(live: 
             sock.settimeout(LIMIT)
             sock.connect(("127.0.0.1", server.port))
             sock.sendall(head.encode() + body)
-            end = time.monotonic() + LIMIT
-            while not server.engine.state.running:
-                assert time.monotonic() < end
+            server.wait_until_running()
             server.wait_until_idle()  # the engine does not wait for the reader
             data = b""
             while part := sock.recv(1 << 16):
@@ -241,9 +237,7 @@ def test_an_engine_that_dies_is_told_of_and_may_be_replaced(live: Live, stream: 
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append(server.post(PATH, body)))
         thread.start()
-        end = time.monotonic() + LIMIT
-        while not server.engine.state.running:
-            assert time.monotonic() < end
+        server.wait_until_running()
         server.stop_engine()
         thread.join(LIMIT)
         if stream:

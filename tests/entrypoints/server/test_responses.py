@@ -1,6 +1,7 @@
 """`/v1/responses`: whole answers and streams as OpenAI's client reads them, conversations of several turns, and errors."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -182,6 +183,22 @@ def test_a_failure_within_a_stream_is_an_event(live: Live, client: openai.OpenAI
     assert last.type == "response.failed" and last.response.status == "failed" and last.response.usage is None
     assert last.response.error and last.response.error.code == "server_error" and "failed" in last.response.error.message
     assert all(getattr(item, "status", None) == "incomplete" for item in last.response.output)
+
+
+def test_a_stream_begins_when_the_request_is_accepted(live: Live, client: openai.OpenAI):
+    """The first two events come before any token, and once. A stream that fails or ends without text has them, too."""
+    begun = ["response.created", "response.in_progress"]
+    for text, error in (("Once upon", None), ("", None), ("", EngineDeadError("the engine has failed"))):
+        held = threading.Event()
+        with answering(live, text, error=error, held=held):
+            events = iter(client.responses.create(**ASKED, stream=True))
+            first = [next(events), next(events)]
+            assert [event.type for event in first] == begun and not held.is_set()
+            held.set()
+            rest = [*events]
+        assert not {event.type for event in rest} & {*begun}
+        assert [event.sequence_number for event in [*first, *rest]] == list(range(2 + len(rest)))
+        assert rest[-1].type == ("response.completed" if error is None else "response.failed")
 
 
 def test_a_refusal_before_a_stream_is_a_status(live: Live, client: openai.OpenAI):

@@ -199,6 +199,7 @@ class StreamedReply:
         tells_ids: Whether events tell token ids.
         done: What ends the stream.
         failed: Makes the end of a stream that failed.
+        at_once: Whether what comes before the first piece of text is sent when the engine has queued the request, or with that piece.
     """
 
     def __init__(
@@ -211,9 +212,10 @@ class StreamedReply:
         tells_ids: bool = False,
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
+        at_once: bool = False,
     ) -> None:
         self.frames = frames
-        self._done, self._failed = done, failed or error_event
+        self._done, self._failed, self._at_once = done, failed or error_event, at_once
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange
         self._events: EventStream | None = None
@@ -258,6 +260,8 @@ class StreamedReply:
             self._events = self._exchange.events(self._server.streams)
             self._events.resumed = self._resumed
             self.started.set_result(None)
+            if self._at_once:
+                self.write(b"")
 
     def write(self, data: bytes) -> None:
         """Send events."""

@@ -94,7 +94,7 @@ async def responses(server: Server, exchange: Exchange) -> None:
     priority = asked.priority or 0
     if asked.stream:
         texts = [TextStream.of(server.tokenizer, stops_of(asked))]
-        reply = StreamedReply(server, exchange, frames, texts, done=b"", failed=frames.failed)
+        reply = StreamedReply(server, exchange, frames, texts, done=b"", failed=frames.failed, at_once=True)
         await reply.run([reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
         return
     (ended,) = await whole(server, exchange, [reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
