@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Literal
 
 import openai
@@ -283,7 +284,8 @@ def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI):
         ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
         ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
         ({"include": ["everything"]}, "include[0]", None),
-        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+        ({"truncation": "auto", "input": "word " * 5000}, "input", "context_length_exceeded"),
+        ({"truncation": "auto", "max_output_tokens": 10**6}, "input", "context_length_exceeded"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"return_token_ids": True}, "return_token_ids", "unsupported_parameter"),
@@ -309,6 +311,29 @@ def test_another_model_is_not_found(client: openai.OpenAI):
         client.responses.create(**{**ASKED, "model": "gpt-5"})
     with pytest.raises(openai.NotFoundError):
         client.responses.input_tokens.count(model="gpt-5", input="x")
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns(live: Live, client: openai.OpenAI):
+    """What is left is the longest end of whole turns, after the instructions, that leaves room for the reply."""
+    call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": ARGUMENTS}
+    answer = {"type": "function_call_output", "call_id": "a", "output": "Rain."}
+    turns: list[Any] = [[{"role": "user", "content": f"Turn {i}: " + "word " * 250}, call, answer] for i in range(12)]
+    turns.append([{"role": "user", "content": "Hello"}])
+    asked = {**ASKED, "instructions": "Be brief.", "max_output_tokens": 300}
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**{**asked, "input": [*chain(*turns)]})
+
+    def tokens(**fields: Any) -> int:
+        return client.responses.input_tokens.count(model="tiny", instructions="Be brief.", **fields).input_tokens
+
+    most = 2048 - 300
+    given = {"input": [*chain(*turns)], "truncation": "auto"}
+    response = client.responses.create(**{**asked, **given})
+    fitting = [length for i in range(4, 12) if (length := tokens(input=[*chain(*turns[i:])])) <= most]
+    assert response.truncation == "auto" and response.usage and response.usage.input_tokens == max(fitting)
+    assert 2 < len(fitting) < 8 and tokens(**given) <= 2047
+    short = {"input": [*chain(*turns[-2:])]}
+    assert tokens(**short, truncation="auto") == tokens(**short)
 
 
 class Colour(BaseModel):

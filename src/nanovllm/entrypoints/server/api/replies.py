@@ -2,9 +2,11 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol, runtime_checkable
+
+import msgspec
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.engine_client import error_of
@@ -124,7 +126,7 @@ class StreamedRow:
 
     def __init__(self, reply: "StreamedReply", index: int, text: TextStream, *, tells_ids: bool) -> None:
         self.reply, self.index, self.text = reply, index, text
-        self.unread: list[int] = []
+        self.unread: list[int] = []  # also the tokens of the last step, once the row has ended
         self.untold: list[int] | None = [] if tells_ids else None
         self.num_tokens = 0
         self.ended: Ended | None = None
@@ -152,8 +154,10 @@ class StreamedRow:
     def end(self, ended: Ended) -> None:
         """The row has ended."""
         self.ended = ended
+        last = array("i", ended.token_ids)
+        self.unread += last
         if self.untold is not None:
-            self.untold += array("i", ended.token_ids)
+            self.untold += last
         if not self.reply.blocked:
             self.finish()
 
@@ -163,8 +167,10 @@ class StreamedRow:
         self.finished = True
         if self.ended.error is not None:
             self.reply.cut_off(failure(self.ended))
-        else:
-            self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
+            return
+        if self.reply.keeps_stop:
+            self.ended = _with_stop(self.ended, self.text, self.unread)
+        self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
 
     def told_ids(self) -> str:
         """The field `token_ids` of an event, with the tokens since the last one; "" if events do not tell them."""
@@ -175,11 +181,11 @@ class StreamedRow:
 
     def catch_up(self) -> None:
         """Write what has come while the client did not read."""
-        token_ids, self.unread = self.unread, []
         if self.ended is not None:
             if not self.finished:
                 self.finish()
-        elif token_ids:
+        elif self.unread:
+            token_ids, self.unread = self.unread, []
             self._write(token_ids)
 
     def fail(self, error: NanoVLLMError) -> None:
@@ -194,6 +200,7 @@ class StreamedReply:
         frames: Makes the events.
         rows: The rows.
         started: A future for the beginning of the answer, or the error that keeps it from beginning.
+        keeps_stop: Whether the stop string that ends a row stays in its text.
 
     Args:
         tells_ids: Whether events tell token ids.
@@ -213,8 +220,9 @@ class StreamedReply:
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
         at_once: bool = False,
+        keeps_stop: bool = False,
     ) -> None:
-        self.frames = frames
+        self.frames, self.keeps_stop = frames, keeps_stop
         self._done, self._failed, self._at_once = done, failed or error_event, at_once
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange
@@ -304,6 +312,22 @@ class StreamedReply:
             if self.blocked:
                 return
             row.catch_up()
+
+
+def with_stops(server: Server, ends: list[Ended], stops: tuple[str, ...]) -> list[Ended]:
+    """The ends of whole replies, with the stop strings that ended them in their texts."""
+    text = TextStream.of(server.tokenizer, stops)
+    return [_with_stop(ended, text, array("i", ended.token_ids)) for ended in ends]
+
+
+def _with_stop(ended: Ended, text: TextStream, token_ids: Iterable[int]) -> Ended:
+    """An end whose text has the stop string that follows it, if one does. `token_ids`: the tokens that `text` has not read."""
+    if text.detokenizer is None or ended.finish_reason != "stop":
+        return ended
+    detokenizer, piece = text.detokenizer.push(token_ids)
+    after = (text.held + piece + detokenizer.rest())[len(ended.text) - text.num_shown :]
+    found = [stop for stop in text.stops if after.startswith(stop)]
+    return msgspec.structs.replace(ended, text=ended.text + min(found, key=len, default=""))
 
 
 def error_event(error: ApiError) -> bytes:
