@@ -134,6 +134,7 @@ def test_a_share_of_the_measure(model, tokenizer):
         assert sum(map(posed.judge, cases, texts)) >= 7, key
 
 
+@pytest.mark.unhooked  # hundreds of steps, which the hook makes five to nine times as long
 def test_nanovllm_writes_what_transformers_writes(tokenizer):
     prompter = posed.Prompter(tokenizer)
     cases = [case for m in posed.MEASURES if m.key != "far_fact" for case in score.draw_cases(prompter, m.key, 0, 2)]
@@ -170,6 +171,7 @@ def reply_after_pieces(model: nv.Model, pieces: list[list[int]], apart: bool, ma
     return model.tokenizer.decode(reply)
 
 
+@pytest.mark.unhooked  # hundreds of steps, which the hook makes five to nine times as long
 def test_kv_filled_in_pieces_still_carries_its_facts(tokenizer):
     model, rng = nv.load_model(TINY, device="cpu"), Rng(7)
     rights = []

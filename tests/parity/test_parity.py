@@ -20,6 +20,9 @@ from tests.parity.logits import bfloat16_ratios, decode_path, float32_error
 from tests.parity.pair import Pair, build
 from tests.parity.replies import WAYS, batched, judged
 
+pytestmark = (
+    pytest.mark.unhooked
+)  # the hook makes these tests three times as long; tests/models and the long runs check the same shapes with it
 PLAIN = [f"{kind}: plain" for kind in KINDS]
 # Unusual settings that change operations on chunks or the engine.
 ODD_KEYS = {

@@ -128,6 +128,13 @@ class Live:
             assert time.monotonic() < end, "the server did not become healthy"
             time.sleep(0.01)
 
+    def wait_until_running(self) -> None:
+        """Wait until the engine runs a request. The wait sleeps, because the engine is a thread of this process."""
+        end = time.monotonic() + LIMIT
+        while not self.engine.state.running:
+            assert time.monotonic() < end, "the engine runs nothing"
+            time.sleep(0.001)
+
     def wait_until_idle(self) -> None:
         """Wait until the engine runs nothing, and check its pages."""
         end = time.monotonic() + LIMIT

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ def answering(
     step: int = 3,
     error: NanoVLLMError | None = None,
     error_after: bool = True,
+    held: threading.Event | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Every request is answered with a text, whose tokens come `step` at a time. The options of the requests are in the list.
 
@@ -34,6 +36,7 @@ def answering(
         step: The tokens per step.
         error: An error in place of the end.
         error_after: Whether the error comes after the tokens, or before the answer begins.
+        held: Requests are accepted at once, and their tokens come when this event is set.
     """
     server, engine, asked = live.server, live.server.engine, list[dict[str, Any]]()
     submit, formats = engine.submit, server.formats
@@ -46,6 +49,13 @@ def answering(
                 receiver.fail(error)
                 continue
             receiver.accepted()
+        tell(receivers, streamed)
+
+    def tell(receivers: list[Any], streamed: bool) -> None:
+        if held is not None and not held.is_set():
+            asyncio.get_running_loop().call_later(0.01, tell, receivers, streamed)
+            return
+        for receiver in receivers if error is None or error_after else ():
             for at in range(0, len(ids) if streamed else 0, step):
                 receiver.push(ids[at : at + step])
             if error is not None:

@@ -164,6 +164,53 @@ def test_a_page_of_another_site_cannot_post_a_form(live: Live):
     assert live.call("POST", PATH, json.dumps(GREEDY).encode(), {"content-type": "text/plain"}).status == 415
 
 
+@pytest.mark.parametrize("stops", [["Jonas"], [" lived in", "ed"], "ived", ["named J", "Jonas lived"], ["nowhere"]])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_stop_string_may_stay(live: Live, stops: Any, count: int):
+    """The text is that without a stop string up to the end of the one that comes first, whole and streamed."""
+    asked = GREEDY | {"max_tokens": 12, "prompt": [GREEDY["prompt"]] * count}
+    text = live.post(PATH, asked).json()["choices"][0]["text"]
+    ends = [(place, place + len(stop)) for stop in ([stops] if isinstance(stops, str) else stops) if (place := text.find(stop)) >= 0]
+    wanted = text[: min(ends)[1]] if ends else text
+    asked |= {"stop": stops, "include_stop_str_in_output": True}
+    whole = live.post(PATH, asked).json()["choices"]
+    assert [choice["text"] for choice in whole] == [wanted] * count
+    assert {choice["finish_reason"] for choice in whole} == {"stop" if ends else "length"}
+    streamed = ["" for _ in range(count)]
+    for event in live.events(PATH, asked | {"stream": True}):
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert streamed == [wanted] * count
+    chat = {"messages": [{"role": "user", "content": "What is 27 + 38?"}], "temperature": 0, "stop": [" 65"], "max_tokens": 64}
+    replies = [
+        live.post("/v1/chat/completions", chat | {"include_stop_str_in_output": keep, "reasoning_effort": "none"}).json()["choices"][0]
+        for keep in (False, True)
+    ]
+    assert replies[1]["message"]["content"] == replies[0]["message"]["content"] + " 65"
+    response = {"input": "What is 27 + 38?", "reasoning": {"effort": "none"}, "temperature": 0, "stop": [" 65"]}
+    answer = live.post("/v1/responses", response | {"include_stop_str_in_output": True}).json()
+    assert answer["output"][0]["content"][0]["text"] == replies[1]["message"]["content"]
+
+
+def test_the_last_tokens_of_a_prompt_are_kept(live: Live):
+    """As if they had been sent alone; the texts may be longer than the context."""
+    assert live.model.tokenizer is not None
+    asked, short, long = GREEDY | {"max_tokens": 2}, "Once upon a time there was a fox.", "word " * 5000 + "Once upon a time"
+    for text, kept, left in ((short, 1, 1), (short, 5, 5), (short, 2000, 2000), (short, -1, 2046), (long, 5, 5), (long, -1, 2046)):
+        ids = live.model.tokenizer.encode(text)
+        cut = [live.post(PATH, asked | {"prompt": one, "truncate_prompt_tokens": kept}).json() for one in (text, ids, [text], [ids])]
+        alone = live.post(PATH, asked | {"prompt": ids[-left:]}).json()
+        assert all(one["choices"] == alone["choices"] for one in cut)
+        assert {one["usage"]["prompt_tokens"] for one in cut} == {min(left, len(ids))}
+    chat = {"messages": [{"role": "user", "content": long}], "max_tokens": 8, "truncate_prompt_tokens": 30}
+    assert live.post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 30
+    for kept in (0, -2, 2049):
+        answer = live.post(PATH, GREEDY | {"truncate_prompt_tokens": kept})
+        assert answer.status == 400 and answer.json()["error"]["param"] == "truncate_prompt_tokens"
+    assert live.post(PATH, GREEDY | {"prompt": "word " * 200_000, "truncate_prompt_tokens": 8}).status == 400
+    answer = live.post(PATH, GREEDY | {"chunks": ["a"], "truncate_prompt_tokens": 8})
+    assert answer.status == 400 and answer.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
 def test_a_client_that_goes_away_leaves_no_request(live: Live):
     body = json.dumps(GREEDY | {"max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -173,9 +220,7 @@ def test_a_client_that_goes_away_leaves_no_request(live: Live):
             sock.sendall(head + data)
             if stream:
                 assert b"200 OK" in sock.recv(64)
-            end = time.monotonic() + LIMIT
-            while not live.engine.state.running:
-                assert time.monotonic() < end
+            live.wait_until_running()
         gone = time.monotonic()
         while live.engine.state.running or live.engine.state.waiting:
             assert time.monotonic() < gone + 1.0, "the engine still runs a request whose client has gone"
@@ -197,9 +242,7 @@ def test_a_client_that_reads_nothing_gets_its_text_in_larger_pieces_later(live: 
             sock.settimeout(LIMIT)
             sock.connect(("127.0.0.1", server.port))
             sock.sendall(head.encode() + body)
-            end = time.monotonic() + LIMIT
-            while not server.engine.state.running:
-                assert time.monotonic() < end
+            server.wait_until_running()
             server.wait_until_idle()  # the engine does not wait for the reader
             data = b""
             while part := sock.recv(1 << 16):
@@ -241,9 +284,7 @@ def test_an_engine_that_dies_is_told_of_and_may_be_replaced(live: Live, stream: 
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append(server.post(PATH, body)))
         thread.start()
-        end = time.monotonic() + LIMIT
-        while not server.engine.state.running:
-            assert time.monotonic() < end
+        server.wait_until_running()
         server.stop_engine()
         thread.join(LIMIT)
         if stream:

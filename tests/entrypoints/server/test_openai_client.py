@@ -223,7 +223,7 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str | None, str | None]]:
         yield kind, {"stream_options": {"include_usage": True}}, "stream_options", None
         yield kind, {"stream_options": {}}, "stream_options", None
         yield kind, {"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", None
-        yield kind, {"extra_body": {"include_stop_str_in_output": True}}, "include_stop_str_in_output", "unsupported_parameter"
+        yield kind, {"extra_body": {"allowed_token_ids": [3]}}, "allowed_token_ids", "unsupported_parameter"
         yield kind, {"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens", "unsupported_parameter"
         yield kind, {"extra_body": {"min_tokens": 3}}, "min_tokens", "unsupported_parameter"
         yield kind, {"extra_body": {"response_format": {"type": "hiccup"}}}, "response_format.type", None

@@ -1,7 +1,9 @@
 """`/v1/responses`: whole answers and streams as OpenAI's client reads them, conversations of several turns, and errors."""
 
 import json
+import threading
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Literal
 
 import openai
@@ -184,6 +186,22 @@ def test_a_failure_within_a_stream_is_an_event(live: Live, client: openai.OpenAI
     assert all(getattr(item, "status", None) == "incomplete" for item in last.response.output)
 
 
+def test_a_stream_begins_when_the_request_is_accepted(live: Live, client: openai.OpenAI):
+    """The first two events come before any token, and once. A stream that fails or ends without text has them, too."""
+    begun = ["response.created", "response.in_progress"]
+    for text, error in (("Once upon", None), ("", None), ("", EngineDeadError("the engine has failed"))):
+        held = threading.Event()
+        with answering(live, text, error=error, held=held):
+            events = iter(client.responses.create(**ASKED, stream=True))
+            first = [next(events), next(events)]
+            assert [event.type for event in first] == begun and not held.is_set()
+            held.set()
+            rest = [*events]
+        assert not {event.type for event in rest} & {*begun}
+        assert [event.sequence_number for event in [*first, *rest]] == list(range(2 + len(rest)))
+        assert rest[-1].type == ("response.completed" if error is None else "response.failed")
+
+
 def test_a_refusal_before_a_stream_is_a_status(live: Live, client: openai.OpenAI):
     with answering(live, "", error=QueueFullError("full"), error_after=False), pytest.raises(openai.RateLimitError):
         client.responses.create(**ASKED, stream=True)
@@ -266,7 +284,8 @@ def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI):
         ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
         ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
         ({"include": ["everything"]}, "include[0]", None),
-        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+        ({"truncation": "auto", "input": "word " * 5000}, "input", "context_length_exceeded"),
+        ({"truncation": "auto", "max_output_tokens": 10**6}, "input", "context_length_exceeded"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"return_token_ids": True}, "return_token_ids", "unsupported_parameter"),
@@ -292,6 +311,29 @@ def test_another_model_is_not_found(client: openai.OpenAI):
         client.responses.create(**{**ASKED, "model": "gpt-5"})
     with pytest.raises(openai.NotFoundError):
         client.responses.input_tokens.count(model="gpt-5", input="x")
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns(live: Live, client: openai.OpenAI):
+    """What is left is the longest end of whole turns, after the instructions, that leaves room for the reply."""
+    call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": ARGUMENTS}
+    answer = {"type": "function_call_output", "call_id": "a", "output": "Rain."}
+    turns: list[Any] = [[{"role": "user", "content": f"Turn {i}: " + "word " * 250}, call, answer] for i in range(12)]
+    turns.append([{"role": "user", "content": "Hello"}])
+    asked = {**ASKED, "instructions": "Be brief.", "max_output_tokens": 300}
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**{**asked, "input": [*chain(*turns)]})
+
+    def tokens(**fields: Any) -> int:
+        return client.responses.input_tokens.count(model="tiny", instructions="Be brief.", **fields).input_tokens
+
+    most = 2048 - 300
+    given = {"input": [*chain(*turns)], "truncation": "auto"}
+    response = client.responses.create(**{**asked, **given})
+    fitting = [length for i in range(4, 12) if (length := tokens(input=[*chain(*turns[i:])])) <= most]
+    assert response.truncation == "auto" and response.usage and response.usage.input_tokens == max(fitting)
+    assert 2 < len(fitting) < 8 and tokens(**given) <= 2047
+    short = {"input": [*chain(*turns[-2:])]}
+    assert tokens(**short, truncation="auto") == tokens(**short)
 
 
 class Colour(BaseModel):

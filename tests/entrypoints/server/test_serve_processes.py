@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import nanovllm
+from nanovllm.entrypoints.cli import main as cli
 
 pytestmark = [pytest.mark.unhooked, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -51,12 +52,11 @@ class Served:
         return self.files[1].read_text().splitlines()
 
     def ready(self) -> "Served":
-        """Wait until it serves."""
+        """Wait until it says that it serves: then every front end answers."""
         self.wait(lambda: self.lines)
         assert self.lines[0].startswith("nanovllm serves tiny at http"), self.lines
         self.port = int(self.lines[0].rpartition(":")[2])
-        self.wait(lambda: self.get("/health") == 200)
-        self.wait(lambda: len(self.children()) >= 2)
+        assert self.get("/health") == 200 and len(self.children()) >= 2
         return self
 
     def wait(self, met: Any, seconds: float = LIMIT) -> None:
@@ -154,7 +154,16 @@ def stream(server: Served, body: dict[str, Any] = LONG) -> tuple[threading.Threa
     return thread, found
 
 
-def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path):
+def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delenv("NANOVLLM_API_KEY", raising=False)
+    for options, message in (  # told before there is any process
+        (("--model", "no/such-model"), "no/such-model"),
+        (("--host", "0.0.0.0"), "a key is needed"),
+        (("--cors-origin", "chat"), "--cors-origin"),
+    ):
+        assert cli.main(["serve", "--device", "cpu", *options]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.startswith("nanovllm: error: ") and message in err and err.count("\n") == 1
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     for weights in tmp_path.glob("*.safetensors"):
         weights.write_bytes(weights.read_bytes()[:100_000])
@@ -162,10 +171,7 @@ def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path):
         port = str(taken.getsockname()[1])
         starts = [
             (served("--port", port), f"--port {port} cannot be used: Address already in use"),
-            (served("--model", "no/such-model"), "no/such-model"),
             (served("--model", str(tmp_path)), str(tmp_path)),  # found by the engine
-            (served("--host", "0.0.0.0", NANOVLLM_API_KEY=""), "a key is needed"),
-            (served("--cors-origin", "chat"), "--cors-origin"),
         ]
         for server, message in starts:
             assert server.end() == 2 and not server.lines, server.errors
@@ -219,13 +225,16 @@ def test_a_killed_engine_is_told_of_and_started_again(served: Any):
     server.wait(server.right)
     assert front in server.children() and engine not in server.children()
     assert any("it is started again" in line for line in server.lines)
+    pids = server.children()
+    server.process.kill()
+    server.end()
+    assert gone(pids)  # nothing outlives a killed supervisor
 
 
 def test_two_front_ends_one_of_which_is_killed_and_then_both(served: Any):
     server = served("--workers", "2", "--max-num-seqs", "8").ready()
-    server.wait(lambda: len(server.children()) == 3)
     engine, *fronts = server.children()
-    server.wait(lambda: all(answers_alone(server, one, other) for one, other in (fronts, fronts[::-1])))
+    assert len(fronts) == 2 and all(answers_alone(server, one, other) for one, other in (fronts, fronts[::-1]))
     streams = [stream(server, LONG | {"max_tokens": 300}) for _ in range(6)]
     os.kill(fronts[0], signal.SIGKILL)
     for thread, _ in streams:
@@ -258,14 +267,6 @@ def answers_alone(server: Served, one: int, other: int) -> bool:
         return server.right()
     finally:
         os.kill(other, signal.SIGCONT)
-
-
-def test_nothing_outlives_a_killed_supervisor(served: Any):
-    server = served().ready()
-    pids = server.children()
-    server.process.kill()
-    server.end()
-    assert gone(pids)
 
 
 @pytest.mark.long

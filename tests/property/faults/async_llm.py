@@ -87,7 +87,7 @@ ASYNC_FAULTS = [
         ("an error wakes nobody", ((Call, "fail"),), fails_silently, 0),
         ("the end of a slow call wakes nobody", ((Call, "add"),), wakes_only_readers_of_nothing, 2),
         ("the queue has no bound", ((EngineThread, "require_room"),), takes_any_number, 0),
-        ("a shortage ends the engine", ((engine_thread, "step"),), raises_errors_of_requests, 1),
+        ("a shortage ends the engine", ((engine_thread, "step"),), raises_errors_of_requests, 2),
         ("outputs in reverse", ((engine_thread, "submit_many"),), submits_in_reverse, 4),
     )
 ]

@@ -223,7 +223,7 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("a gap that forgets earlier gaps", _forgets_older_gaps, (compose, "gapped")),
     _fault("a step ahead that writes into a shared page", _runs_ahead_of_copies, (run_ahead, "steps_ahead"), machine=AheadMachine, draw=2),
     _fault("a step ahead of rows that changed", _keeps_what_it_ran, (RunAhead, "drop"), machine=AheadMachine),
-    _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine, draw=2),
+    _fault("an ended row that goes on writing", _lets_ended_rows_write, (ahead, "retire"), machine=AheadMachine, draw=8),
     _fault("the results of a row that ended", _takes_the_first_rows, (RunAhead, "narrow"), machine=AheadMachine, draw=3),
     _fault("results in the order of the batch", _gives_results_to_other_rows, (ahead, "placed"), machine=AheadMachine, draw=2),
     _fault("a token that is not moved", _moves_all_but_one, (ops, "move_kv")),

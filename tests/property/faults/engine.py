@@ -344,7 +344,7 @@ FAULTS: tuple[Fault, ...] = (
         faulty=_forgets_only_itself,
     ),
     Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((preemption, "preempt"),), faulty=_leaks_on_preemption),
-    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((drafts, "reserve"),), faulty=writes_without_copy),
+    Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((drafts, "reserve"),), faulty=writes_without_copy, draw=1),
     Fault(name="one token too few reserved", machine=ScheduleMachine, targets=((drafts, "reserve"),), faulty=_reserves_one_less),
     Fault(
         name="preempted and still called filled",
@@ -403,7 +403,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="the newest admitted first", machine=ScheduleMachine, targets=((Queue, "first"),), faulty=_newest_first),
     Fault(name="ageing ignored", machine=ScheduleMachine, targets=((schedules, "rank_of"),), faulty=_does_not_age),
     Fault(name="priorities reversed", machine=ScheduleMachine, targets=((schedules, "rank_of"),), faulty=_higher_first),
-    Fault(name="the bound on prompts ignored", machine=ScheduleMachine, targets=((PromptRoom, "of"),), faulty=_bounds_nothing),
+    Fault(name="the bound on prompts ignored", machine=ScheduleMachine, targets=((PromptRoom, "of"),), faulty=_bounds_nothing, draw=2),
     Fault(name="pages lost on cancel", machine=EngineMachine, targets=((requests, "give_up_pages"),), faulty=_loses_pages_of_the_cancelled),
     Fault(name="a failed call forgotten", machine=EngineMachine, targets=((Lease, "lose"),), faulty=_forgets_failures),
     Fault(

@@ -73,7 +73,7 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
         machine=EngineMachine,
         targets=((failures, "forgotten"),),
         faulty=_trusts_the_failed_pass,
-        draw=2,
+        draw=1,
     ),
     Fault(
         name="KV that a pass without memory overwrote still trusted",
@@ -86,7 +86,7 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
         machine=FailureMachine,
         targets=((engine, "draw"),),
         faulty=_loses_a_token_of_another,
-        draw=2,
+        draw=1,
     ),
     Fault(name="an error given to another request", machine=FailureMachine, targets=((engine, "draw"),), faulty=_blames_another),
     Fault(name="others dropped with the failed", machine=FailureMachine, targets=((engine, "recovered"),), faulty=_ends_all),

@@ -113,10 +113,10 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
         _as_if_the_last_did_not_run_again,
         (requests, "num_retired"),
         machine=WindowMachine,
-        draw=1,
+        draw=8,
     ),
-    _fault("a retired page given up twice", _forgets_what_is_retired, (preemption, "give_up_pages"), machine=WindowMachine),
-    _fault("a copy without its frame", _copies_pages_as_frames, (draft, "frames_of_copies"), machine=WindowChunkMachine, draw=2),
+    _fault("a retired page given up twice", _forgets_what_is_retired, (preemption, "give_up_pages"), machine=WindowMachine, draw=1),
+    _fault("a copy without its frame", _copies_pages_as_frames, (draft, "frames_of_copies"), machine=WindowChunkMachine),
     _fault("a chunk's copy without its frame", _copies_pages_as_frames, (fill, "frames_of_copies"), machine=WindowChunkMachine),
     _fault(
         "frames that a failed call overwrote still trusted",

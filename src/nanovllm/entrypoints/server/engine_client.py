@@ -67,10 +67,12 @@ class EngineClient(asyncio.Protocol):
 
     Attributes:
         hello: What the engine said of itself; None while there is no connection.
+        greeted: Set once an engine has said hello for the first time.
     """
 
     def __init__(self) -> None:
         self.hello: Hello | None = None
+        self.greeted = asyncio.Event()
         self._transport: asyncio.Transport | None = None
         self._receivers: dict[int, Receiver] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -222,6 +224,7 @@ class EngineClient(asyncio.Protocol):
                     answer.set_result(message.value)
             case Hello():
                 self.hello = message
+                self.greeted.set()
 
     def _gather(self, message: Stepped) -> None:
         """Note the tokens of a step. Before a request's end its tokens are given out."""

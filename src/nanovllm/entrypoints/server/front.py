@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -17,6 +18,7 @@ from nanovllm.entrypoints.server.app import App, Server
 from nanovllm.entrypoints.server.http_protocol import BoundedProtocol
 from nanovllm.entrypoints.server.routes import ROUTES
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.entrypoints.server.starting import READY
 from nanovllm.errors import EngineClosedError, EngineDeadError
 
 TICK_SECONDS = 1.0
@@ -111,12 +113,19 @@ class FrontEnd:
                     await self.server.engine.ask("answered", http=counts)
 
 
-async def serve(server: Server, sock: socket.socket, engine_path: Path) -> None:
-    """Serve until SIGTERM or SIGINT, as the only task of a process."""
+async def serve(server: Server, sock: socket.socket, engine_path: Path, ready: int) -> None:
+    """Serve until SIGTERM or SIGINT, as the only task of a process. The file descriptor `ready` is told `READY` when there is an engine."""
     freeze()
     log_to_stderr(server.settings)
     allow_connections(server.settings.limits.connections)
+    telling = asyncio.create_task(_tell_ready(server, ready))
     await FrontEnd(server, sock, engine_path).run(signals=True)
+    telling.cancel()
+
+
+async def _tell_ready(server: Server, ready: int) -> None:
+    await server.engine.greeted.wait()
+    os.write(ready, READY)
 
 
 def log_to_stderr(settings: Settings) -> None:

@@ -32,8 +32,8 @@ IGNORED = frozenset(
 REFUSED = frozenset(
     {
         "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "min_tokens", "bad_words",
-        "allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens", "lora_path", "chat_template", "logprob_token_ids",
-        "prompt_embeds", "include_stop_str_in_output", "echo", "documents", "thinking_token_budget", "reasoning_budget",
+        "allowed_token_ids", "prompt_logprobs", "lora_path", "chat_template", "logprob_token_ids",
+        "prompt_embeds", "echo", "documents", "thinking_token_budget", "reasoning_budget",
         "return_tokens_as_token_ids",
     }
 )  # fmt: skip
@@ -65,6 +65,8 @@ class Sampled(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -2,7 +2,7 @@
 
 import os
 
-READY = b"\0"  # from an engine
+READY = b"\0"  # from an engine that serves, and from a front end that is connected to one
 FAILED = 2  # the exit code of a start that failed, after an error was told
 DEAD = 3  # that of an engine that failed while it ran
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.entrypoints.server.settings import Settings
-from nanovllm.entrypoints.server.starting import FAILED, first_line, tell
+from nanovllm.entrypoints.server.starting import FAILED, READY, first_line, tell
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 
 MOST_RESTARTS, RESTART_SECONDS = 5, 60.0  # an engine that fails more often in this time stays down
@@ -41,6 +41,7 @@ class Supervisor:
     def __init__(self, settings: Settings, model: str, options: dict[str, Any], *, workers: int = 1, restart: bool = True) -> None:
         self.settings, self.model, self.options, self.workers, self.restart = settings, model, options, workers, restart
         self.engine, self.fronts = 0, set[int]()
+        self._awaited = 1 + workers  # processes that have not said that they are ready
         self._ready = self._telling = -1  # a pipe in which starting processes say that they are ready, or why they fail
         self._engine_deaths, self._front_deaths = Deaths(MOST_RESTARTS), Deaths(MOST_RESTARTS * workers)
 
@@ -95,7 +96,7 @@ class Supervisor:
         self.listener.listen(256)
 
     def _told(self) -> str | None:
-        """What starting processes say: "" if the engine is ready, an error if one has failed. None: nothing within a tenth of a second."""
+        """What starting processes say: "" if all are ready, an error if one has failed. None: neither within a tenth of a second."""
         select.select([self._ready], [], [], 0.1)
         gone = [*ended()]  # before the last words are read
         told = self._words()
@@ -105,7 +106,8 @@ class Supervisor:
             who = "the engine" if pid == self.engine else "a front end"
             self._forget(pid)
             return f"{who} has ended during its start (exit code {code})"
-        return "" if told else None
+        self._awaited -= told.count(READY.decode())
+        return None if self._awaited else ""
 
     def _words(self) -> str:
         """What was said in the pipe since the last call."""
@@ -223,7 +225,7 @@ class Supervisor:
             server = load_front(self.settings, self.model, self.options)
         except NanoVLLMError as error:
             return tell(self._telling, error)
-        uvloop.run(serve(server, self.http, self.path))
+        uvloop.run(serve(server, self.http, self.path, self._telling))
         return 0
 
 

@@ -59,6 +59,7 @@ def chats() -> dict[str, Any]:
     return CHAT_TURNS["measure"](TINY, 3, max_model_len=200)
 
 
+@pytest.mark.unhooked  # hundreds of steps, which the hook makes five to nine times as long
 def test_a_chat_runs_what_its_turns_add_and_as_text_no_less(chats: dict[str, Any]) -> None:
     assert TINY.tokenizer is not None
     encode = partial(TINY.tokenizer.encode, add_special_tokens=False)
@@ -77,6 +78,7 @@ def test_a_chat_runs_what_its_turns_add_and_as_text_no_less(chats: dict[str, Any
     assert chats["anew"].total("prompt") > chats["reuse"].total("prompt") > chats["shift"].total("prompt")
 
 
+@pytest.mark.unhooked  # hundreds of steps, which the hook makes five to nine times as long
 def test_the_figures_of_a_chat_add_up(chats: dict[str, Any]) -> None:
     for way, chat in chats.items():
         figures = CHAT_TURNS["figures"](chat, chats["anew"])

@@ -248,6 +248,7 @@ def test_a_point_fits_just_as_far_as_the_engine_goes() -> None:
         assert scaling.obstacle(replace(limits, **less), rows, length, steps) == told
 
 
+@pytest.mark.unhooked  # hundreds of steps, which the hook makes five to nine times as long
 def test_host_time_does_not_follow_the_pool() -> None:
     """A pool a hundred times as large, and hundreds of ended requests, cost the host no more: loosely, since machines are shared."""
     settings = replace(FAST, steps=24)
@@ -304,6 +305,7 @@ def test_axes() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.unhooked  # hundreds of steps, which the hook makes five to nine times as long
 def test_bench_prints_tables_or_json_and_writes_both_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
-from nanovllm.entrypoints.server.api.completions import asks_usage, num_choices, seeded, stops_of, summed
+from nanovllm.entrypoints.server.api.completions import asks_usage, keeps_stop, num_choices, seeded, stops_of, summed
 from nanovllm.entrypoints.server.api.logprobs import TokenForms, listed, num_top, require_listable, stop_ids
-from nanovllm.entrypoints.server.api.prompts import INT32, room, usage
-from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole
+from nanovllm.entrypoints.server.api.prompts import INT32, kept_tokens, room, usage
+from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole, with_stops
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import chat_form, forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError, api_error
@@ -60,11 +60,12 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
         form, prompt = form_of(body), chat_prompt(body)
     except InvalidRequestError as error:
         raise api_error(error, "messages") from None
-    ids = await prompt_ids(server, prompt)
+    limit = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+    wanted = asked.max_tokens if limit == "max_tokens" else asked.max_completion_tokens
+    ids = await prompt_ids(server, prompt, kept=kept_tokens(server, asked, wanted))
     reuse = await reuse_of(server, exchange, asked, n)
     length = reuse.num_tokens + len(ids) // INT32.itemsize
-    limit = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-    most = room(server, length, asked.max_tokens if limit == "max_tokens" else asked.max_completion_tokens, "messages", limit)
+    most = room(server, length, wanted, "messages", limit)
     parser = reply_parser(server, prompt, ids)
     more, logprobs = await forced(server, chat_form(server, form, prompt, parser)), None
     if asked.logprobs:
@@ -78,10 +79,13 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     if asked.stream:
         stops = stops_of(asked)
         texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-        reply = StreamedReply(server, exchange, frames, texts, tells_ids=bool(asked.return_token_ids), logprobs=logprobs)
+        told, keeps = bool(asked.return_token_ids), keeps_stop(asked)
+        reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs)
         await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
+    if keeps_stop(asked):
+        ends = with_stops(server, ends, stops_of(asked))
     choices = [frames.choice(i, end) for i, end in enumerate(ends)]
     if logprobs is not None:
         for choice, one in zip(choices, await listed(frames.forms.chat, logprobs, ends, top), strict=True):

@@ -6,8 +6,8 @@ import string
 
 import numpy as np
 
-from nanovllm.entrypoints.server.api.prompts import INT32
-from nanovllm.entrypoints.server.app import Server, require_engine
+from nanovllm.entrypoints.server.api.prompts import INT32, last_tokens, longest
+from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.messages import ChatPrompt
 from nanovllm.entrypoints.server.reasoning import ReasoningSplitter, left_open
@@ -20,23 +20,24 @@ ID_LENGTH = 24
 PROMPT_END = 16  # tokens of a prompt in which an opened think block is looked for
 
 
-async def prompt_ids(server: Server, prompt: ChatPrompt, param: str = "messages") -> bytes:
+async def prompt_ids(server: Server, prompt: ChatPrompt, param: str = "messages", kept: int | None = None) -> bytes:
     """The token ids of a conversation, made in a thread, because a template may take long.
 
     Args:
         server: Its tokenizer and its engine are asked.
         prompt: The conversation.
         param: The field of the request that errors name.
+        kept: As in `last_tokens`.
 
     Raises:
         ApiError: The template refuses the messages, or they are too long.
     """
     try:
-        ids = await asyncio.to_thread(prompt.token_ids, server.tokenizer, most=require_engine(server).max_model_len)
+        ids = await asyncio.to_thread(prompt.token_ids, server.tokenizer, most=longest(server, kept))
     except InvalidRequestError as error:
         code = "context_length_exceeded" if "tokens, the model's limit" in str(error) else None
         raise ApiError(400, str(error), param=param, code=code) from None
-    return np.asarray(ids, INT32).tobytes()
+    return last_tokens(np.asarray(ids, INT32).tobytes(), kept)
 
 
 def reply_parser(server: Server, prompt: ChatPrompt, ids: bytes) -> ReplyParser:

@@ -18,8 +18,8 @@ from nanovllm.entrypoints.server.api.logprobs import (
     require_listable,
     stop_ids,
 )
-from nanovllm.entrypoints.server.api.prompts import INT32, SHORT, checked, encoded, room, usage
-from nanovllm.entrypoints.server.api.replies import NOTHING, StreamedReply, StreamedRow, whole
+from nanovllm.entrypoints.server.api.prompts import INT32, SHORT, checked, encoded, kept_tokens, last_tokens, room, usage
+from nanovllm.entrypoints.server.api.replies import NOTHING, StreamedReply, StreamedRow, whole, with_stops
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError
@@ -85,6 +85,8 @@ async def completions(server: Server, exchange: Exchange) -> None:
         ends = [NOTHING] * len(rows)
         if most:
             ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
+            if keeps_stop(asked):
+                ends = with_stops(server, ends, stops_of(asked))
         choices: list[dict[str, Any]] = [
             {"index": i, "text": echoes[i // n] + end.text, "logprobs": None, "finish_reason": end.finish_reason}
             for i, end in enumerate(ends)
@@ -100,10 +102,11 @@ async def completions(server: Server, exchange: Exchange) -> None:
         await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
         return
     stops = stops_of(asked)
-    told = scored if asked.echo and top is not None else None
-    frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse, forms, told)
+    of_prompts = scored if asked.echo and top is not None else None
+    frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse, forms, of_prompts)
     texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
-    reply = StreamedReply(server, exchange, frames, texts, tells_ids=shown_ids is not None, logprobs=logprobs)
+    told, keeps = shown_ids is not None, keeps_stop(asked)
+    reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs)
     if not most:
         await reply.run_nothing()
         return
@@ -203,6 +206,11 @@ def stops_of(asked: Sampled) -> tuple[str, ...]:
     return (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
 
 
+def keeps_stop(asked: Sampled) -> bool:
+    """Whether the stop string that ends a reply stays in its text."""
+    return bool(asked.include_stop_str_in_output and asked.stop)
+
+
 def num_choices(n: int | None) -> int:
     """The number of replies to each prompt.
 
@@ -229,24 +237,25 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
 async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tuple[str, bytes]]:
     """Each prompt's place in the request, and its token ids."""
     prompt, listed = asked.prompt, len(asked.logit_bias or ()) + len(asked.stop_token_ids or ())
+    kept = kept_tokens(server, asked, DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens)
     if isinstance(prompt, str):
-        return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks))]
+        return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks, kept=kept))]
     if prompt and all(isinstance(one, int) for one in prompt):
-        return [("prompt", checked(server, prompt, "prompt"))]  # pyright: ignore[reportArgumentType]
+        return [("prompt", last_tokens(checked(server, prompt, "prompt"), kept))]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")
     if len(prompt) * n > MOST_ROWS:
         raise ApiError(400, f"{len(prompt)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
     if len(prompt) * n * listed > MOST_LISTED:
         raise ApiError(400, f"{len(prompt)} prompts with n={n} and {listed} logit_bias and stop_token_ids are too many", param="prompt")
-    found, special = list[tuple[str, bytes]](), {"add_special_tokens": not asked.chunks}
+    found, options = list[tuple[str, bytes]](), {"add_special_tokens": not asked.chunks, "kept": kept}
     many = sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
     for place, one in enumerate(prompt):
         name = f"prompt[{place}]"
         if isinstance(one, int):
             raise ApiError(400, "prompt mixes token ids with texts or lists", param="prompt")
-        ids = checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, of_many=many, **special)
-        found.append((name, ids))
+        ids = checked(server, one, name) if isinstance(one, list) else await encoded(server, one, name, of_many=many, **options)
+        found.append((name, last_tokens(ids, kept)))
     return found
 
 

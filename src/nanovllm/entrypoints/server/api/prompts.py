@@ -8,13 +8,17 @@ import numpy as np
 from nanovllm.entrypoints.async_llm import SHORT
 from nanovllm.entrypoints.server.app import Server, require_engine
 from nanovllm.entrypoints.server.errors import ApiError
+from nanovllm.entrypoints.server.request_fields import Sampled
 from nanovllm.errors import InvalidRequestError
 from nanovllm.tokenizer.tokenizer import TooManyTokensError
 
 INT32 = np.dtype("<i4")
+TRUNCATED = 16  # a prompt that is cut may have so many times the tokens of the context
 
 
-async def encoded(server: Server, text: str, param: str, *, add_special_tokens: bool = True, of_many: bool = False) -> bytes:
+async def encoded(
+    server: Server, text: str, param: str, *, add_special_tokens: bool = True, of_many: bool = False, kept: int | None = None
+) -> bytes:
     """The token ids of a text, as int32 in bytes.
 
     Args:
@@ -23,13 +27,14 @@ async def encoded(server: Server, text: str, param: str, *, add_special_tokens: 
         param: Its place in the request.
         add_special_tokens: Whether the model's special tokens are added.
         of_many: Whether it is one of many texts, which would together stop the event loop.
+        kept: As in `last_tokens`.
 
     Raises:
         ApiError: The text is too long or not valid, or the model has no tokenizer.
     """
     if server.tokenizer is None:
         raise ApiError(400, "this model has no tokenizer: give token ids", param=param)
-    most = require_engine(server).max_model_len
+    most = longest(server, kept)
     encode = server.tokenizer.encode
     try:
         if len(text) <= SHORT and not of_many:
@@ -40,7 +45,35 @@ async def encoded(server: Server, text: str, param: str, *, add_special_tokens: 
         raise too_long(f"the text has more than {most} tokens", most, param) from None
     except InvalidRequestError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from None
-    return np.asarray(ids, INT32).tobytes()
+    return last_tokens(np.asarray(ids, INT32).tobytes(), kept)
+
+
+def kept_tokens(server: Server, asked: Sampled, max_tokens: int | None) -> int | None:
+    """How many tokens of a prompt `truncate_prompt_tokens` keeps. -1: as many as leave room for `max_tokens`. None: it keeps all.
+
+    Raises:
+        ApiError: The number is out of bounds, or chunks come before the prompt.
+    """
+    count, most = asked.truncate_prompt_tokens, require_engine(server).max_model_len
+    if count is None:
+        return None
+    if asked.chunks:
+        raise ApiError(400, "truncate_prompt_tokens is not possible together with chunks", param="truncate_prompt_tokens")
+    if count == -1:
+        return max(1, most - (max_tokens or 1))
+    if not 1 <= count <= most:
+        raise ApiError(400, f"truncate_prompt_tokens={count}: must be -1 or in [1, {most}]", param="truncate_prompt_tokens")
+    return count
+
+
+def last_tokens(ids: bytes, kept: int | None) -> bytes:
+    """The last `kept` of token ids, or all."""
+    return ids if kept is None else ids[-kept * INT32.itemsize :]
+
+
+def longest(server: Server, kept: int | None) -> int:
+    """The most tokens that a prompt may have before it is cut to `kept` tokens."""
+    return require_engine(server).max_model_len * (1 if kept is None else TRUNCATED)
 
 
 def checked(server: Server, ids: list[int], param: str) -> bytes:

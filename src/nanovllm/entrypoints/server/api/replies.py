@@ -2,9 +2,11 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol, runtime_checkable
+
+import msgspec
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.engine_client import error_of
@@ -130,7 +132,7 @@ class StreamedRow:
 
     def __init__(self, reply: "StreamedReply", index: int, text: TextStream, *, tells_ids: bool) -> None:
         self.reply, self.index, self.text = reply, index, text
-        self.unread: list[int] = []
+        self.unread: list[int] = []  # also the tokens of the last step, once the row has ended
         self.untold: list[int] | None = [] if tells_ids else None
         self.logprobs: RowLogprobs | None = None
         self.num_tokens = 0
@@ -162,8 +164,10 @@ class StreamedRow:
     def end(self, ended: Ended) -> None:
         """The row has ended."""
         self.ended = ended
+        last = array("i", ended.token_ids)
+        self.unread += last
         if self.untold is not None:
-            self.untold += array("i", ended.token_ids)
+            self.untold += last
         if not self.reply.blocked:
             self.finish()
 
@@ -173,8 +177,10 @@ class StreamedRow:
         self.finished = True
         if self.ended.error is not None:
             self.reply.cut_off(failure(self.ended))
-        else:
-            self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
+            return
+        if self.reply.keeps_stop:
+            self.ended = _with_stop(self.ended, self.text, self.unread)
+        self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
 
     def told_ids(self) -> str:
         """The field `token_ids` of an event, with the tokens since the last one; "" if events do not tell them."""
@@ -185,11 +191,11 @@ class StreamedRow:
 
     def catch_up(self) -> None:
         """Write what has come while the client did not read."""
-        token_ids, self.unread = self.unread, []
         if self.ended is not None:
             if not self.finished:
                 self.finish()
-        elif token_ids:
+        elif self.unread:
+            token_ids, self.unread = self.unread, []
             self._write(token_ids)
 
     def fail(self, error: NanoVLLMError) -> None:
@@ -228,12 +234,14 @@ class StreamedReply:
         frames: Makes the events.
         rows: The rows.
         started: A future for the beginning of the answer, or the error that keeps it from beginning.
+        keeps_stop: Whether the stop string that ends a row stays in its text.
 
     Args:
         tells_ids: Whether events tell token ids.
         logprobs: Those of each row, if events tell them.
         done: What ends the stream.
         failed: Makes the end of a stream that failed.
+        at_once: Whether what comes before the first piece of text is sent when the engine has queued the request, or with that piece.
     """
 
     def __init__(
@@ -247,9 +255,11 @@ class StreamedReply:
         logprobs: Seq[RowLogprobs] | None = None,
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
+        at_once: bool = False,
+        keeps_stop: bool = False,
     ) -> None:
-        self.frames = frames
-        self._done, self._failed = done, failed or error_event
+        self.frames, self.keeps_stop = frames, keeps_stop
+        self._done, self._failed, self._at_once = done, failed or error_event, at_once
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange
         self._events: EventStream | None = None
@@ -310,6 +320,8 @@ class StreamedReply:
             self._events = self._exchange.events(self._server.streams)
             self._events.resumed = self._resumed
             self.started.set_result(None)
+            if self._at_once:
+                self.write(b"")
 
     def write(self, data: bytes) -> None:
         """Send events."""
@@ -352,6 +364,22 @@ class StreamedReply:
             if self.blocked:
                 return
             row.catch_up()
+
+
+def with_stops(server: Server, ends: list[Ended], stops: tuple[str, ...]) -> list[Ended]:
+    """The ends of whole replies, with the stop strings that ended them in their texts."""
+    text = TextStream.of(server.tokenizer, stops)
+    return [_with_stop(ended, text, array("i", ended.token_ids)) for ended in ends]
+
+
+def _with_stop(ended: Ended, text: TextStream, token_ids: Iterable[int]) -> Ended:
+    """An end whose text has the stop string that follows it, if one does. `token_ids`: the tokens that `text` has not read."""
+    if text.detokenizer is None or ended.finish_reason != "stop":
+        return ended
+    detokenizer, piece = text.detokenizer.push(token_ids)
+    after = (text.held + piece + detokenizer.rest())[len(ended.text) - text.num_shown :]
+    found = [stop for stop in text.stops if after.startswith(stop)]
+    return msgspec.structs.replace(ended, text=ended.text + min(found, key=len, default=""))
 
 
 def error_event(error: ApiError) -> bytes:

@@ -1,16 +1,17 @@
 """`POST /v1/responses`, OpenAI's newer interface for conversations. Nothing is kept: each request brings all of its conversation."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
 from nanovllm.entrypoints.server.api.chat_parts import prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import reuse_of
-from nanovllm.entrypoints.server.api.completions import stops_of
-from nanovllm.entrypoints.server.api.prompts import INT32, room
-from nanovllm.entrypoints.server.api.replies import StreamedReply, whole
+from nanovllm.entrypoints.server.api.completions import keeps_stop, stops_of
+from nanovllm.entrypoints.server.api.prompts import INT32, kept_tokens, room
+from nanovllm.entrypoints.server.api.replies import StreamedReply, whole, with_stops
 from nanovllm.entrypoints.server.api.response_frames import ResponseFrames
-from nanovllm.entrypoints.server.app import Server, own_model
+from nanovllm.entrypoints.server.app import Server, own_model, require_engine
 from nanovllm.entrypoints.server.constraints import Form, chat_form, forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
 from nanovllm.entrypoints.server.exchange import Exchange
@@ -83,8 +84,8 @@ async def responses(server: Server, exchange: Exchange) -> None:
     body = await exchange.json()
     asked, prompt, form = _read(body)
     model = own_model(server, asked.model)
-    ids = await prompt_ids(server, prompt, "input")
     reuse = await reuse_of(server, exchange, asked, 1)
+    ids = await _prompt_ids(server, asked, prompt, reuse.num_tokens)
     length = reuse.num_tokens + len(ids) // INT32.itemsize
     most = room(server, length, asked.max_output_tokens, "input", "max_output_tokens")
     parser = reply_parser(server, prompt, ids)
@@ -94,10 +95,11 @@ async def responses(server: Server, exchange: Exchange) -> None:
     priority = asked.priority or 0
     if asked.stream:
         texts = [TextStream.of(server.tokenizer, stops_of(asked))]
-        reply = StreamedReply(server, exchange, frames, texts, done=b"", failed=frames.failed)
+        reply = StreamedReply(server, exchange, frames, texts, done=b"", failed=frames.failed, at_once=True, keeps_stop=keeps_stop(asked))
         await reply.run([reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
         return
-    (ended,) = await whole(server, exchange, [reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
+    ends = await whole(server, exchange, [reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
+    (ended,) = with_stops(server, ends, stops_of(asked)) if keeps_stop(asked) else ends
     await exchange.respond(200, msgspec.json.encode(frames.whole(ended)))
 
 
@@ -105,9 +107,39 @@ async def count_input_tokens(server: Server, exchange: Exchange) -> None:
     """`POST /v1/responses/input_tokens`: the number of tokens of the prompt that the same request to `/v1/responses` would have."""
     asked, prompt, _ = _read(await exchange.json())
     own_model(server, asked.model)
-    ids = await prompt_ids(server, prompt, "input")
-    length = (await reuse_of(server, exchange, asked, 1)).num_tokens + len(ids) // INT32.itemsize
+    reused = (await reuse_of(server, exchange, asked, 1)).num_tokens
+    length = reused + len(await _prompt_ids(server, asked, prompt, reused)) // INT32.itemsize
     await exchange.respond(200, msgspec.json.encode({"object": "response.input_tokens", "input_tokens": length}))
+
+
+async def _prompt_ids(server: Server, asked: ResponsesRequest, prompt: ChatPrompt, reused: int) -> bytes:
+    """The token ids of a conversation. With `truncation: "auto"` it loses its oldest turns, as few as make room for the reply.
+
+    What is left begins with the system's messages and then one of the user's. Whole turns go, so that every result keeps its call.
+
+    Raises:
+        ApiError: As `prompt_ids`.
+    """
+    kept = kept_tokens(server, asked, asked.max_output_tokens)
+    if asked.truncation != "auto":
+        return await prompt_ids(server, prompt, "input", kept)
+    most = require_engine(server).max_model_len - reused - (asked.max_output_tokens or 1)
+    messages, turns = prompt.messages, [place for place, one in enumerate(prompt.messages) if one["role"] == "user"]
+    head = next((place for place, one in enumerate(messages) if one["role"] != "system"), 0)
+    starts, found = sorted({head, *turns}), None
+    low, high, place = 0, len(starts) - 1, 0
+    while low <= high:
+        left = replace(prompt, messages=(*messages[:head], *messages[starts[place] :]))
+        try:
+            ids = await prompt_ids(server, left, "input", kept)
+            fits = len(ids) // INT32.itemsize <= most
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            ids, fits = None, False
+        low, high, found = (low, place - 1, ids) if fits else (place + 1, high, found)
+        place = (low + high) // 2
+    return await prompt_ids(server, prompt, "input", kept) if found is None else found
 
 
 def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, Form | None]:
@@ -128,7 +160,6 @@ def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, Form | No
         ("background", asked.background),
         ("top_logprobs", asked.top_logprobs),
         ("include", LOGPROBS in (asked.include or ())),
-        ("truncation", asked.truncation == "auto"),
         ("n", asked.n not in (None, 1)),
         ("return_token_ids", asked.return_token_ids),
     ):
@@ -184,7 +215,7 @@ def _echo(asked: ResponsesRequest, prompt: ChatPrompt, body: dict[str, Any], mod
         "tools": tools,
         "top_logprobs": 0,
         "top_p": options.get("top_p", DEFAULTS.top_p),
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
     }
 
 
