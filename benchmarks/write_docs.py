@@ -10,6 +10,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- brief: NAME.json -->` ... `<!-- /brief -->`: a short table of a run.
 - `<!-- families: NAME.json -->` ... `<!-- /families -->`: a row for each model in a file of `benchmarks/families.py`.
 - `<!-- embed: NAME.json -->` ... `<!-- /embed -->`: the steps of a caller's program, from a file of `benchmarks/embed.py`.
+- `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
 
 Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same.
 """
@@ -26,7 +27,7 @@ from nanovllm.entrypoints.cli.bench.report import markdown, table
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs/explanation/steps-in-your-program.md",)
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-BLOCK = re.compile(r"(<!-- (bench|brief|families|embed): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+BLOCK = re.compile(r"(<!-- (bench|brief|families|embed|http): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -75,10 +76,8 @@ def filled(text: str, results: Path) -> str:
         file = results / f"{name}.json"
         if not file.exists():
             return begin + NONE + end
-        if kind == "embed":
-            return begin + embed(json.loads(file.read_text(encoding="utf-8"))) + end
-        if kind == "families":
-            return f"{begin}{families(json.loads(file.read_text(encoding='utf-8')))}\n{end}"
+        if kind in SIMPLE:
+            return begin + SIMPLE[kind](json.loads(file.read_text(encoding="utf-8"))) + end
         result = read(file)
         if kind == "brief":
             return f"{begin}{brief(result)}\n{end}"
@@ -111,7 +110,7 @@ def families(result: dict[str, Any]) -> str:
         lines.append((name, *(f"{row['tok_s']:,.0f} ({row['roofline_percent']:.0f}%)" for row in rows), path))
     where, how = result["gpu"] or result["cpu"], f"commit {result['commit']} (`{result['command']}`)"
     about = f"{where}, {result['dtype']}, {how}; tokens/s, and the share of the roofline:"
-    return "\n".join((about, "", *table(("model", "1 row", "8", "64", "steps run by"), lines)))
+    return "\n".join((about, "", *table(("model", "1 row", "8", "64", "steps run by"), lines))) + "\n"
 
 
 def embed(result: dict[str, Any]) -> str:
@@ -122,6 +121,23 @@ def embed(result: dict[str, Any]) -> str:
     head = f"{result['model']} on {result['gpu'] or result['cpu']}: milliseconds of a step"
     lines = table((head, *(f"{count} row{'s' * (count > 1)}" for count in rows)), [*made, *times])
     return "\n".join(lines) + f"\n\nCommit {result['commit'][:7]}, PyTorch {result['versions']['torch']}.\n"
+
+
+def http(result: dict[str, Any]) -> str:
+    """Return a table with a row per number of streams: what clients see, and the shares of a core that the server's processes take."""
+    lines = []
+    for one in result["rows"]:
+        fronts = " + ".join(f"{share:.0%}" for share in one["front_end_cores"])
+        times = (f"{one[f'{name}_ms']:.1f} ({one[f'{name}_p99']:.1f})" for name in ("ttft", "gap"))
+        rate, share, engine = f"{one['tok_s']:,.0f}", f"{one['of_library']:.0%}", f"{one['engine_cores']:.0%}"
+        lines.append((str(one["streams"]), rate, share, *times, engine, fronts))
+    head = ("streams", "tokens/s", "of the library", "first token, ms (p99)", "between events, ms (p99)", "engine", "front ends")
+    where = f"{result['model']} on {result['gpu'] or result['cpu']}"
+    about = f"{where}, prompts of {result['prompt_tokens']} tokens, commit {result['commit']}:"
+    return "\n".join((about, "", *table(head, lines))) + "\n"
+
+
+SIMPLE = {"embed": embed, "families": families, "http": http}
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:
