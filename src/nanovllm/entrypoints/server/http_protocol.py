@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def tick(self, now: float) -> None:
         """Called every second: drop a client that reads nothing of what was sent."""
         unsent = self.transport.get_write_buffer_size()
-        if not unsent or unsent < self._unsent:
+        if not self._unsent or unsent < self._unsent:
             self._moved = now
         elif now - self._moved > self.limits.stall_seconds:
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
