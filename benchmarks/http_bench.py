@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ TINY = Path(__file__).parents[1] / "src/nanovllm/assets/tiny"
 SERVES = re.compile(r"serves .* at (http://\S+)")
 START_SECONDS = 300.0
 TICKS = os.sysconf("SC_CLK_TCK")
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment does not lead to this machine
 
 
 def shape_folder(name: str, folder: Path) -> Path:
@@ -64,23 +62,10 @@ def served(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
         while (found := SERVES.search(line := process.stdout.readline())) is None:
             if not line or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {' '.join(command)}")
-        while not healthy(found[1]):
-            if time.monotonic() > end:
-                raise RuntimeError(f"the server at {found[1]} is not healthy")
-            time.sleep(0.02)
         yield found[1], process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-def healthy(url: str) -> bool:
-    """Whether a server takes requests: its front ends may connect to the engine a little after it is ready."""
-    try:
-        with DIRECT.open(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def cpu_seconds(parent: int) -> list[float]:

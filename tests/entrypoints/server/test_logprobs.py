@@ -89,6 +89,8 @@ def test_the_values_are_those_of_the_library(live: Live, llm: nv.LLM, tokenizer:
         {"n": 3, "temperature": 1.0, "seed": 5},
         {"stop": [" Jonas", "zzz"]},
         {"stop": "nas", "logprobs": 0},
+        {"stop": "nas", "include_stop_str_in_output": True},
+        {"stop": [" Jonas"], "include_stop_str_in_output": True, "n": 2},
         {"echo": True},
         {"echo": True, "n": 2, "prompt": [PROMPT, PARTS, "Once"], "max_tokens": 3},
         {"echo": True, "max_tokens": 0, "prompt": [PROMPT, "The"]},
@@ -110,6 +112,11 @@ def test_tokens_that_a_stop_string_cuts_away_are_not_listed(live: Live, stop: st
     listed = choice["logprobs"]
     assert choice["text"] == text and {len(listed[name]) for name in COLUMNS} == {num_tokens}
     assert "".join(listed["tokens"]).startswith(text)
+
+
+def test_tokens_of_a_stop_string_that_stays_are_listed(live: Live):
+    listed = live.post(TEXT, BODY | {"stop": "nas", "include_stop_str_in_output": True}).json()["choices"][0]
+    assert listed["text"] == ", a boy named Jonas" and "".join(listed["logprobs"]["tokens"]).startswith(listed["text"])
 
 
 def test_the_token_that_ends_a_reply_is_listed(live: Live, tokenizer: Tokenizer):

@@ -163,11 +163,15 @@ class StreamedRow:
 
     def end(self, ended: Ended) -> None:
         """The row has ended."""
-        self.ended = ended
         last = array("i", ended.token_ids)
         self.unread += last
         if self.untold is not None:
             self.untold += last
+        if self.reply.keeps_stop:
+            ended = _with_stop(ended, self.text, self.unread)
+        if self.logprobs is not None:
+            self.logprobs.end(ended)
+        self.ended = ended
         if not self.reply.blocked:
             self.finish()
 
@@ -177,10 +181,8 @@ class StreamedRow:
         self.finished = True
         if self.ended.error is not None:
             self.reply.cut_off(failure(self.ended))
-            return
-        if self.reply.keeps_stop:
-            self.ended = _with_stop(self.ended, self.text, self.unread)
-        self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
+        else:
+            self.reply.row_ended(self.reply.frames.last(self, self.text.end(self.ended.text), self.ended))
 
     def told_ids(self) -> str:
         """The field `token_ids` of an event, with the tokens since the last one; "" if events do not tell them."""
@@ -220,11 +222,6 @@ class ScoredRow(StreamedRow):
     def scored(self, scored: Scored) -> None:
         """The log-probabilities of tokens that come next."""
         self._logprobs.add(scored)
-
-    def end(self, ended: Ended) -> None:
-        """The row has ended."""
-        self._logprobs.end(ended)
-        super().end(ended)
 
 
 class StreamedReply:
