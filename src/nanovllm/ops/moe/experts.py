@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from nanovllm.errors import NanoVLLMError
 from nanovllm.ops.backends import dependent_launch, own_kernels, shared_memory
 from nanovllm.ops.elementwise.norm_rope import ACTS
-from nanovllm.ops.linear.linear import ROWS, linear
+from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.padded import ROWS
 from nanovllm.ops.linear.tiles import Tile, WideTile
 from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
 from nanovllm.types import Float, Int32, Int64, Tensor

@@ -1,0 +1,252 @@
+"""`QuantisedMatrix`: a weight matrix of 4 or 8 bits per weight, in the one form that all kernels read.
+
+Every checkpoint format becomes this form while it is loaded. A weight stands for `(code - zero) * scale`. One scale, and one zero if the
+format has zeros, serves `group` columns of `rows` rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nanovllm.types import Tensor, brief_fields, register_value
+
+BLOCK = 128  # columns of 4-bit codes that are packed together
+HALF = BLOCK // 2
+MIDDLE = 8  # a 4-bit code is stored with this offset, so that a nibble is never negative
+PIECE = 1 << 22  # weights that are dequantised at once, which bounds the float32 copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedMatrix:
+    """A matrix `[N, K]`, or one per expert `[E, N, K]`, of weights of 4 or 8 bits. As a pytree, its leaves are its tensors.
+
+    The weight of row n and column k of the codes is `(code[n, k] - zero[n // rows, k // group]) * scale[n // rows, k // group]`. In a
+    product it is multiplied by input `order[k]`, or by input k without an order.
+
+    4-bit codes lie between -8 and 7. They are stored plus 8, two per byte: byte j of a block of 128 columns holds column j in its low
+    nibble and column j + 64 in its high nibble. The last block is filled with codes that belong to no column.
+
+    Attributes:
+        codes: The weights: int8 or float8_e4m3fn `[..., N, K]`; 4-bit codes as uint8 `[..., N, 64 * ceil(K / 128)]`.
+        scales: The scales, `[..., ceil(N / rows), ceil(K / group)]`, in float32, float16 or bfloat16.
+        zeros: The zero points, int16, in the shape of `scales`. None: all are 0.
+        order: For each column of the codes, the input that it is multiplied by, int32 `[K]`. None: the same column.
+        columns: K.
+        group: Columns that one scale serves.
+        rows: Rows that one scale serves.
+
+    Examples:
+        >>> from nanovllm.ops.linear.quantise import quantise
+        >>> matrix = quantise(torch.tensor([[-1.0, 0.5], [0.25, 0.125]]), "int8")
+        >>> tuple(matrix.shape), matrix.bits
+        ((2, 2), 8)
+        >>> [round(weight, 2) for weight in matrix.dequantised(torch.float32)[0].tolist()]
+        [-1.0, 0.5]
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    columns: int
+    group: int
+    rows: int = 1
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 4 or 8.
+
+        Returns:
+            The number.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(2, 128), "int4").bits
+            4
+        """
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def kind(self) -> str:
+        """The kind of the codes.
+
+        Returns:
+            `"int4"`, `"int8"` or `"fp8"`.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(2, 128), "fp8").kind
+            'fp8'
+        """
+        return {torch.uint8: "int4", torch.int8: "int8"}.get(self.codes.dtype, "fp8")
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the matrix that the codes stand for.
+
+        Returns:
+            `[N, K]`, or `[E, N, K]` for experts.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(2, 100), "int4").shape
+            torch.Size([2, 100])
+        """
+        return torch.Size((*self.codes.shape[:-1], self.columns))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors.
+
+        Returns:
+            The device of the codes.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(2, 100), "int4").device
+            device(type='cpu')
+        """
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory of all tensors.
+
+        Returns:
+            The number.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(2, 128), "int8").nbytes  # and a float32 scale per row
+            264
+        """
+        return sum(each.nbytes for each in (self.codes, self.scales, self.zeros, self.order) if each is not None)
+
+    def __getitem__(self, expert: int) -> "QuantisedMatrix":
+        """The matrix of one expert."""
+        own: dict[str, Any] = {"codes": self.codes[expert], "scales": self.scales[expert]}
+        return replace(self, **own, zeros=None if self.zeros is None else self.zeros[expert])
+
+    def row_range(self, first: int, last: int) -> "QuantisedMatrix":
+        """Rows `first` to `last` (exclusive) of the matrix, as views. `first` is a multiple of `rows`.
+
+        Args:
+            first: The first row.
+            last: The row after the last one.
+
+        Returns:
+            The matrix `[last - first, K]`.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(4, 128), "int4").row_range(1, 3).shape
+            torch.Size([2, 128])
+        """
+        assert first % self.rows == 0, "a range of rows begins with a row of scales"
+        where = slice(first // self.rows, -(-last // self.rows))
+        zeros = None if self.zeros is None else self.zeros[..., where, :]
+        return replace(self, codes=self.codes[..., first:last, :], scales=self.scales[..., where, :], zeros=zeros)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The matrix that the codes stand for, with its columns in the order of the inputs. Computed in float32, in pieces, then rounded.
+
+        Args:
+            dtype: The dtype of the result. float64 computes in float64.
+
+        Returns:
+            `[N, K]`, or `[E, N, K]` for experts.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.eye(2), "int4").dequantised(torch.float32).tolist()
+            [[1.0, 0.0], [0.0, 1.0]]
+        """
+        if len(self.shape) == 3:
+            return torch.stack([self[e].dequantised(dtype) for e in range(self.shape[0])])
+        height = max(1, PIECE // self.columns // self.rows) * self.rows
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        for first in range(0, self.shape[0], height):
+            last = min(first + height, self.shape[0])
+            out[first:last] = self.row_range(first, last)._weights(torch.float64 if dtype == torch.float64 else torch.float32)
+        if self.order is None:
+            return out
+        return torch.empty_like(out).index_copy_(1, self.order.long(), out)
+
+    def _weights(self, wide: torch.dtype) -> Tensor:
+        codes = unpacked(self.codes, self.columns) if self.bits == 4 else self.codes
+        scales = spread(self.scales, self.shape, self.rows, self.group).to(wide)
+        if self.zeros is None:
+            return codes.to(wide) * scales
+        return (codes.to(wide) - spread(self.zeros, self.shape, self.rows, self.group).to(wide)) * scales
+
+    def __repr__(self) -> str:
+        return brief_fields(self)
+
+
+register_value(QuantisedMatrix, static=("columns", "group", "rows"))
+
+
+def spread(values: Tensor, shape: Sequence[int], rows: int, group: int) -> Tensor:
+    """Repeat values per group for each row and column of a matrix `shape`."""
+    down = values if rows == 1 else values.repeat_interleave(rows, -2)[..., : shape[-2], :]
+    return down.repeat_interleave(group, -1)[..., : shape[-1]] if values.shape[-1] > 1 else down
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes between -8 and 7, int8 `[..., K]`, into bytes, uint8 `[..., 64 * ceil(K / 128)]`."""
+    missing = -codes.shape[-1] % BLOCK
+    nibbles = torch.nn.functional.pad(codes + MIDDLE, (0, missing), value=MIDDLE).to(torch.uint8).unflatten(-1, (-1, 2, HALF))
+    return (nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)).flatten(-2)
+
+
+def unpacked(codes: Tensor, columns: int) -> Tensor:
+    """The inverse of `packed`: int8 `[..., columns]`."""
+    bytes_ = codes.unflatten(-1, (-1, HALF))
+    return (torch.stack((bytes_ & 15, bytes_ >> 4), -2).to(torch.int8) - MIDDLE).flatten(-3)[..., :columns]
+
+
+def joined(parts: Sequence[QuantisedMatrix], dim: int = -2) -> QuantisedMatrix | None:
+    """Matrices of one form, stacked along their rows, or along a new first axis for experts (`dim=0`); None if their forms differ.
+
+    Scales of blocks of rows are repeated for each row where a block would cross a border between two matrices.
+    """
+    first = parts[0]
+    if len(parts) == 1 and dim != 0:
+        return first
+    orders = [each.order for each in parts]
+    alike = all(
+        (each.codes.dtype, each.columns, each.group, each.zeros is None, each.order is None)
+        == (first.codes.dtype, first.columns, first.group, first.zeros is None, first.order is None)
+        for each in parts
+    )
+    if not alike or any(each is not None and not torch.equal(each, orders[0]) for each in orders):  # pyright: ignore[reportArgumentType]
+        return None
+    if dim != 0 and any(each.rows != first.rows or each.shape[-2] % each.rows for each in parts):
+        parts = [by_row(each) for each in parts]
+    if dim == 0 and any(each.shape != first.shape or each.rows != first.rows for each in parts):
+        return None
+    join = torch.stack if dim == 0 else torch.cat
+    scales = [each.scales for each in parts]
+    wide = scales[0].dtype if len({each.dtype for each in scales}) == 1 else torch.float32
+    zeros = [each.zeros for each in parts if each.zeros is not None]
+    return replace(
+        parts[0],
+        codes=join([each.codes for each in parts], dim),
+        scales=join([each.to(wide) for each in scales], dim),
+        zeros=join(zeros, dim) if zeros else None,
+    )
+
+
+def by_row(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The same matrix with scales of its own for each row."""
+    if matrix.rows == 1:
+        return matrix
+    height = matrix.shape[-2]
+    scales, zeros = (
+        None if each is None else each.repeat_interleave(matrix.rows, -2)[..., :height, :].contiguous()
+        for each in (matrix.scales, matrix.zeros)
+    )
+    assert scales is not None
+    return replace(matrix, scales=scales, zeros=zeros, rows=1)

@@ -1,0 +1,68 @@
+"""`quantised_linear`: the product of activations with a quantised matrix."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.ops.linear.padded import padded_linear
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.types import Float, Tensor
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define(
+    "quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns, int group, int rows)"
+    " -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def quantised_linear(
+    x: Float[Tensor, "T in_"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None = None
+) -> Float[Tensor, "T out"]:
+    """Compute `x @ weight.T + bias` for a quantised matrix. Activations are not quantised. Nothing is written in place.
+
+    Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns,
+    int group, int rows) -> Tensor`. The reference dequantises the matrix to the dtype of `x` and calls `torch.nn.functional.linear`. On a
+    CPU the bits of a row do not depend on the other rows.
+
+    Args:
+        x: The activations, `[T, K]`.
+        weight: The matrix, `[N, K]`.
+        bias: A bias, `[N]`, or None.
+
+    Returns:
+        The product `[T, N]`, in the dtype of `x`.
+
+    Examples:
+        >>> from nanovllm.ops.linear.quantise import quantise
+        >>> from nanovllm.ops.linear.quantised_linear import quantised_linear
+        >>> quantised_linear(torch.tensor([[1.0, 2.0]]), quantise(torch.eye(2), "int8")).tolist()
+        [[1.0, 2.0]]
+    """
+    w = weight
+    return torch.ops.nanovllm.quantised_linear.default(x, w.codes, w.scales, w.zeros, w.order, bias, w.columns, w.group, w.rows)
+
+
+def plain_linear(x: Tensor, weight: Tensor | QuantisedMatrix, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, over a dequantised copy of a quantised matrix: `torch.func` can transform it with respect to `x`."""
+    return F.linear(x, weight.dequantised(x.dtype) if isinstance(weight, QuantisedMatrix) else weight, bias)
+
+
+@torch.library.register_fake("nanovllm::quantised_linear", lib=_LIBRARY)
+def _fake(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
+    rows: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+def _reference(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
+    rows: int,
+) -> Tensor:  # fmt: skip
+    matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
+    weight = matrix.dequantised(x.dtype)
+    return padded_linear(x, weight, bias) if x.device.type == "cpu" else F.linear(x, weight, bias)
+
+
+_LIBRARY.impl("quantised_linear", _reference, "CPU")
+_LIBRARY.impl("quantised_linear", _reference, "CUDA")
