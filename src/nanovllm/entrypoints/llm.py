@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from immutables import Map
@@ -108,6 +108,8 @@ class LLM:
         revision: str | None = None,
         download: bool = False,
         trust_remote_code: bool = False,
+        quantization: Literal["fp8", "int8", "int4"] | None = None,
+        quantize_head: bool = False,
     ) -> None:
         """Load a model and create its engine.
 
@@ -133,6 +135,8 @@ class LLM:
             revision: A branch, a tag or a commit of a repository. None: `main`.
             download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.
             trust_remote_code: Whether Python code in the checkpoint may be executed.
+            quantization: `"fp8"`, `"int8"` or `"int4"`: matrices are rounded while they are loaded, as in `load_model`. None: they are not.
+            quantize_head: Whether the output matrix is rounded, too.
 
         Raises:
             CheckpointError: The model cannot be loaded.
@@ -144,9 +148,10 @@ class LLM:
             >>> nv.LLM(model, num_pages=64, max_model_len=512).state.config.max_model_len
             512
         """
-        if isinstance(model, Model) and (device, dtype, revision, download, trust_remote_code) != (None, None, None, False, False):
-            raise InvalidRequestError("model is already loaded: pass device, dtype, revision, download and trust_remote_code to load_model")
         where: dict[str, Any] = {"revision": revision, "download": download, "trust_remote_code": trust_remote_code}
+        where |= {"quantization": quantization, "quantize_head": quantize_head}
+        if isinstance(model, Model) and any(value not in (None, False) for value in (device, dtype, *where.values())):
+            raise InvalidRequestError(f"model is already loaded: pass device, dtype, {', '.join(where)} to load_model")
         if not isinstance(model, Model):
             model = load_model(model, device, dtype, max_model_len=max_model_len, **where)
         self.model: Model = model

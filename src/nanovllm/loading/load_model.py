@@ -5,13 +5,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from nanovllm.config import ModelConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
+from nanovllm.loading.quantisation.config import read_quantisation
+from nanovllm.loading.quantisation.rounding import require_rounding
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.weights import load_params, stored_head
@@ -36,6 +38,8 @@ def load_model(
     revision: str | None = None,
     download: bool = False,
     max_model_len: int | None = None,
+    quantization: Literal["fp8", "int8", "int4"] | None = None,
+    quantize_head: bool = False,
 ) -> Model:
     """Load a model: the weights, the config and the tokenizer of a checkpoint.
 
@@ -56,13 +60,17 @@ def load_model(
         download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.
         max_model_len: The longest request, in tokens, that you will run. Only LongRoPE models depend on it: they rotate long requests by
             other frequencies, and KV of the two kinds cannot be mixed. None: the context length of their first training.
+        quantization: `"fp8"`, `"int8"` or `"int4"`: the matrices of attention, MLP and experts are rounded while they are loaded, fp8 and
+            int8 with a scale per row, int4 with a scale for each 128 columns. None: weights stay as the checkpoint has them. A checkpoint
+            that is quantised already needs no option.
+        quantize_head: Whether the output matrix is rounded, too. If it is also the embedding table, the table stays as it is.
 
     Returns:
         The model, with its weights on `device` in `dtype`.
 
     Raises:
-        CheckpointError: The checkpoint was not found, could not be downloaded, is incomplete or malformed, or is quantised. Or its
-            architecture cannot run, or it needs code that `trust_remote_code` does not allow.
+        CheckpointError: The checkpoint was not found, could not be downloaded, is incomplete or malformed, or is quantised in a form that
+            cannot be loaded. Or its architecture cannot run, or it needs code that `trust_remote_code` does not allow.
         InvalidRequestError: An argument has a wrong type or value, or the device or dtype is unavailable.
 
     Examples:
@@ -78,6 +86,7 @@ def load_model(
         raise InvalidRequestError(f"max_model_len={max_model_len!r} must be an integer of at least 1")
     if not isinstance(trust_remote_code, bool):  # a value that is only truthy does not count as consent
         raise InvalidRequestError(f"trust_remote_code={trust_remote_code!r} must be True or False")
+    rounding = require_rounding(quantization, quantize_head)
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
     require_whole(folder)
@@ -89,8 +98,18 @@ def load_model(
         require_vocabulary(encoder, config, folder)
     chosen = resolve_dtype(dtype, config, target)
     config = fitted(config, target, chosen)
-    load = spec.load if isinstance(spec, TransformersSpec) else load_params
-    params, fingerprint = load(folder, config, device=target, dtype=chosen, progress=progress)
+    stored = read_quantisation(read_json(folder / "config.json", required=True), folder)
+    if stored is not None and rounding is not None:
+        raise InvalidRequestError(f"quantization={quantization!r}, but the checkpoint is quantised already ({stored.method}): leave it out")
+    how: dict[str, Any] = {"device": target, "dtype": chosen, "progress": progress}
+    if isinstance(spec, TransformersSpec):
+        if rounding is not None:
+            raise InvalidRequestError(
+                f"quantization={quantization!r} needs a built-in architecture, {config.architecture} runs in transformers"
+            )
+        (params, fingerprint), quantised = spec.load(folder, config, **how), ""
+    else:
+        params, fingerprint, quantised = load_params(folder, config, **how, quantisation=stored, rounding=rounding)
     return Model(
         name=name,
         config=replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends)))),
@@ -101,6 +120,7 @@ def load_model(
         fingerprint=fingerprint,
         device=target,
         dtype=chosen,
+        quantization=quantised,
     )
 
 
@@ -148,16 +168,15 @@ def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> Model
     Raises:
         CheckpointError: The architecture is unknown or cannot run, the weights are quantised, or code is needed and not allowed.
     """
-    if hf.get("quantization_config"):
-        raise CheckpointError(
-            f"quantised weights are not supported, load an unquantised checkpoint: quantization_config={hf['quantization_config']!r}"
-        )
+    quantised = read_quantisation(hf, folder)
     names = hf.get("architectures")
     for name in names if isinstance(names, list) else []:
         if name in REGISTRY:
             if hf.get("auto_map"):
                 print(f"nanovllm: {folder}: {name} is built in: the checkpoint's own code is not run", file=sys.stderr, flush=True)
             return REGISTRY[name]
+    if quantised is not None:
+        raise CheckpointError(f"{folder}: quantised weights ({quantised.method}) need a built-in architecture, not one of {names!r}")
     from nanovllm.loading.transformers.load import foreign_spec  # transformers takes seconds to import
 
     return foreign_spec(folder, hf, ", ".join(REGISTRY), trust_remote_code=trust_remote_code)

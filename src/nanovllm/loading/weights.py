@@ -14,6 +14,7 @@ from dataclasses import replace
 from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -22,11 +23,18 @@ from tqdm import tqdm
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError
+from nanovllm.loading.quantisation.arranging import arranged
+from nanovllm.loading.quantisation.config import Quantisation
+from nanovllm.loading.quantisation.formats import STORED
+from nanovllm.loading.quantisation.rounding import Rounding, quantisable
+from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.models.common.params import ParamInfo, Params, as_kept, as_stored
 from nanovllm.models.init_params import build_params, dtype_for, infos, num_stored
 from nanovllm.models.registry import REGISTRY
 from nanovllm.models.spec import ModelSpec
+from nanovllm.ops.linear.quantise import quantise
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import FLOATS, Tensor
 
 SHARD = 1 << 30  # bytes after which a written file ends
@@ -49,27 +57,28 @@ def wanted(headers: Mapping[str, TensorHeader], spec: ModelSpec) -> Mapping[str,
     return MappingProxyType(named)
 
 
-def check_headers(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> None:
-    """Raise `CheckpointError` with the first sentence of `header_faults`."""
-    for fault in header_faults(headers, table, config):
-        raise CheckpointError(fault)
-
-
-def header_faults(headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig) -> Iterator[str]:
+def header_faults(
+    headers: Mapping[str, TensorHeader], table: Params[ParamInfo], config: ModelConfig, stored: StoredMatrices = UNQUANTISED
+) -> Iterator[str]:
     """Yield a sentence for each tensor that is missing or unknown, or has a wrong shape or dtype.
 
     Two kinds are ignored: `lm_head.weight` if the head is tied, and stored rotary frequencies, which are computed.
     """
     wanted = {name: shape for info in infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
+    yield from stored.faults(headers)
     for name, shape in wanted.items():
+        if name in stored.formats:
+            continue
         if name not in headers:
             yield f"the checkpoint lacks the tensor {name} {list(shape)}"
         elif headers[name].shape != shape:
             yield f"{name} has shape {list(headers[name].shape)}, the config asks for {list(shape)}"
         elif headers[name].dtype not in FLOATS:
             yield f"{name} has dtype {headers[name].dtype}, expected one of {', '.join(FLOATS)}"
-    for name in sorted(headers.keys() - wanted.keys()):
+    for name in sorted(headers.keys() - wanted.keys() - stored.names):
         tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+        if stored.beside(name, headers[name]):
+            continue
         if not tied_head and not name.endswith("rotary_emb.inv_freq"):
             yield f"the checkpoint holds the tensor {name}, which {config.architecture} does not have"
 
@@ -106,8 +115,15 @@ def _same(one: TensorHeader, other: TensorHeader) -> bool:
 
 
 def load_params(
-    folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, progress: bool | None = None
-) -> tuple[Params[Tensor], str]:
+    folder: Path,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool | None = None,
+    quantisation: Quantisation | None = None,
+    rounding: Rounding | None = None,
+) -> tuple[Params[Tensor], str, str]:
     """Load the weights of a checkpoint folder on `device` in `dtype`.
 
     Args:
@@ -116,43 +132,79 @@ def load_params(
         device: Where the weights go.
         dtype: Their dtype.
         progress: Whether to show a progress bar on stderr. None: only if stderr is a terminal.
+        quantisation: What the config says about quantised weights.
+        rounding: How to quantise matrices while they are loaded; None: not.
 
     Returns:
-        The weights, and the checkpoint's fingerprint.
+        The weights, the checkpoint's fingerprint, and how the weights are quantised, in words.
 
     Raises:
         CheckpointError: A file is unreadable, or the tensors do not fit the config.
     """
     spec = REGISTRY[config.architecture]
     table, headers = spec.param_table(config), wanted(read_headers(folder), spec)
-    check_headers(headers, table, config)
+    stored = stored_matrices(headers, table, quantisation)
+    for fault in header_faults(headers, table, config, stored):
+        raise CheckpointError(fault)
+    rounded = set[int]() if rounding is None else {id(info) for info in quantisable(table, head=rounding.head)}
     with ExitStack() as stack:
         files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
-        total = sum(headers[name].stop - headers[name].start for info in infos(table) for name in info.sources)
+        sources = [name for info in infos(table) for name in info.sources]
+        parts = [part for name in sources for part in (stored.read(name, headers).values() if name in stored.formats else (name,))]
+        total = sum(headers[name].stop - headers[name].start for name in parts)
         hide = not (sys.stderr.isatty() if progress is None else progress)
         look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
         bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-        def read(info: ParamInfo) -> Tensor:
+        def read_into(flat: Tensor, name: str) -> None:
+            header = headers[name]
+            _read_into(flat, header, files[header.file], stage)
+            bar.update(header.stop - header.start)
+
+        def tensor(name: str) -> Tensor:
+            header = headers[name]
+            flat = torch.empty(math.prod(header.shape), dtype=STORED[header.dtype], device=device)
+            read_into(flat, name)
+            return flat.view(header.shape)
+
+        def matrix(name: str) -> QuantisedMatrix | Tensor:
+            if name not in stored.formats:
+                return tensor(name)
+            module = module_of(name)
+            bias = f"{module}.bias"
+            if bias in headers and bias not in sources and tensor(bias).any():
+                raise CheckpointError(f"{bias} is not zero, and {config.architecture} does not have it")
+            try:
+                parts = {suffix: tensor(whole) for suffix, whole in stored.read(name, headers).items()}
+                return stored.formats[name].matrix(*stored.shapes[name], parts)
+            except CheckpointError as error:
+                raise CheckpointError(f"{module}: {error}") from None
+
+        def read(info: ParamInfo) -> Any:
+            if any(name in stored.formats for name in info.sources):
+                return arranged(info, [matrix(name) for name in info.sources], dtype_for(info, dtype))
             flat, at = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 0
             for name in info.sources:
-                header, size = headers[name], math.prod(headers[name].shape)
-                _read_into(flat[at : at + size], header, files[header.file], stage)
+                size = math.prod(headers[name].shape)
+                read_into(flat[at : at + size], name)
                 at += size
-                bar.update(header.stop - header.start)
-            return as_kept(info, flat)
+            kept = as_kept(info, flat)
+            return quantise(kept, rounding.kind) if rounding is not None and id(info) in rounded else kept
 
         try:
             params = build_params(table, read, device)
         except OSError as error:
             raise CheckpointError(f"{folder}: could not be read: {error}") from error
-    return params, fingerprint(config, headers)
+    if rounding is not None and rounding.head and params.head is None:
+        params = replace(params, head=cast(Tensor, quantise(params.embed, rounding.kind)))
+    mark = fingerprint(config, headers)
+    return params, mark if rounding is None else rounding.mark(mark), stored.summary if rounding is None else rounding.summary
 
 
 def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Tensor) -> None:
     # Plain reads through one small buffer: the pages of a memory map would count as this process's memory until the file is closed.
-    dtype, view, done = FLOATS[header.dtype], stage.numpy().data, 0
+    dtype, view, done = STORED[header.dtype], stage.numpy().data, 0
     stream.seek(header.start)
     while header.start + done < header.stop:
         size, got = min(STAGE, header.stop - header.start - done), 0

@@ -13,6 +13,7 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hf_config import HF, read_bool, read_int, read_sizes
 from nanovllm.models.common.layers import ENGINE, PLAIN, Functions, activation, attention
 from nanovllm.models.common.params import Layer, ParamInfo, Params, loaded, rope_info
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
 NAMES = {
@@ -120,6 +121,8 @@ def layer(
     return x_TM + linear(activation(linear(h_TM, w.gate_up, w.gate_up_bias), config.hidden_act), w.down, w.down_bias)
 
 
-def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, *, functions: Functions = ENGINE) -> Tensor:
+def head(
+    x_RM: Tensor, gain: Tensor, weight: Tensor | QuantisedMatrix, eps: float, bias: Tensor | None = None, *, functions: Functions = ENGINE
+) -> Tensor:
     """The final norm and the logits, `[R, V]`."""
     return functions.linear(F.layer_norm(x_RM, x_RM.shape[-1:], gain, bias, eps), weight)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -75,10 +76,10 @@ def dtype_for(info: ParamInfo, dtype: torch.dtype) -> torch.dtype:
     return dtype if info.dtype is None else torch.promote_types(info.dtype, dtype)
 
 
-def build_params(table: Params[ParamInfo], make: Callable[[ParamInfo], Tensor], device: torch.device) -> Params[Tensor]:
-    """Fill the table with `make`, in the order of the table. The rotation speeds are computed here."""
+def build_params(table: Params[ParamInfo], make: Callable[[ParamInfo], Any], device: torch.device) -> Params[Tensor]:
+    """Fill the table with `make`, a tensor or a `QuantisedMatrix` each, in its order. The rotation speeds are computed here."""
 
-    def leaf(info: ParamInfo | None) -> Tensor | None:
+    def leaf(info: ParamInfo | None) -> Any:
         match info:
             case None:
                 return None

@@ -30,6 +30,7 @@ class Model:
         fingerprint: A hash of the weights (hex). A chunk file records it, so that a file of another model is refused.
         device: The device of the weights.
         dtype: The dtype of the weights. `config.dtype` is the dtype that the checkpoint was saved in.
+        quantization: How the matrices are quantised, in words; empty if they are not.
 
     Examples:
         >>> model
@@ -47,6 +48,7 @@ class Model:
     fingerprint: str
     device: torch.device
     dtype: torch.dtype
+    quantization: str = ""
 
     @property
     def foreign(self) -> bool:
@@ -63,7 +65,8 @@ class Model:
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"Model({self.name!r}, {self.config.architecture}, {brief_count(self.params)}, {dtype} on {self.device})"
+        how = f", {self.quantization}," if self.quantization else ""
+        return f"Model({self.name!r}, {self.config.architecture}, {brief_count(self.params)}, {dtype}{how} on {self.device})"
 
 
 register_value(Model, static=tuple(name for name in Model.__dataclass_fields__ if name != "params"))

@@ -17,7 +17,10 @@ from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.loading.load_model import load_model
 from nanovllm.sampling.compiled_grammar import prepare_grammars
 
-WHERE = {"device": None, "dtype": None, "revision": None, "download": False, "trust_remote_code": False}
+WHERE = {
+    "device": None, "dtype": None, "revision": None, "download": False, "trust_remote_code": False, "quantization": None,
+    "quantize_head": False,
+}  # fmt: skip
 
 
 def run_engine(

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Experts, Layer, Params
-from nanovllm.ops import experts, kv_write, paged_decode, paged_prefill, route
+from nanovllm.ops import kv_write, paged_decode, paged_prefill, route
 from nanovllm.ops.attention.whole_prompts import attend_prompts
 from nanovllm.ops.elementwise.decode_rows import angles, rotary_angles
 from nanovllm.ops.elementwise.norm_rope import apply_rope, rms_norm
 from nanovllm.ops.linear.linear import linear
-from nanovllm.ops.moe.experts import every_expert
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_linear import plain_linear
+from nanovllm.ops.moe.quantised_experts import any_experts, plain_experts
 from nanovllm.ops.moe.route import plain_route
 from nanovllm.types import Float, Float32, Tensor
 
@@ -34,8 +36,8 @@ class Functions(NamedTuple):
     experts: Callable[..., Tensor]
 
 
-ENGINE = Functions(rotary_angles, linear, route, experts)  # ops for kernels, and rows whose bits do not depend on the batch
-PLAIN = Functions(angles, F.linear, plain_route, every_expert)  # plain torch, which `torch.func` can transform
+ENGINE = Functions(rotary_angles, linear, route, any_experts)  # ops for kernels, and rows whose bits do not depend on the batch
+PLAIN = Functions(angles, plain_linear, plain_route, plain_experts)  # plain torch, which `torch.func` can transform
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Tensor, "half"]:
@@ -173,9 +175,9 @@ def feed_forward(x_TM: Tensor, w: Layer[Tensor], config: ModelConfig, functions:
 
 def mlp(
     x_TM: Tensor,
-    gate_up: Tensor,
+    gate_up: Tensor | QuantisedMatrix,
     gate_up_bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | QuantisedMatrix,
     down_bias: Tensor | None,
     act: str = "silu",
     functions: Functions = ENGINE,
@@ -197,6 +199,6 @@ def activation(x: Tensor, act: str) -> Tensor:
     return F.silu(x) if act == "silu" else F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
 
 
-def head(x_RM: Tensor, gain: Tensor, weight: Tensor, eps: float, *, functions: Functions = ENGINE) -> Tensor:
+def head(x_RM: Tensor, gain: Tensor, weight: Tensor | QuantisedMatrix, eps: float, *, functions: Functions = ENGINE) -> Tensor:
     """The final norm and the logits, `[R, V]`."""
     return functions.linear(rms_norm(x_RM, gain, eps), weight)

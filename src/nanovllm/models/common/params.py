@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import RopeConfig
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor, brief_fields, register_value
 
 P = TypeVar("P")
@@ -152,9 +153,16 @@ def brief_count(params: Any) -> str:
     computed = ("inv_freq", "local_inv_freq", "buffers")
     names = params.__dataclass_fields__ if isinstance(params, Params) else ()
     counted = [getattr(params, name) for name in names if name not in computed]
-    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(counted) if isinstance(leaf, Tensor | ParamInfo)}  # tied weights count once
+    leaves = pytree.tree_leaves(counted, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    leaves = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor | ParamInfo | QuantisedMatrix)}  # tied weights count once
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     return f"{count:,} parameters" if isinstance(count, int) else "symbolic shapes"
+
+
+def matrices(layer: Layer[P]) -> tuple[P, ...]:
+    """The matrices of a layer that may be quantised: those of attention, MLP and experts. The router is not."""
+    experts = () if layer.experts is None else (layer.experts.gate_up, layer.experts.down)
+    return tuple(each for each in (layer.qkv, layer.o, layer.gate_up, layer.down, *experts) if each is not None)
 
 
 def two_of_each(params: Params[Tensor]) -> Params[Tensor]:

@@ -6,9 +6,11 @@ from typing import Any
 
 from nanovllm.config import ModelConfig
 from nanovllm.models.common.batch import Batch
-from nanovllm.models.common.params import Params
+from nanovllm.models.common.params import Params, matrices
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
+QUANTISED = "quantised weights"  # a reason against the fast forms
 LayerFunction = Callable[..., Tensor]  # with the signature of a model's `layer`
 HeadFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # with the signature of `layers.head`
 
@@ -74,5 +76,7 @@ def beyond(params: Params[Any], config: ModelConfig) -> str:
     """
     if not params.layers:
         return "layers that transformers runs"
+    if any(isinstance(matrix, QuantisedMatrix) for matrix in (params.head, *(m for layer in params.layers for m in matrices(layer)))):
+        return QUANTISED
     with_biases = params.positions is not None or params.layers[0].input_norm_bias is not None
     return "layer norms with biases" if with_biases else ""

@@ -164,7 +164,7 @@ def test_random_weights_have_no_revisions(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.usefixtures("nothing_loads")
 def test_what_does_not_run_is_said_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(folder, quantization_config={"bits": 4})
-    assert "quantised weights are not supported" in refused(folder, capsys)
+    assert "quant_method=None is not supported" in refused(folder, capsys)
     change(folder, quantization_config=None, architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"})
     assert cli.main(["check", str(folder), "--device", "cpu", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

@@ -18,11 +18,14 @@ from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.executor.kv_budget import GRAPHS
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype
+from nanovllm.loading.quantisation.config import Quantisation, read_quantisation
+from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.weights import header_faults, stored_head, wanted
 from nanovllm.models.check.report import device_name
+from nanovllm.models.common.params import ParamInfo
 from nanovllm.models.init_params import num_params, without_memory
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.models.spec import ModelSpec
@@ -180,7 +183,9 @@ def _outlook(
     config, problems, notes = for_length(read, max_model_len), list[str](), list[str]()
     chosen, foreign = resolve_dtype(dtype, config, device), isinstance(spec, TransformersSpec)
     config = fitted(config, device, chosen)
-    weights, how = _weights(folder, spec, config, device, chosen, problems), kernels(config, device, chosen, foreign=foreign)
+    quantisation = None if folder is None else read_quantisation(read_json(folder / "config.json"), folder)
+    weights = _weights(folder, spec, config, device, chosen, quantisation, problems)
+    how = kernels(config, device, chosen, foreign=foreign, quantised=quantisation is not None)
     memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
     _judge(config, weights, memory, device, problems, notes)
     if how.captured:
@@ -209,7 +214,13 @@ def _outlook(
 
 
 def _weights(
-    folder: Path | None, spec: ModelSpec, config: ModelConfig, device: torch.device, dtype: torch.dtype, problems: list[str]
+    folder: Path | None,
+    spec: ModelSpec,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantisation: Quantisation | None,
+    problems: list[str],
 ) -> Weights:
     headers: Mapping[str, TensorHeader] = {}
     if folder is not None:
@@ -224,10 +235,11 @@ def _weights(
     else:
         table, empty = spec.param_table(config), without_memory(config, dtype)
         pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))
-        held = sum(leaf.nbytes for _, leaf in pairs if leaf is not None)
+        stored = stored_matrices(headers, table, quantisation)
+        held = sum(_held(info, leaf.nbytes, stored, headers) for info, leaf in pairs if info is not None and leaf is not None)
         moved = max((leaf.nbytes for info, leaf in pairs if info is not None and (info.transposed or info.channels)), default=0)
         if headers:
-            problems += shortened(header_faults(headers, table, config))
+            problems += shortened(header_faults(headers, table, config, stored))
     return Weights(
         parameters=None if foreign else num_params(config),
         stored=None if folder is None else sum(h.stop - h.start for h in headers.values()),
@@ -236,6 +248,14 @@ def _weights(
         held=held,
         host=LOADING + (held + moved if foreign or device.type == "cpu" else 0),  # reordering a parameter needs a second copy of it
     )
+
+
+def _held(info: ParamInfo, whole: int, stored: StoredMatrices, headers: Mapping[str, TensorHeader]) -> int:
+    """The bytes that a parameter takes: those of its quantised tensors in the checkpoint, or `whole`."""
+    if not info.sources or not all(name in stored.formats for name in info.sources):
+        return whole
+    names = [f"{module_of(name)}.{suffix}" for name in info.sources for suffix in stored.parts(name)]
+    return sum(headers[name].stop - headers[name].start for name in names if name in headers)
 
 
 def _judge(config: ModelConfig, weights: Weights, memory: Memory, device: torch.device, problems: list[str], notes: list[str]) -> None:

@@ -33,7 +33,7 @@ without compose. The fallback refuses:
   - keys that several layers share;
   - masks that are neither causal nor sliding windows;
   - attention outside of transformers' attention interface.
-No architecture can load quantised weights, or weights that exist only as pickle files.
+Quantised weights (fp8, compressed-tensors, gptq, awq) need a built-in architecture. Weights that exist only as pickle files are refused.
 `nanovllm check MODEL --dry-run` says whether one model will run, in how much memory and with which kernels."""
 
 

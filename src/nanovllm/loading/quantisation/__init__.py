@@ -1,0 +1,1 @@
+"""Quantised checkpoints: what their configs say, where their tensors are, and how they become quantised matrices."""

@@ -1,0 +1,54 @@
+"""`Rounding`: matrices of a checkpoint that is not quantised, rounded to 4 or 8 bits while they are loaded."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.models.common.params import ParamInfo, Params, matrices
+from nanovllm.ops.linear.quantise import GROUP, KINDS, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """How matrices are quantised while they are loaded.
+
+    Attributes:
+        kind: `"fp8"`, `"int8"` or `"int4"`.
+        head: Whether the output matrix is quantised, too. Tied embeddings keep their table, and the head becomes a matrix of its own.
+    """
+
+    kind: Kind
+    head: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The kind in words."""
+        groups = f" in groups of {GROUP}" if self.kind == "int4" else " with a scale per row"
+        return f"{self.kind}{groups}, rounded while loading{', the head too' if self.head else ''}"
+
+    def mark(self, fingerprint: str) -> str:
+        """The fingerprint (hex) of the rounded weights, from that of the checkpoint."""
+        return hashlib.sha256(f"{fingerprint} {self.kind} {self.head}".encode()).hexdigest()
+
+
+def require_rounding(quantization: object, quantize_head: object) -> Rounding | None:
+    """The rounding that two arguments of `load_model` ask for. Raises `InvalidRequestError`."""
+    if not isinstance(quantize_head, bool):
+        raise InvalidRequestError(f"quantize_head={quantize_head!r} must be True or False")
+    if quantization is None:
+        if quantize_head:
+            raise InvalidRequestError("quantize_head=True needs quantization='fp8', 'int8' or 'int4'")
+        return None
+    for kind in KINDS:
+        if quantization == kind:
+            return Rounding(kind=kind, head=quantize_head)
+    raise InvalidRequestError(f"quantization={quantization!r} must be one of {', '.join(KINDS)}, or None")
+
+
+def quantisable(table: Params[ParamInfo], *, head: bool) -> Iterator[ParamInfo]:
+    """The matrices of a table that are quantised: those of attention, MLP and experts, and the head if `head`. Routers stay."""
+    for layer in table.layers:
+        yield from matrices(layer)
+    if head and table.head is not None:
+        yield table.head
