@@ -92,10 +92,9 @@ async def prompt_scores(server: Server, exchange: Exchange, prompts: Seq[bytes],
     return [found.get(i) for i in range(len(prompts))]
 
 
-def prompt_entries(tokenizer: Tokenizer | None, ids: bytes, scored: Scored | None) -> list[Listed]:
+def prompt_entries(places: TextPlaces, ids: bytes, scored: Scored | None) -> list[Listed]:
     """The tokens of a prompt. The first has no log-probability."""
     first, *rest = np.frombuffer(ids, INT32).tolist()
-    places = TextPlaces(tokenizer)
     entry, row = Listed(first, places.push(first), None, []), RowLogprobs(places)
     row.push(rest)
     row.add(scored)

@@ -363,9 +363,8 @@ class StreamedReply:
             row.catch_up()
 
 
-def with_stops(server: Server, ends: list[Ended], stops: tuple[str, ...]) -> list[Ended]:
-    """The ends of whole replies, with the stop strings that ended them in their texts."""
-    text = TextStream.of(server.tokenizer, stops)
+def with_stops(text: TextStream, ends: list[Ended]) -> list[Ended]:
+    """The ends of whole replies, whose texts are `text` before their first tokens, with the stop strings that ended them."""
     return [_with_stop(ended, text, array("i", ended.token_ids)) for ended in ends]
 
 

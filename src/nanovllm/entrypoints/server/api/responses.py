@@ -7,7 +7,7 @@ import msgspec
 
 from nanovllm.entrypoints.server.api.chat_parts import prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import reuse_of
-from nanovllm.entrypoints.server.api.completions import keeps_stop, stops_of
+from nanovllm.entrypoints.server.api.completions import keeps_stop, text_of
 from nanovllm.entrypoints.server.api.prompts import INT32, kept_tokens, room
 from nanovllm.entrypoints.server.api.replies import StreamedReply, whole, with_stops
 from nanovllm.entrypoints.server.api.response_frames import ResponseFrames
@@ -19,7 +19,6 @@ from nanovllm.entrypoints.server.input_items import input_messages
 from nanovllm.entrypoints.server.messages import EFFORTS, ChatPrompt, prompt_of
 from nanovllm.entrypoints.server.request_fields import DEFAULTS, NOTHING, Sampled, read, sampling
 from nanovllm.errors import InvalidRequestError
-from nanovllm.tokenizer.stream import TextStream
 
 MOST_METADATA, MOST_KEY, MOST_VALUE = 16, 64, 512  # OpenAI's: pairs, and characters of each
 NAMED_OTHERWISE = {
@@ -94,12 +93,12 @@ async def responses(server: Server, exchange: Exchange) -> None:
     frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, parser, reuse)
     priority = asked.priority or 0
     if asked.stream:
-        texts = [TextStream.of(server.tokenizer, stops_of(asked))]
+        texts = [text_of(server, asked)]
         reply = StreamedReply(server, exchange, frames, texts, done=b"", failed=frames.failed, at_once=True, keeps_stop=keeps_stop(asked))
         await reply.run([reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, [reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
-    (ended,) = with_stops(server, ends, stops_of(asked)) if keeps_stop(asked) else ends
+    (ended,) = with_stops(text_of(server, asked), ends) if keeps_stop(asked) else ends
     await exchange.respond(200, msgspec.json.encode(frames.whole(ended)))
 
 
