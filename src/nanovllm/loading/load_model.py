@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -93,7 +94,7 @@ def load_model(
     params, fingerprint = load(folder, config, device=target, dtype=chosen, progress=progress)
     return Model(
         name=name,
-        config=replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends)))),
+        config=with_ends(config, ends),
         params=params,
         tokenizer=encoder,
         spec=spec,
@@ -140,6 +141,11 @@ def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...
         return values, read_ids(values, "eos_token_id")
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def with_ends(config: ModelConfig, ends: Iterable[int]) -> ModelConfig:
+    """A config whose end tokens are its own and those that `read_generation_config` names, each once, in this order."""
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 
 def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> ModelSpec:

@@ -77,7 +77,7 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     if asked.stream:
         texts = [text_of(server, asked)] * n
         told, keeps = bool(asked.return_token_ids), keeps_stop(asked)
-        reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs)
+        reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs, at_once=True)
         await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)

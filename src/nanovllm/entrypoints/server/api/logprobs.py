@@ -1,4 +1,4 @@
-"""Log-probabilities in the answers of completions and chat completions: how many, those of prompts, and OpenAI's objects."""
+"""Log-probabilities in answers: how many, those of prompts, and OpenAI's objects."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -162,12 +162,16 @@ class TokenForms:
 
     def chat(self, entries: Iterable[Listed]) -> str:
         """The `logprobs` of a choice of a chat completion."""
+        return f'{{"content":[{",".join(self.each(entries))}],"refusal":null}}'
+
+    def each(self, entries: Iterable[Listed]) -> list[str]:
+        """The object of each token, in chats and in responses."""
         content, spelled = list[str](), self._spell
         for entry in entries:
             top = [f'{{{spelled(token_id)},"logprob":{_number(value)}}}' for token_id, value in entry.top]
             own = LEAST if entry.logprob is None else entry.logprob
             content.append(f'{{{spelled(entry.token_id)},"logprob":{_number(own)},"top_logprobs":[{",".join(top)}]}}')
-        return f'{{"content":[{",".join(content)}],"refusal":null}}'
+        return content
 
     def _name(self, token_id: int) -> str:
         """The text of a token as JSON. Bytes that are no text are written as OpenAI writes them, so that different tokens differ."""
