@@ -10,6 +10,7 @@ import numpy as np
 
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.logprobs import (
+    Follower,
     TokenForms,
     listed,
     num_top,
@@ -32,6 +33,8 @@ from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.tokenizer.stream import TextStream
 
 DEFAULT_TOKENS = 16  # OpenAI's
+# Options that change no greedy reply of one token
+HARMLESS = frozenset({"temperature", "max_tokens", "logprobs", "seed", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens"})
 
 
 class CompletionRequest(Sampled, kw_only=True):
@@ -70,9 +73,12 @@ async def completions(server: Server, exchange: Exchange) -> None:
     rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
     echoes = [_text(server, ids, asked) if asked.echo else "" for ids in prompts]
-    scored = [[]] * len(prompts)
+    scored, ends = [[]] * len(prompts), None if most else [NOTHING] * len(rows)
     if top is not None and asked.echo:
-        each = await prompt_scores(server, exchange, prompts, top)
+        following = bool(most) and asked.keep is None and all(follows_at_once(one) for one in options)
+        each, followers = await prompt_scores(server, exchange, prompts, top, following=following)
+        if followers is not None:  # these are the replies
+            ends = [_end(server, asked, one) for one in followers for _ in range(n)]
         scored = [prompt_entries(places_of(server, asked), ids, one) for ids, one in zip(prompts, each, strict=True)]
     logprobs = None
     if top is not None:
@@ -82,8 +88,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
     shown_ids = [np.frombuffer(ids, INT32).tolist() for ids in prompts] if asked.return_token_ids else None
     ident, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
     if not asked.stream:
-        ends = [NOTHING] * len(rows)
-        if most:
+        if ends is None:
             ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
             if keeps_stop(asked):
                 ends = with_stops(text_of(server, asked), ends)
@@ -106,8 +111,8 @@ async def completions(server: Server, exchange: Exchange) -> None:
     texts = [text_of(server, asked)] * len(rows)
     told, keeps = shown_ids is not None, keeps_stop(asked)
     reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs)
-    if not most:
-        await reply.run_nothing()
+    if ends is not None:
+        await reply.run_known(ends)
         return
     await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
 
@@ -191,6 +196,19 @@ def _require_alone(asked: CompletionRequest, *, scored: bool, nothing: bool) -> 
         raise ApiError(400, "chunks are not supported with echo and logprobs: give the whole prompt", param="chunks")
     if nothing and (asked.chunks or asked.keep is not None):
         raise ApiError(400, "max_tokens=0 is not supported with chunks or keep", param="max_tokens")
+
+
+def follows_at_once(options: dict[str, Any]) -> bool:
+    """Whether a reply with these options is the most probable token alone."""
+    return options.get("temperature") == 0 and options.get("max_tokens") == 1 and options.keys() <= HARMLESS
+
+
+def _end(server: Server, asked: Sampled, follower: Follower) -> Ended:
+    """The end of a reply of one token."""
+    stopped = follower.token_id in stop_ids(server, asked)
+    token_ids = np.array([follower.token_id], INT32).tobytes()
+    text = "" if stopped else _text(server, token_ids, asked)
+    return Ended(0, "stop" if stopped else "length", text, 0, token_ids, 1, scored=follower.scored)
 
 
 def asks_usage(asked: Sampled) -> tuple[bool, bool]:

@@ -300,12 +300,12 @@ class StreamedReply:
             if self._events is not None:
                 self._events.forget()
 
-    async def run_nothing(self) -> None:
-        """Send the answer to a request for replies of no tokens, of which the engine need not know."""
+    async def run_known(self, ends: list[Ended]) -> None:
+        """Send the answer to a request whose replies are known, so that the engine need not run it."""
         self.begin()
         try:
-            for row in self.rows:
-                row.end(NOTHING)
+            for row, ended in zip(self.rows, ends, strict=True):
+                row.end(ended)
             await self._exchange.disconnected()
         finally:
             if self._events is not None:
