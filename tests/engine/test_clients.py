@@ -202,7 +202,7 @@ def test_work_of_a_search_does_not_grow_with_the_reply(monkeypatch: pytest.Monke
         seen.clear()
         for place in range(300):
             ids.append(broken[place % len(broken)])
-            stops = output_module.scan(stops, ids[-1:], [stop])
+            stops = output_module.scan(stops, ids[-1:], nv.SamplingParams(stop=stop))
         assert stops.found is None and stops.num_read == 300 and len(seen) == 300 and max(seen) < 20
         assert stops.detokenizer.rest() == TOKENIZERS["runs"].decode(ids)
 

@@ -33,9 +33,9 @@ STATE = nv.init_state(MODEL, num_pages=64)
 NEWLINE, A, B = 10, 256, 257
 
 
-def drawn_reply(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[list[int], str, StopScan | None]:
+def drawn_reply(tokenizer: Tokenizer, ids: list[int], stops: list[str], least: int = 0) -> tuple[list[int], str, StopScan | None]:
     """The tokens and the text of a reply that draws `ids`, and its scan; its stream shows the same text."""
-    model, params = replace(MODEL, tokenizer=tokenizer), nv.SamplingParams(stop=stops, max_tokens=500)
+    model, params = replace(MODEL, tokenizer=tokenizer), nv.SamplingParams(stop=stops, max_tokens=500, min_tokens=least)
     _, sequence, _ = new_sequence(model, STATE, [1], params)
     stream, shown = TextStream.of(model.tokenizer, params.stop), ""
     for token in ids:
@@ -64,6 +64,25 @@ def drawn_reply(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple
 )
 def test_byte_tokens(ids: list[int], stop: str, used: int, text: str) -> None:
     assert drawn_reply(FALLBACK, ids, [stop])[:2] == (ids[:used], text)
+
+
+@pytest.mark.parametrize("tokenizer", [FALLBACK, LEVEL], ids=["fallback", "byte-level"])
+@given(data=st.data())
+def test_stop_strings_of_the_first_tokens_do_not_count(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """A stop string counts if it ends in text that tokens after the first `min_tokens` give, characters that they complete included."""
+    some = [NEWLINE, A, B, *"é🙂".encode()] if tokenizer is FALLBACK else tokenizer.encode("\nabé🙂")
+    ids = data.draw(st.lists(st.sampled_from(some), max_size=16))
+    stops = data.draw(st.lists(st.text("\nabé🙂", min_size=1, max_size=3), min_size=1, max_size=3))
+    least = data.draw(st.integers(0, len(ids)))
+    early = len(tokenizer.decode(ids[:least]).rstrip("\ufffd"))
+    count, text = len(ids), tokenizer.decode(ids)
+    for n in range(least + 1, len(ids) + 1):
+        shown = tokenizer.decode(ids[:n])
+        ends = [at for stop in stops for at in range(len(shown)) if shown.startswith(stop, at) and at + len(stop) > early]
+        if ends:
+            count, text = n, shown[: min(ends)]
+            break
+    assert drawn_reply(tokenizer, ids, stops, least)[:2] == (ids[:count], text)
 
 
 @pytest.mark.parametrize("tokenizer", [FALLBACK, LEVEL], ids=["fallback", "byte-level"])

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import nanovllm as nv
+from nanovllm.entrypoints.server import front_model
+from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.load_model import load_model
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
@@ -71,3 +73,12 @@ def test_ids_that_only_pad_the_vocabulary_are_drawn_and_have_no_text() -> None:
     (out,) = llm.generate("x", params)
     assert (out.token_ids, out.text) == ([last] * 4, "")
     assert "".join(piece.text for piece in llm.stream("x", params)) == ""
+
+
+def test_a_front_end_knows_the_end_tokens_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same order, by which prepared grammars are found."""
+    prepared = list[tuple[int, ...]]()
+    monkeypatch.setattr(front_model, "prepare_grammars", lambda tokenizer, vocab_size, end_ids: prepared.append(end_ids))
+    folder = folder_with(tmp_path, (257, 258), eos_token_id=[7, 258, 7, 9])
+    front_model.load_front(Settings(), str(folder), {})
+    assert prepared == [load_model(folder, device="cpu").config.eos_token_ids] == [(257, 258, 7, 9)]

@@ -539,7 +539,7 @@ MUTANTS: tuple[Mutant, ...] = (
         GRAMMAR,
         (
             "a reply goes on after its grammar has ended",
-            "by_grammar = [row for row in running.constrained if running.ids[row] in ends] if ends else []",
+            "by_grammar = [row for row in running.masked if running.ids[row] in ends] if ends else []",
             "by_grammar = list[int]()",
         ),
     ),
@@ -1283,7 +1283,7 @@ MUTANTS: tuple[Mutant, ...] = (
         CONVERSATION,
         ("kept thinking takes the room of the reply", "if kept + len(tokens) - shared < room]", "if kept + len(tokens) - shared <= room]"),
         ("an answer runs again in its own turn", 'asked.retain in ("shift", "gap"):', 'asked.retain != "all":'),
-        ("the beginning of a stop string is shown", "TextStream.of(model.tokenizer, params.stop)", "TextStream.of(model.tokenizer, ())"),
+        ("the beginning of a stop string is shown", "TextStream.of(model.tokenizer, params.stop,", "TextStream.of(model.tokenizer, (),"),
         ("a full conversation is not told to reset", "if len(tokens) >= capacity(state):", "if len(tokens) > capacity(state):"),
     ),
     *bugs(

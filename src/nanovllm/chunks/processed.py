@@ -108,5 +108,5 @@ def _scanned(sequence: Sequence, stops: StopScan | None, tokens: list[int]) -> S
     """The search for stop strings after these tokens, up to the first that is found."""
     for token in tokens:
         if stops is not None and stops.found is None and token >= 0:
-            stops = scan(stops, [token], sequence.request.sampling.stop)
+            stops = scan(stops, [token], sequence.request.sampling)
     return stops

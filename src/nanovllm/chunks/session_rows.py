@@ -18,6 +18,7 @@ from nanovllm.executor.fresh_carry import note
 from nanovllm.executor.session_lease import SessionLease
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import LogitsProcessor, first_carried, mapped, processing_of, tokens_of
+from nanovllm.sampling.row_options import is_masked
 from nanovllm.sampling.tensors import features
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState, Session
@@ -49,10 +50,11 @@ def opened(
         OutOfPagesError: Too few pages are available; nothing was written.
         InvalidRequestError: Without `to_fill`, the tokens to fill are more than a step can run.
     """
-    if (constrained := next((s.request.sampling.grammar for s in sequences if s.request.sampling.grammar is not None), None)) is not None:
+    if (masked := next((s.request.sampling for s in sequences if is_masked(s.request.sampling)), None)) is not None:
+        name = "grammar" if masked.grammar is not None else "bad_words" if masked.bad_words else "min_tokens"
         raise InvalidRequestError(
-            f"grammar={constrained!r} needs the host between two steps: use generate, or submit and step, where process_logits works too; "
-            "begin, and generate_many with process_logits, take no grammar"
+            f"{name}={getattr(masked, name)!r} needs the host between two steps: use generate, or submit and step, where process_logits "
+            f"works too; begin, and generate_many with process_logits, take no {name}"
         )
     ticket, size = state.next_id, state.config.page_size
     lease = SessionLease(session=ticket, engine=state.runtime.lease)
@@ -269,7 +271,7 @@ def _with_sampled(sequence: Sequence, tokens: np.ndarray, going: int, *, split: 
     count = int(ends[0]) + 1 if len(ends) else count
     if stops is not None:
         for place, token in enumerate(tokens[:count].tolist()):
-            stops = scan(stops, [token], request.sampling.stop)
+            stops = scan(stops, [token], request.sampling)
             if stops.found is not None:
                 count = place + 1
                 break

@@ -1,4 +1,4 @@
-"""Replies that follow a grammar: what their next tokens may be, before a step samples, and whether they are complete, after it."""
+"""Replies whose next tokens are not free: what these may be, before a step samples, and whether a grammar is complete, after it."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -13,6 +13,8 @@ from nanovllm.sampling.compiled_grammar import CompiledGrammar, compile_for
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.matchers import Matcher, Matchers, NotAllowedError
 from nanovllm.sampling.process_logits import blame
+from nanovllm.sampling.row_options import is_masked
+from nanovllm.sampling.token_masks import all_tokens, leave_out
 from nanovllm.state.request import Request, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.types import Int32
@@ -54,35 +56,46 @@ def compiled_for(model: Model, grammar: Grammar) -> CompiledGrammar:
 
 
 class Constrained:
-    """The rows of one pass whose replies follow grammars."""
+    """The rows of one pass whose next tokens are masked: by grammars, by `min_tokens` or by `bad_words`."""
 
-    __slots__ = ("_matchers", "_replies", "_used")
+    __slots__ = ("_matchers", "_replies", "_used", "_vocab_size")
 
-    def __init__(self, matchers: Matchers, replies: dict[int, Reply]) -> None:
-        """Say which rows follow grammars.
+    def __init__(self, vocab_size: int, matchers: Matchers, replies: dict[int, Reply]) -> None:
+        """Say which rows are masked.
 
         Args:
+            vocab_size: The width of the model's logits.
             matchers: The matchers of the engine.
             replies: The replies of these rows, by row.
         """
-        self._matchers, self._replies, self._used = matchers, replies, dict[int, Matcher]()
+        self._vocab_size, self._matchers, self._replies, self._used = vocab_size, matchers, replies, dict[int, Matcher]()
 
     def fill(self, words: Int32[np.ndarray, "L W"], lines: Seq[int]) -> None:
         """Write the masks of the next tokens, one bit per token: that of row r into `words[lines[r]]`. Other lines stay as they are.
 
         An exception names the request to which it belongs in a note (`Culprit`).
         """
+        every = all_tokens(self._vocab_size)
         for row, (request, length, reply) in self._replies.items():
-            assert request.grammar is not None
+            if request.grammar is None:
+                words[lines[row]] = every
+                continue
             matcher = self._matchers.of(request, request.grammar)
             with _of(request, self._matchers):
                 matcher.follow(length, reply)
             self._used[row] = matcher
-        self._matchers.fill([*self._used.values()], words, [lines[row] for row in self._used])
+        if self._used:
+            self._matchers.fill([*self._used.values()], words, [lines[row] for row in self._used])
         for row, matcher in self._used.items():
-            request, _, _ = self._replies[row]
+            request, length, _ = self._replies[row]
+            may_end = length >= request.sampling.min_tokens and not matcher.compiled.end_ids.isdisjoint(request.stop_ids)
             with _of(request, self._matchers):
-                matcher.finish(words[lines[row]], may_end=not matcher.compiled.end_ids.isdisjoint(request.stop_ids))
+                matcher.finish(words[lines[row]], may_end=may_end)
+        for row, (request, length, reply) in self._replies.items():
+            if length < request.sampling.min_tokens:
+                leave_out(words[lines[row]], request.stop_ids)
+            if (bad := request.bad_words) is not None:
+                leave_out(words[lines[row]], bad.completing(reply(max(0, length - bad.reach)) if bad.reach else ()))
 
     def read(self, token_ids: Seq[int]) -> dict[int, NotAllowedError | None]:
         """Read the sampled tokens of all rows, after `fill`.
@@ -101,13 +114,13 @@ class Constrained:
         return ends
 
 
-def constrained(matchers: Matchers, rows: Seq[Sequence]) -> Constrained | None:
-    """The rows of a batch whose replies follow grammars; None without such rows."""
+def constrained(model: Model, matchers: Matchers, rows: Seq[Sequence]) -> Constrained | None:
+    """The rows of a batch whose next tokens are masked; None without such rows."""
     if isinstance(rows, Steady):
-        replies = {row: _steady_reply(rows, row) for row in rows.constrained}
+        replies = {row: _steady_reply(rows, row) for row in rows.masked}
     else:
-        replies = {row: _reply(sequence) for row, sequence in enumerate(rows) if sequence.request.grammar is not None}
-    return Constrained(matchers, replies) if replies else None
+        replies = {row: _reply(sequence) for row, sequence in enumerate(rows) if is_masked(sequence.request.sampling)}
+    return Constrained(model.config.vocab_size, matchers, replies) if replies else None
 
 
 def _reply(sequence: Sequence) -> Reply:

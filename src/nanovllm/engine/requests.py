@@ -15,6 +15,7 @@ from nanovllm.engine.donation import commit_state, enter, enter_with
 from nanovllm.engine.prompt import Context, resolve
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model
+from nanovllm.sampling.bad_words import bad_words_of
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import SamplingParams, from_generation_config, validate_for
 from nanovllm.sampling.process_logits import LogitsProcessor, as_processor
@@ -147,6 +148,7 @@ def new_sequence(
     if num_prompt >= limit:
         offset = 0 if resolved.base is None else offset_after(resolved.base.gaps)
         raise InvalidRequestError(f"the prompt has {resolved.count} tokens; {_shortage(model, state, num_prompt, limit, offset)}")
+    bad_words = bad_words_of(model.tokenizer, tuple(params.bad_words), model.config.vocab_size)
     compiled = None if params.grammar is None else compiled_for(model, params.grammar)
     ends = () if params.ignore_eos else model.config.eos_token_ids
     rid = state.next_id
@@ -164,10 +166,13 @@ def new_sequence(
         rank=rank_of(priority, state.num_steps),
         namespace=namespace,
         grammar=compiled,
+        bad_words=bad_words,
     )
     if params.stop and model.tokenizer is None:
         raise InvalidRequestError(f"stop={params.stop!r} needs a tokenizer, but this model has none: use stop_token_ids")
-    stops = StopScan.of(model.tokenizer, params.stop) if params.stop and model.tokenizer is not None else None
+    stops = None
+    if params.stop and model.tokenizer is not None:
+        stops = StopScan.of(model.tokenizer, params.stop, params.skip_special_tokens)
     sequence = begin_sequence(request, resolved.tokens, resolved.base, stops)
     if (frames := state.pool.frames) is not None and not keep:
         retired = num_retired(sequence.num_filled, num_prompt, frames.window, state.config.page_size)

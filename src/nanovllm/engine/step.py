@@ -108,7 +108,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     if plan.prefill:
         attempt.stage = "prefill"
         whole = [s for s, count in plan.prefill if count == s.todo]
-        masks = constrained(runtime_of(state).matchers, whole)
+        masks = constrained(model, runtime_of(state).matchers, whole)
         asked: dict[str, Any] = {} if masks is None else {"masks": masks}
         prefilled, kv = executor_of(state).prefill(model, kv, plan.prefill, frames=plan.pool.frames, **asked)
         ends = _read(masks, prefilled, [s.request.request_id for s in whole])
@@ -142,7 +142,7 @@ def _settle_steady(
     after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
     after, scans, failed = (after, {}, {}) if after.ends is None else scan_steady(after, token_ids)
     expected = state.expected_reply
-    by_grammar = [row for row in running.constrained if running.ids[row] in ends] if ends else []
+    by_grammar = [row for row in running.masked if running.ids[row] in ends] if ends else []
     if rows := sorted({*after.ending(tokens, scans), *failed, *by_grammar}):
         gone, after = after.part(rows)
         for row, sequence in zip(rows, gone, strict=True):
@@ -187,7 +187,7 @@ def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Se
         carry = executor.narrow(model, carry, keep, rows, grew=grew, frames=pool.frames)
     else:
         carry = executor.load(model, kv, rows, frames=pool.frames)
-    masks = constrained(runtime_of(state).matchers, rows)
+    masks = constrained(model, runtime_of(state).matchers, rows)
     carry, drawn = executor.decode(model, carry) if masks is None else executor.decode(model, carry, masks)
     return (ids, carry), drawn, _read(masks, drawn, ids)
 

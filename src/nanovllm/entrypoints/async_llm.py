@@ -398,7 +398,7 @@ class AsyncLLM:
                 await call.news()
                 if text is None:
                     params = from_generation_config(self.model.generation_config) if sampling_params is None else sampling_params
-                    text = TextStream.of(self.tokenizer, params.stop)
+                    text = TextStream.of(self.tokenizer, params.stop, params.skip_special_tokens)
                 for output in call.results.values():
                     yield last_piece(text, seen, whole(output))
                     return

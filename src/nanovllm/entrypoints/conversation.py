@@ -87,7 +87,8 @@ def turn(
     if len(tokens) >= capacity(state):
         raise InvalidRequestError(f"the conversation has {len(tokens)} tokens, but the engine holds {capacity(state)}: use /reset")
     new_sequence(model, enter(state), tokens, params)  # only raises errors; nothing is committed
-    stream, before, start = TextStream.of(model.tokenizer, params.stop), state.stats, time.perf_counter()
+    stream = TextStream.of(model.tokenizer, params.stop, params.skip_special_tokens)
+    before, start = state.stats, time.perf_counter()
     token_ids: list[int] = []
     output: RequestOutput | None = None
     error: str | None = None

@@ -389,7 +389,7 @@ class LLM:
     def _pieces(self, prompt: Context, params: SamplingParams, priority: int, processor: LogitsProcessor | None) -> Iterator[Piece]:
         """The pieces of a reply, read from the state, so that steps of other calls count too."""
         ids: list[int] = []
-        text, seen = TextStream.of(self.tokenizer, params.stop), 0
+        text, seen = TextStream.of(self.tokenizer, params.stop, params.skip_special_tokens), 0
         try:
             with uninterrupted():
                 ids = self._submit([prompt], [params], [priority], processor)

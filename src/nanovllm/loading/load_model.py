@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -112,7 +113,7 @@ def load_model(
         params, fingerprint, quantised = load_params(folder, config, **how, quantisation=stored, rounding=rounding)
     return Model(
         name=name,
-        config=replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends)))),
+        config=with_ends(config, ends),
         params=params,
         tokenizer=encoder,
         spec=spec,
@@ -160,6 +161,11 @@ def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...
         return values, read_ids(values, "eos_token_id")
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def with_ends(config: ModelConfig, ends: Iterable[int]) -> ModelConfig:
+    """A config whose end tokens are its own and those that `read_generation_config` names, each once, in this order."""
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 
 def find_spec(hf: HF, folder: Path, *, trust_remote_code: bool = False) -> ModelSpec:

@@ -16,6 +16,8 @@ from nanovllm.sampling.grammar import Grammar
 from nanovllm.types import brief
 
 __all__ = [
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_LEN",
     "MAX_LOGPROBS",
     "MAX_STOPS",
     "MAX_STOP_LEN",
@@ -29,6 +31,8 @@ __all__ = [
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LEN = 128  # characters
 MAX_STOP_LEN = 1024  # characters of a stop string: a search reads so many again, and a stream holds so many back
 MIN_TEMPERATURE = 1e-3  # below it, logits divided by the temperature leave float32's useful range in top-p; 0 is greedy
 MAX_TEMPERATURE = 100.0
@@ -134,6 +138,19 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
     return tuple(sorted({_int("stop_token_ids", i, 0, INT32_MAX) for i in ids}))
 
 
+def _bad_words(value: Any) -> tuple[str, ...]:
+    accepted = (
+        f"must be a sequence of at most {MAX_BAD_WORDS} strings of at most {MAX_BAD_WORD_LEN} characters, each with a character that is "
+        "not white space, without lone surrogates"
+    )
+    if isinstance(value, Collection) and len(value) > MAX_BAD_WORDS:
+        _refuse("bad_words", value, accepted)
+    words = _items("bad_words", value, accepted)
+    if not all(_is_text(word) and len(word) <= MAX_BAD_WORD_LEN and word.strip() for word in words):
+        _refuse("bad_words", words, accepted)
+    return tuple(dict.fromkeys(words))
+
+
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...] | None:
     accepted = "must be None or a mapping from token id to a number in [-100, 100]"
     pairs = tuple(value.items()) if isinstance(value, Mapping) else _items("logit_bias", value, accepted)
@@ -178,6 +195,8 @@ class SamplingParams:
         top_p: Nucleus sampling: sample from the most probable tokens whose probabilities add up to this share, in (0, 1]; 1 is off.
         min_p: Drop tokens below `min_p` times the highest probability, in [0, 1]; 0 is off.
         max_tokens: The most tokens of the reply, at least 1.
+        min_tokens: Until the reply has so many tokens, it cannot end by an end token, by one of `stop_token_ids` or by a stop string; at
+            most `max_tokens`. Only a grammar that allows nothing else ends it earlier.
         stop: A string of at most 1,024 characters, or up to 16, before which the reply ends; kept as a tuple.
         stop_token_ids: Token ids that end the reply; kept as a sorted tuple.
         ignore_eos: Whether the reply goes on after the model's end-of-sequence token.
@@ -190,6 +209,9 @@ class SamplingParams:
         logit_bias: A mapping from token id to a number in [-100, 100] that is added to its logit, or None; kept as sorted pairs.
         logprobs: How many of the most probable tokens to report per sampled token, up to 20. 0: only the sampled token's log-probability.
             None: no log-probabilities.
+        bad_words: Up to 128 strings of at most 128 characters that the reply cannot have, alone and after a space, as the tokenizer spells
+            them; kept as a tuple. Another spelling of the same text is not recognised. A grammar that allows nothing else is obeyed.
+        skip_special_tokens: Whether the text leaves special tokens out. The token that ends the reply is never part of the text.
         grammar: The language of the reply, or None: any text. The reply ends with "stop" where the grammar allows nothing more. Needs the
             extra `grammar`.
 
@@ -213,6 +235,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     max_tokens: int = 16
+    min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -222,19 +245,24 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     logprobs: int | None = None
+    bad_words: Sequence[str] = ()
+    skip_special_tokens: bool = True
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not (self.grammar is None or isinstance(self.grammar, Grammar)):
             _refuse("grammar", self.grammar, "must be None or a Grammar: make one by Grammar.json_schema(...) or another of its methods")
-        if not isinstance(self.ignore_eos, bool):
-            _refuse("ignore_eos", self.ignore_eos, "must be True or False")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                _refuse(name, value, "must be True or False")
+        max_tokens = _int("max_tokens", self.max_tokens, 1, INT32_MAX)
         normal = {
             "temperature": _temperature(self.temperature),
             "top_k": _int("top_k", self.top_k, 0, INT32_MAX, " (0: all tokens)"),
             "top_p": _float_in("top_p", self.top_p, 0.0, 1.0, open_low=True),
             "min_p": _float_in("min_p", self.min_p, 0.0, 1.0),
-            "max_tokens": _int("max_tokens", self.max_tokens, 1, INT32_MAX),
+            "max_tokens": max_tokens,
+            "min_tokens": _int("min_tokens", self.min_tokens, 0, max_tokens, ", at most max_tokens"),
             "stop": _stop(self.stop),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "seed": None if self.seed is None else _int("seed", self.seed, 0, 2**63 - 1, "; without a seed the engine chooses one"),
@@ -243,6 +271,7 @@ class SamplingParams:
             "frequency_penalty": _float_in("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "logit_bias": None if self.logit_bias is None else _logit_bias(self.logit_bias),
             "logprobs": None if self.logprobs is None else _int("logprobs", self.logprobs, 0, MAX_LOGPROBS, " or None"),
+            "bad_words": _bad_words(self.bad_words),
         }
         for name, value in normal.items():
             object.__setattr__(self, name, value)

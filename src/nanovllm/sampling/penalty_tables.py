@@ -28,7 +28,7 @@ class PenaltyTables:
         marks: int32 `[S, V]`: bit 0 says whether a token is in the prompt, the other bits count it in the output.
         biases: float32 `[S, V]`.
         counted: How many tokens of its sequence a slot has counted, int32 `[S]`.
-        masks: The tokens that grammars allow next, one bit per token, int32 `[S, ceil(V / 32)]`. The rows of a step with a grammar have the
+        masks: The tokens that may come next, one bit per token, int32 `[S, ceil(V / 32)]`. The rows of a step that are masked have the
             first lines, whatever their slots.
     """
 

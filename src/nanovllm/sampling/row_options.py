@@ -75,7 +75,7 @@ def kind_of(params: Iterable[SamplingParams]) -> Kind:
 def _rank(p: SamplingParams) -> int:
     if p.logprobs is not None:
         return 4
-    if needs_tables(p) or p.grammar is not None:
+    if needs_tables(p) or is_masked(p):
         return 3
     if p.temperature == 0:
         return 0
@@ -87,10 +87,16 @@ def needs_tables(p: SamplingParams) -> bool:
     return p.logit_bias is not None or penalises(p)
 
 
+def is_masked(p: SamplingParams) -> bool:
+    """Whether some steps of a reply with these options may not sample every token: the host tells each step which ones."""
+    may_end = not p.ignore_eos or bool(p.stop_token_ids)
+    return p.grammar is not None or bool(p.bad_words) or (p.min_tokens > 0 and may_end)
+
+
 def mask_lines(rows: Sequence[Row]) -> list[int]:
-    """The line of each row in the table of masks: rows with a grammar have one after another, others have -1."""
+    """The line of each row in the table of masks: rows that are masked have one after another, others have -1."""
     lines = count()
-    return [-1 if p.grammar is None else next(lines) for p, _, _ in rows]
+    return [next(lines) if is_masked(p) else -1 for p, _, _ in rows]
 
 
 def pack(rows: Sequence[Row], lines: Int32[np.ndarray, "11 n"]) -> None:

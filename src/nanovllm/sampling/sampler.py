@@ -42,7 +42,7 @@ register_value(Sampled)
 def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Tensor, "B"] | Int64[Tensor, "B"]) -> Sampled:
     """Sample one token per row.
 
-    The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; grammars;
+    The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; masks;
     temperature; min-p; top-k; top-p; sampling. The token is `argmax(logits + temperature * g)`, with Gumbel noise g from the key
     (seed, position) and the token id. At temperature 0 it is the argmax of the penalised logits, without filters and noise.
 

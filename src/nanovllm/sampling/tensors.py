@@ -63,7 +63,7 @@ class Sampling:
         min_p: float32 `[B]`; neutral: 0.
         penalties: The penalties.
         logit_bias: float32 `[B, V]`; neutral: 0.
-        allowed: The tokens that grammars allow in the next step, one bit each, int32 `[B, ceil(V / 32)]`; neutral: -1 (all).
+        allowed: The tokens that masks allow in the next step, one bit each, int32 `[B, ceil(V / 32)]`; neutral: -1 (all).
         num_logprobs: How many of the most probable tokens are reported in addition to the sampled one, or None.
         num_candidates: How many of the largest logits top-k and top-p examine; None: all. It may be set if every row that uses either has
             `0 < top_k <= num_candidates`, and it never changes a token.

@@ -8,6 +8,7 @@ import numpy as np
 from immutables import Map
 
 from nanovllm.errors import NanoVLLMError
+from nanovllm.sampling.bad_words import BadWords
 from nanovllm.sampling.compiled_grammar import CompiledGrammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
@@ -58,6 +59,7 @@ class Request:
         rank: Its place among the requests, from `rank_of`.
         namespace: Requests share KV only with those of the same number.
         grammar: The compiled form of `sampling.grammar`, or None.
+        bad_words: The tokens of `sampling.bad_words`, or None.
     """
 
     request_id: int
@@ -73,6 +75,7 @@ class Request:
     rank: int = 0
     namespace: int = 0
     grammar: CompiledGrammar | None = None
+    bad_words: BadWords | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)

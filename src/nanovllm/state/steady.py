@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.sampling.row_options import is_masked
 from nanovllm.state.logprobs import TokenLogprobs, last_entries, scores_of
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Queue, Sequence
@@ -34,7 +35,7 @@ class Steady(Seq):
             asked for some.
         ends: For each row the bytes with which its stop strings end, `[rows, 4]`; None if no row has stop strings.
         absent: The bytes that each token lacks (`TokenTexts`), if a row has stop strings.
-        constrained: The rows whose replies follow a grammar.
+        masked: The rows whose steps may not sample every token.
         age: Steps since `base`.
         log: The tokens that were sampled since, and their log-probabilities if `scored`: the first `age` steps.
         columns: For each row its column in the log. None: the row itself.
@@ -53,7 +54,7 @@ class Steady(Seq):
     num_top: tuple[int | None, ...] = ()
     ends: np.ndarray | None = None
     absent: np.ndarray | None = None
-    constrained: tuple[int, ...] = ()
+    masked: tuple[int, ...] = ()
     age: int = 0
     log: StepLog | None = None
     columns: np.ndarray | None = None
@@ -76,7 +77,7 @@ class Steady(Seq):
             num_top=() if all(asked is None for asked in num_top) else num_top,
             ends=None if searched is None else np.array([none if one is None else one.ends for one in stops]),
             absent=None if searched is None else searched.detokenizer.texts.absent,
-            constrained=tuple([row for row, s in enumerate(running) if s.request.grammar is not None]),
+            masked=tuple([row for row, s in enumerate(running) if is_masked(s.request.sampling)]),
         )  # fmt: skip
 
     @property
@@ -102,7 +103,7 @@ class Steady(Seq):
             base, left, first_end, age, log, columns, scans = self.sequences(), left - age, first_end - age, 0, None, None, {}
         return Steady(
             base=base, ids=self.ids, stop_ids=self.stop_ids, left=left, first_end=first_end, steps=self.steps - 1, pool=self.pool,
-            waiting=self.waiting, num_top=self.num_top, ends=self.ends, absent=self.absent, constrained=self.constrained,
+            waiting=self.waiting, num_top=self.num_top, ends=self.ends, absent=self.absent, masked=self.masked,
             age=age + 1, scans=scans, columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
         )  # fmt: skip
 
@@ -160,7 +161,7 @@ class Steady(Seq):
             self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans, made=[],
             ends=None if self.ends is None else self.ends[kept],
             num_top=tuple([self.num_top[row] for row in kept.tolist()]) if self.num_top else (),
-            constrained=tuple([new for new, row in enumerate(kept.tolist()) if row in self.constrained]) if self.constrained else (),
+            masked=tuple([new for new, row in enumerate(kept.tolist()) if row in self.masked]) if self.masked else (),
         )  # fmt: skip
         return gone, rest
 

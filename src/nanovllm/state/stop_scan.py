@@ -24,6 +24,7 @@ class StopScan:
         num_read: The number of tokens of the reply that were searched.
         tail: The end of the text, in which a stop string could still begin.
         start: The index of the tail's first character in the reply.
+        barred: A stop string that ends among so many first characters of the reply does not count: `min_tokens` tokens give them.
         found: The index at which a stop string begins, or None.
     """
 
@@ -33,15 +34,16 @@ class StopScan:
     num_read: int = 0
     tail: str = ""
     start: int = 0
+    barred: int = 0
     found: int | None = None
 
     def __repr__(self) -> str:
         return brief_fields(self)
 
     @staticmethod
-    def of(tokenizer: Tokenizer, strings: Seq[str]) -> "StopScan":
+    def of(tokenizer: Tokenizer, strings: Seq[str], skip_special_tokens: bool = True) -> "StopScan":
         """A search that has read no token."""
-        detokenizer, each = Detokenizer.of(tokenizer), tuple([string.encode() for string in strings])
+        detokenizer, each = Detokenizer.of(tokenizer, skip_special_tokens), tuple([string.encode() for string in strings])
         if any(REPLACEMENT in string for string in strings) or detokenizer.texts.spelling == "other":
             return StopScan(detokenizer=detokenizer, ends=byte_set(bytes(range(256))))
         return StopScan(detokenizer=detokenizer, ends=byte_set(bytes([string[-1] for string in each])), strings=each)

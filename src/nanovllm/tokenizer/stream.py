@@ -24,9 +24,9 @@ class TextStream:
     held: str = ""
 
     @staticmethod
-    def of(tokenizer: Tokenizer | None, stops: Iterable[str] = ()) -> "TextStream":
+    def of(tokenizer: Tokenizer | None, stops: Iterable[str] = (), skip_special_tokens: bool = True) -> "TextStream":
         """A stream without any tokens yet."""
-        detokenizer = None if tokenizer is None else Detokenizer.of(tokenizer)
+        detokenizer = None if tokenizer is None else Detokenizer.of(tokenizer, skip_special_tokens)
         return TextStream(detokenizer=detokenizer, stops=tuple(stops))
 
     def push(self, token_ids: Iterable[int]) -> "tuple[TextStream, str]":

@@ -1,6 +1,7 @@
 """Chats and tokens as other servers' tests have them: the shape of streams, bodies that are wrong, paths with and without /v1."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from nanovllm.entrypoints.server.request_fields import REFUSED
 from nanovllm.tokenizer.messages import render
 from tests.entrypoints.server.live import Live
+from tests.entrypoints.server.openai_clients import client_of
+from tests.entrypoints.server.stand_in import answering
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
 
@@ -32,6 +35,20 @@ def test_the_shape_of_a_stream(live: Live):
     message = whole["choices"][0]["message"]
     for field in ("content", "reasoning", "reasoning_content"):
         assert "".join(choice["delta"].get(field, "") for choice in middle) == message.get(field, "")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_roles_come_when_the_request_is_accepted(live: Live, n: int):
+    """Before any token, once for each choice."""
+    held = threading.Event()
+    with answering(live, "Once upon", held=held), client_of(live) as client:
+        events = iter(client.chat.completions.create(model="tiny", messages=HELLO, stream=True, n=n))  # pyright: ignore
+        first = [next(events).choices[0] for _ in range(n)]
+        assert not held.is_set()
+        held.set()
+        found = [choice for event in events for choice in event.choices]
+    assert [(choice.index, choice.delta.role, choice.delta.content) for choice in first] == [(i, "assistant", "") for i in range(n)]
+    assert found and all(choice.delta.role is None for choice in found)
 
 
 @pytest.mark.parametrize(("path", "body"), [(PATH, GREEDY), ("/v1/completions", {"prompt": "Once", "max_tokens": 24, "temperature": 0})])

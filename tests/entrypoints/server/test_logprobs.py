@@ -15,10 +15,12 @@ import openai
 import pytest
 
 import nanovllm as nv
+from nanovllm.entrypoints.server import scores
 from nanovllm.entrypoints.server.api import logprobs
 from nanovllm.entrypoints.server.api.logprobs import TokenForms
 from nanovllm.entrypoints.server.row_logprobs import Listed
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.state.logprobs import Score
 from nanovllm.tokenizer.tokenizer import Tokenizer
 from tests.entrypoints.server.live import LIMIT, Live
 from tests.entrypoints.server.openai_clients import client_of
@@ -362,3 +364,57 @@ def test_what_lm_eval_sends_and_sums(live: Live, llm: nv.LLM, tokenizer: Tokeniz
     totals = iter(total for total, _ in found)
     best = [int(np.argmax([next(totals) for _ in answers])) for _, answers, _ in TASK]
     assert best == [right for _, _, right in TASK]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("top", "more"), [(0, {}), (1, {"n": 2}), (7, {"ignore_eos": True}), (2, {"skip_special_tokens": False})])
+def test_a_prompt_and_the_token_after_it_are_one_run(live: Live, tokenizer: Tokenizer, stream: bool, top: int, more: dict[str, Any]):
+    """The reply is that of a request without echo, and each token of the prompts runs once, whatever the index holds."""
+    talk = live.post(CHAT, TALK | {"return_token_ids": True, "logprobs": False, "top_logprobs": 0}).json()
+    chat = [*talk["prompt_token_ids"], *talk["choices"][0]["token_ids"][:-1]]  # an end token follows
+    texts = [f"{stream} {top} {PARTS}", "The", "Once upon a time, there was a"]
+    prompts = [*map(tokenizer.encode, texts), chat]
+    body = BODY | {"prompt": prompts, "max_tokens": 1, "logprobs": top} | more
+    before = live.engine.state.stats
+    echoed = live.post(TEXT, body | {"echo": True}).json()
+    after = live.engine.state.stats
+    ran = [getattr(after, name) - getattr(before, name) for name in ("prefill_tokens", "reused_tokens", "decode_tokens", "rerun_tokens")]
+    assert sum(ran) == sum(map(len, prompts)) == echoed["usage"]["prompt_tokens"] and ran[2:] == [0, 0]
+    plain = live.post(TEXT, body).json()
+    for one, other, prompt in zip(echoed["choices"], plain["choices"], [p for p in prompts for _ in range(more.get("n", 1))], strict=True):
+        listed, wanted = one["logprobs"], other["logprobs"]
+        shown = tokenizer.decode(prompt, "skip_special_tokens" not in more)
+        assert (one["text"], one["finish_reason"]) == (shown + other["text"], other["finish_reason"])
+        assert listed["tokens"][-1:] == wanted["tokens"] and listed["text_offset"][-1:] == [len(shown)]
+        assert listed["top_logprobs"][-1] == pytest.approx(wanted["top_logprobs"][0], abs=1e-4)
+        assert listed["token_logprobs"][-1:] == pytest.approx(wanted["token_logprobs"], abs=1e-4)
+    assert echoed["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert "stop" in {choice["finish_reason"] for choice in echoed["choices"]} or more.get("ignore_eos")
+    if stream:
+        rows = added(live, body | {"echo": True})
+        assert [rows[i] for i in range(len(rows))] == [{name: choice[name] for name in rows[0]} for choice in echoed["choices"]]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"logit_bias": {"7": 100}}, {"temperature": 1.0}, {"max_tokens": 2}, {"repetition_penalty": 1.5}, {"stop": ","}, {"bad_words": [","]}],
+)
+def test_other_replies_to_an_echoed_prompt_are_run(live: Live, more: dict[str, Any]):
+    body = BODY | {"max_tokens": 1, "seed": 3} | more
+    echoed, plain = (live.post(TEXT, body | {"echo": echo}).json()["choices"][0] for echo in (True, False))
+    assert (echoed["text"], echoed["finish_reason"]) == (PROMPT + plain["text"], plain["finish_reason"])
+
+
+def test_a_token_that_ties_with_all_others_is_sampled_by_the_engine():
+    """What a greedy reply takes cannot be told from tokens that are all equally probable."""
+    found = Score(
+        token_ids=[3, 0], logprobs=np.zeros(2), top_ids=np.array([[1, 2], [9, 4]]), top_logprobs=np.array([[0.0, -1.0], [-1.0, -1.0]])
+    )
+    assert scores._divided(found, 1)[1] == -1
+    found = Score(
+        token_ids=[3, 0],
+        logprobs=np.zeros(2),
+        top_ids=np.array([[1, 2, 3], [9, 4, 1]]),
+        top_logprobs=np.array([[0.0] * 3, [-1.0, -1.0, -2.0]]),
+    )
+    assert scores._divided(found, 1)[1] == 4

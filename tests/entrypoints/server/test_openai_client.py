@@ -224,8 +224,11 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str | None, str | None]]:
         yield kind, {"stream_options": {}}, "stream_options", None
         yield kind, {"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", None
         yield kind, {"extra_body": {"allowed_token_ids": [3]}}, "allowed_token_ids", "unsupported_parameter"
-        yield kind, {"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens", "unsupported_parameter"
-        yield kind, {"extra_body": {"min_tokens": 3}}, "min_tokens", "unsupported_parameter"
+        yield kind, {"extra_body": {"skip_special_tokens": 3}}, "skip_special_tokens", None
+        yield kind, {"extra_body": {"min_tokens": 3}}, "min_tokens", None
+        yield kind, {"extra_body": {"min_tokens": 1.5}}, "min_tokens", None
+        yield kind, {"extra_body": {"bad_words": "a"}}, "bad_words", None
+        yield kind, {"extra_body": {"bad_words": ["a"] * 129}}, "bad_words", None
         yield kind, {"extra_body": {"response_format": {"type": "hiccup"}}}, "response_format.type", None
         yield kind, {"extra_body": {"response_format": "json_object"}}, "response_format", None
         for field in ("grammar", "ebnf", "structural_tag"):

@@ -202,6 +202,44 @@ def test_a_stream_begins_when_the_request_is_accepted(live: Live, client: openai
         assert rest[-1].type == ("response.completed" if error is None else "response.failed")
 
 
+@pytest.mark.parametrize("asked", [{}, {"stop": " help"}, {"stop": " help", "include_stop_str_in_output": True}, {"reasoning": None}])
+def test_log_probabilities_of_the_text(live: Live, client: openai.OpenAI, asked: dict[str, Any]):
+    """Those of the chat that has the same reply, whole and streamed: of the tokens that begin in the text, and of no others."""
+    include: Any = ["message.output_text.logprobs"]
+    body = {**ASKED, "max_output_tokens": 80, "include": include, "top_logprobs": 2, "reasoning": {"effort": "none"}}
+    extra = {name: value for name, value in asked.items() if name != "reasoning"}
+    body = {**body, **({"reasoning": None, "input": "What is 27 + 38?"} if "reasoning" in asked else {}), "extra_body": extra}
+    whole = client.responses.create(**body)
+    events = list(client.responses.create(**body, stream=True))
+    (part,) = [part for item in whole.output if item.type == "message" for part in item.content]
+    assert part.type == "output_text" and part.logprobs and "".join(one.token for one in part.logprobs) == part.text
+    chat = {
+        "messages": [{"role": "user", "content": body["input"]}],
+        "max_tokens": 80,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    chat |= extra | ({} if "reasoning" in asked else {"reasoning_effort": "none"})
+    listed = live.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    dicts = [one.to_dict() for one in part.logprobs]
+    start = next(i for i in range(len(listed)) if listed[i : i + len(dicts)] == dicts)
+    assert start > 3 if "reasoning" in asked else start == 0  # a think block comes before
+    assert len(listed) - start - len(dicts) <= 1  # the end token is not part of the text
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.to_dict() for delta in deltas for one in delta.logprobs] == dicts == [one.to_dict() for one in done.logprobs]
+    last = events[-1]
+    assert last.type in ("response.incomplete", "response.completed") and stripped(last.response) == stripped(whole)
+    assert whole.top_logprobs == 2 and all(len(one.top_logprobs) == 2 for one in part.logprobs)
+
+
+def test_log_probabilities_are_told_only_if_they_are_included(client: openai.OpenAI):
+    whole = client.responses.create(**ASKED, top_logprobs=3, reasoning={"effort": "none"})
+    (part,) = [part for item in whole.output if item.type == "message" for part in item.content]
+    assert part.type == "output_text" and part.logprobs == []
+
+
 def test_a_refusal_before_a_stream_is_a_status(live: Live, client: openai.OpenAI):
     with answering(live, "", error=QueueFullError("full"), error_after=False), pytest.raises(openai.RateLimitError):
         client.responses.create(**ASKED, stream=True)
@@ -281,8 +319,8 @@ def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI):
         ({"metadata": {"a": 3}}, None, None),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", None),
         ({"metadata": {"a": "b" * 513}}, "metadata", None),
-        ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
+        ({"top_logprobs": 21}, "top_logprobs", None),
+        ({"top_logprobs": -1}, "top_logprobs", None),
         ({"include": ["everything"]}, "include[0]", None),
         ({"truncation": "auto", "input": "word " * 5000}, "input", "context_length_exceeded"),
         ({"truncation": "auto", "max_output_tokens": 10**6}, "input", "context_length_exceeded"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.entrypoints.server import chunk_calls
 from nanovllm.entrypoints.server.held import Held
-from nanovllm.entrypoints.server.scores import score_prompts
+from nanovllm.entrypoints.server.scores import score_and_follow, score_prompts
 from nanovllm.errors import InvalidRequestError
 
 Call = Callable[..., tuple[Held, Any]]
@@ -38,7 +38,14 @@ def answered(held: Held, *, http: list[Any]) -> tuple[Held, None]:
 
 
 CALLS: Mapping[str, Call] = MappingProxyType(
-    {"figures": figures, "measured": measured, "answered": answered, "score_prompts": score_prompts, **chunk_calls.CALLS}
+    {
+        "figures": figures,
+        "measured": measured,
+        "answered": answered,
+        "score_prompts": score_prompts,
+        "score_and_follow": score_and_follow,
+        **chunk_calls.CALLS,
+    }
 )
 
 

@@ -7,7 +7,7 @@ from nanovllm.entrypoints.server.engine_client import EngineClient
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.loading.hub import resolve_folder
-from nanovllm.loading.load_model import read_config, read_generation_config
+from nanovllm.loading.load_model import read_config, read_generation_config, with_ends
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.sampling.compiled_grammar import prepare_grammars
 from nanovllm.sampling.params import from_generation_config
@@ -31,7 +31,7 @@ def load_front(settings: Settings, model: str, options: dict[str, Any]) -> Serve
     formats = ReplyFormats.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
     shown = formats.shown(tokenizer)
     options_of_model, ends = read_generation_config(folder)
-    prepare_grammars(shown, config.vocab_size, tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
+    prepare_grammars(shown, config.vocab_size, with_ends(config, ends).eos_token_ids)
     return Server(
         settings=settings,
         engine=EngineClient(),

@@ -31,10 +31,9 @@ IGNORED = frozenset(
 # Fields that would change the reply and that this server does not have. A value that asks for nothing is let through.
 REFUSED = frozenset(
     {
-        "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "min_tokens", "bad_words",
-        "allowed_token_ids", "prompt_logprobs", "lora_path", "chat_template", "logprob_token_ids",
-        "prompt_embeds", "echo", "documents", "thinking_token_budget", "reasoning_budget",
-        "return_tokens_as_token_ids",
+        "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "allowed_token_ids",
+        "prompt_logprobs", "lora_path", "chat_template", "logprob_token_ids", "prompt_embeds", "echo", "documents",
+        "thinking_token_budget", "reasoning_budget", "return_tokens_as_token_ids",
     }
 )  # fmt: skip
 BITS = 256  # of integers, which messages may name
@@ -65,6 +64,8 @@ class Sampled(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     presence_penalty: float | None = None
@@ -83,8 +84,11 @@ class Sampled(msgspec.Struct, kw_only=True):
 
 SAME = tuple(
     {field.name for field in fields(SamplingParams)}
-    & {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"}
-)
+    & {
+        "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty",
+        "min_tokens", "bad_words", "skip_special_tokens",
+    }
+)  # fmt: skip
 DEFAULTS = SamplingParams()
 
 
@@ -109,8 +113,6 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
     asked = convert(values, kind)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
-    if asked.skip_special_tokens is False:
-        raise unsupported("skip_special_tokens")
     return asked
 
 

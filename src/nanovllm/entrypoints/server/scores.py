@@ -11,6 +11,8 @@ from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.wire import Scored
 from nanovllm.state.logprobs import RowScores, Score, TokenLogprobs
 
+FOLLOWING = 5  # the least number of tokens among which the most probable one is looked for: more than these hardly tie
+
 
 def of_step(scored: RowScores, count: int) -> Scored | None:
     """Those of the `count` tokens that a step gave to one request."""
@@ -48,6 +50,27 @@ def score_prompts(held: Held, *, prompts: list[bytes], top: int) -> tuple[Held, 
     ids = [np.frombuffer(prompt, np.int32) for prompt in prompts]
     state, found = score(held.model, held.state, [one[:1] for one in ids], [one[1:] for one in ids], top_logprobs=top)
     return replace(held, state=state), [of_score(each) for each in found]
+
+
+def score_and_follow(held: Held, *, prompts: list[bytes], top: int) -> tuple[Held, list[tuple[Scored, int, Scored]]]:
+    """As `score_prompts`, for prompts of at least one token, and for each the token that follows in a greedy reply, with its own.
+
+    The prompts run once: the logits of their last tokens are there anyway. The token is -1 if all tokens that were looked at are equally
+    probable, so that one that comes before them may be, too.
+    """
+    ids = [np.frombuffer(prompt, np.int32) for prompt in prompts]
+    asked = [np.append(one[1:], np.int32(0)) for one in ids]  # what stands for the token that follows does not run
+    state, found = score(held.model, held.state, [one[:1] for one in ids], asked, top_logprobs=max(top, FOLLOWING))
+    return replace(held, state=state), [_divided(each, top) for each in found]
+
+
+def _divided(found: Score, top: int) -> tuple[Scored, int, Scored]:
+    """The scores of a prompt, and the most probable token after it: of equals the lowest, as a greedy reply takes it."""
+    top_ids, values = found.top_ids[:, :top], found.top_logprobs[:, :top]
+    best = found.top_ids[-1][found.top_logprobs[-1] == found.top_logprobs[-1, 0]]
+    prompt = Scored(_bytes(found.logprobs[:-1], "<f4"), _bytes(top_ids[:-1], "<i4"), _bytes(values[:-1], "<f4"))
+    own = Scored(_bytes(found.top_logprobs[-1, :1], "<f4"), _bytes(top_ids[-1], "<i4"), _bytes(values[-1], "<f4"))
+    return prompt, -1 if len(best) == found.top_ids.shape[1] else int(best.min()), own
 
 
 def _bytes(values: np.ndarray, kind: str) -> bytes:

@@ -15,15 +15,16 @@ class TextPlaces:
     the places in that run are too low. If the spelling (`TokenTexts.spelling`) is "other", places are those of a `Detokenizer`'s pieces.
 
     Args:
-        tokenizer: Spells the tokens, without special tokens. None: all places are 0.
+        tokenizer: Spells the tokens. None: all places are 0.
+        skip_special_tokens: Whether the text leaves special tokens out.
     """
 
     __slots__ = ("_at", "_begun", "_detokenizer", "_inside", "_run", "_texts", "_utf8")
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._texts = None if tokenizer is None else tokenizer.texts[1]
-        other = tokenizer is not None and tokenizer.texts[1].spelling == "other"
-        self._detokenizer = Detokenizer.of(tokenizer) if other and tokenizer is not None else None
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool = True) -> None:
+        self._texts = None if tokenizer is None else tokenizer.texts[skip_special_tokens]
+        other = self._texts is not None and self._texts.spelling == "other"
+        self._detokenizer = Detokenizer.of(tokenizer, skip_special_tokens) if other and tokenizer is not None else None
         self._at = self._inside = 0  # characters before the run of byte tokens, and complete ones in it
         self._begun = self._texts is None or not self._texts.strips
         self._run, self._utf8 = bytearray(), _Utf8("replace")

@@ -17,6 +17,7 @@ from nanovllm.executor.row_processing import carries, processors_of
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed, retire
 from nanovllm.executor.scoring import Scored
 from nanovllm.models.model import Model
+from nanovllm.sampling.row_options import is_masked
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
@@ -124,6 +125,7 @@ class AheadExecutor:
 
     def _restarted(self, carry: DecodeCarry, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> DecodeCarry:
         # Counts for penalties, and what processors carry, are written in place: a step ahead could not be undone. A mask needs the token.
-        allowed = carry.sampling.penalties is None and not carries(processors_of(rows)) and all(s.request.grammar is None for s in rows)
+        waits = carries(processors_of(rows)) or any(is_masked(s.request.sampling) for s in rows)
+        allowed = carry.sampling.penalties is None and not waits
         self.ahead.restart(rows, places, allowed=allowed)
         return carry

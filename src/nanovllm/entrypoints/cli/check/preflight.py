@@ -1,7 +1,7 @@
 """The outlook of a model before any weight is read: whether it will run, in how much memory, and with which kernels."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nanovllm.entrypoints.display.tables import shortened, size
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.executor.kv_budget import GRAPHS
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
-from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype
+from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype, with_ends
 from nanovllm.loading.quantisation.config import Quantisation, read_quantisation
 from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
@@ -271,17 +271,17 @@ def _judge(config: ModelConfig, weights: Weights, memory: Memory, device: torch.
 
 
 def _texts(folder: Path, config: ModelConfig, problems: list[str], notes: list[str]) -> Texts:
-    tokenizer, ends = None, config.eos_token_ids
+    tokenizer = None
     try:
-        ends = tuple(dict.fromkeys((*ends, *read_generation_config(folder)[1])))
+        config = with_ends(config, read_generation_config(folder)[1])
     except CheckpointError as error:
         problems.append(str(error))
     try:
         tokenizer = load_tokenizer(folder, config.vocab_size)
-        require_vocabulary(tokenizer, replace(config, eos_token_ids=ends), folder)
+        require_vocabulary(tokenizer, config, folder)
     except CheckpointError as error:
         problems.append(f"{error}{'' if tokenizer else '; load_model(..., tokenizer=False) loads the model without a tokenizer'}")
-    if not ends:
+    if not (ends := config.eos_token_ids):
         notes.append("the checkpoint names no end token: every reply ends at max_tokens")
     return Texts(
         tokens=None if tokenizer is None else tokenizer.max_token_id + 1,

@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
-from nanovllm.entrypoints.server.api.completions import asks_usage, keeps_stop, num_choices, seeded, stops_of, summed
+from nanovllm.entrypoints.server.api.completions import asks_usage, keeps_stop, num_choices, places_of, seeded, summed, text_of
 from nanovllm.entrypoints.server.api.logprobs import TokenForms, listed, num_top, require_listable, stop_ids
 from nanovllm.entrypoints.server.api.prompts import INT32, kept_tokens, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole, with_stops
@@ -23,11 +23,9 @@ from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
 from nanovllm.entrypoints.server.reply import ReplyParser
 from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
 from nanovllm.entrypoints.server.row_logprobs import RowLogprobs
-from nanovllm.entrypoints.server.text_places import TextPlaces
 from nanovllm.entrypoints.server.tools.events import ArgumentsDelta, CallBegins, CallEnds, Content, Event, Reasoning, whole_reply
 from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.errors import InvalidRequestError
-from nanovllm.tokenizer.stream import TextStream
 
 
 class ChatRequest(Sampled, kw_only=True):
@@ -71,21 +69,20 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     if asked.logprobs:
         require_listable(n * most, top, limit)
         more["logprobs"], ends_with = top, stop_ids(server, asked)
-        logprobs = [RowLogprobs(TextPlaces(server.tokenizer), ends_with) for _ in range(n)]
+        logprobs = [RowLogprobs(places_of(server, asked), ends_with) for _ in range(n)]
     options = sampling(asked, server.generation, most, **more)
     params = [seeded(options, i) for i in range(n)]
     rows = [reuse.parts(ids) for _ in range(n)]
     frames = ChatFrames(server, model, ids, length, asked, prompt, [parser] * n, reuse)
     if asked.stream:
-        stops = stops_of(asked)
-        texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
+        texts = [text_of(server, asked)] * n
         told, keeps = bool(asked.return_token_ids), keeps_stop(asked)
-        reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs)
+        reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs, at_once=True)
         await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
     if keeps_stop(asked):
-        ends = with_stops(server, ends, stops_of(asked))
+        ends = with_stops(text_of(server, asked), ends)
     choices = [frames.choice(i, end) for i, end in enumerate(ends)]
     if logprobs is not None:
         for choice, one in zip(choices, await listed(frames.forms.chat, logprobs, ends, top), strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.logprobs import (
+    Follower,
     TokenForms,
     listed,
     num_top,
@@ -32,6 +33,8 @@ from nanovllm.entrypoints.server.wire import Ended
 from nanovllm.tokenizer.stream import TextStream
 
 DEFAULT_TOKENS = 16  # OpenAI's
+# Options that change no greedy reply of one token
+HARMLESS = frozenset({"temperature", "max_tokens", "logprobs", "seed", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens"})
 
 
 class CompletionRequest(Sampled, kw_only=True):
@@ -69,24 +72,26 @@ async def completions(server: Server, exchange: Exchange) -> None:
     options = [made[longest] for longest in rooms]
     rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
     params = [seeded(one, i) for one in options for i in range(n)]
-    echoes = [_text(server, ids) if asked.echo else "" for ids in prompts]
-    scored = [[]] * len(prompts)
+    echoes = [_text(server, ids, asked) if asked.echo else "" for ids in prompts]
+    scored, ends = [[]] * len(prompts), None if most else [NOTHING] * len(rows)
     if top is not None and asked.echo:
-        each = await prompt_scores(server, exchange, prompts, top)
-        scored = [prompt_entries(server.tokenizer, ids, one) for ids, one in zip(prompts, each, strict=True)]
+        following = bool(most) and asked.keep is None and all(follows_at_once(one) for one in options)
+        each, followers = await prompt_scores(server, exchange, prompts, top, following=following)
+        if followers is not None:  # these are the replies
+            ends = [_end(server, asked, one) for one in followers for _ in range(n)]
+        scored = [prompt_entries(places_of(server, asked), ids, one) for ids, one in zip(prompts, each, strict=True)]
     logprobs = None
     if top is not None:
         ends_with, texts = stop_ids(server, asked), [echoes[i // n] for i in range(len(rows))]
-        logprobs = [RowLogprobs(TextPlaces(server.tokenizer), ends_with, len(text)) for text in texts]
+        logprobs = [RowLogprobs(places_of(server, asked), ends_with, len(text)) for text in texts]
     forms = TokenForms(server.tokenizer)
     shown_ids = [np.frombuffer(ids, INT32).tolist() for ids in prompts] if asked.return_token_ids else None
     ident, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
     if not asked.stream:
-        ends = [NOTHING] * len(rows)
-        if most:
+        if ends is None:
             ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
             if keeps_stop(asked):
-                ends = with_stops(server, ends, stops_of(asked))
+                ends = with_stops(text_of(server, asked), ends)
         choices: list[dict[str, Any]] = [
             {"index": i, "text": echoes[i // n] + end.text, "logprobs": None, "finish_reason": end.finish_reason}
             for i, end in enumerate(ends)
@@ -101,14 +106,13 @@ async def completions(server: Server, exchange: Exchange) -> None:
         answer = {"id": ident, "object": "text_completion", "created": created, "model": model, "choices": choices}
         await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
         return
-    stops = stops_of(asked)
     of_prompts = scored if asked.echo and top is not None else None
     frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse, forms, of_prompts)
-    texts = [TextStream.of(server.tokenizer, stops) for _ in rows]
+    texts = [text_of(server, asked)] * len(rows)
     told, keeps = shown_ids is not None, keeps_stop(asked)
     reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs)
-    if not most:
-        await reply.run_nothing()
+    if ends is not None:
+        await reply.run_known(ends)
         return
     await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
 
@@ -194,6 +198,19 @@ def _require_alone(asked: CompletionRequest, *, scored: bool, nothing: bool) -> 
         raise ApiError(400, "max_tokens=0 is not supported with chunks or keep", param="max_tokens")
 
 
+def follows_at_once(options: dict[str, Any]) -> bool:
+    """Whether a reply with these options is the most probable token alone."""
+    return options.get("temperature") == 0 and options.get("max_tokens") == 1 and options.keys() <= HARMLESS
+
+
+def _end(server: Server, asked: Sampled, follower: Follower) -> Ended:
+    """The end of a reply of one token."""
+    stopped = follower.token_id in stop_ids(server, asked)
+    token_ids = np.array([follower.token_id], INT32).tobytes()
+    text = "" if stopped else _text(server, token_ids, asked)
+    return Ended(0, "stop" if stopped else "length", text, 0, token_ids, 1, scored=follower.scored)
+
+
 def asks_usage(asked: Sampled) -> tuple[bool, bool]:
     """Whether a stream ends with its usage, and whether each event has it."""
     options = asked.stream_options
@@ -201,9 +218,15 @@ def asks_usage(asked: Sampled) -> tuple[bool, bool]:
     return usage, usage and options is not None and bool(options.continuous_usage_stats)
 
 
-def stops_of(asked: Sampled) -> tuple[str, ...]:
-    """The stop strings of a request."""
-    return (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+def text_of(server: Server, asked: Sampled) -> TextStream:
+    """The text of a reply before its first token."""
+    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    return TextStream.of(server.tokenizer, stops, asked.skip_special_tokens is not False)
+
+
+def places_of(server: Server, asked: Sampled) -> TextPlaces:
+    """The places of tokens in a text of a request before its first token."""
+    return TextPlaces(server.tokenizer, asked.skip_special_tokens is not False)
 
 
 def keeps_stop(asked: Sampled) -> bool:
@@ -236,7 +259,7 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
 
 async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tuple[str, bytes]]:
     """Each prompt's place in the request, and its token ids."""
-    prompt, listed = asked.prompt, len(asked.logit_bias or ()) + len(asked.stop_token_ids or ())
+    prompt, listed = asked.prompt, sum(map(len, (asked.logit_bias or (), asked.stop_token_ids or (), asked.bad_words or ())))
     kept = kept_tokens(server, asked, DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens)
     if isinstance(prompt, str):
         return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks, kept=kept))]
@@ -247,7 +270,9 @@ async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tup
     if len(prompt) * n > MOST_ROWS:
         raise ApiError(400, f"{len(prompt)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
     if len(prompt) * n * listed > MOST_LISTED:
-        raise ApiError(400, f"{len(prompt)} prompts with n={n} and {listed} logit_bias and stop_token_ids are too many", param="prompt")
+        raise ApiError(
+            400, f"{len(prompt)} prompts with n={n} and {listed} logit_bias, stop_token_ids and bad_words are too many", param="prompt"
+        )
     found, options = list[tuple[str, bytes]](), {"add_special_tokens": not asked.chunks, "kept": kept}
     many = sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
     for place, one in enumerate(prompt):
@@ -259,5 +284,5 @@ async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tup
     return found
 
 
-def _text(server: Server, ids: bytes) -> str:
-    return "" if server.tokenizer is None else server.tokenizer.decode(np.frombuffer(ids, INT32))
+def _text(server: Server, ids: bytes, asked: Sampled) -> str:
+    return "" if server.tokenizer is None else server.tokenizer.decode(np.frombuffer(ids, INT32), asked.skip_special_tokens is not False)

@@ -1,10 +1,10 @@
-"""Log-probabilities in the answers of completions and chat completions: how many, those of prompts, and OpenAI's objects."""
+"""Log-probabilities in answers: how many, those of prompts, and OpenAI's objects."""
 
 import asyncio
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from json.encoder import encode_basestring_ascii as quoted  # pyright: ignore[reportAttributeAccessIssue]
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -58,7 +58,16 @@ def stop_ids(server: Server, asked: Sampled) -> frozenset[int]:
     return frozenset((*(() if asked.ignore_eos else require_engine(server).end_ids), *(asked.stop_token_ids or ())))
 
 
-async def prompt_scores(server: Server, exchange: Exchange, prompts: Seq[bytes], top: int) -> list[Scored | None]:
+class Follower(NamedTuple):
+    """The token that follows a prompt in a greedy reply, and its log-probabilities."""
+
+    token_id: int
+    scored: Scored
+
+
+async def prompt_scores(
+    server: Server, exchange: Exchange, prompts: Seq[bytes], top: int, *, following: bool = False
+) -> tuple[list[Scored | None], list[Follower] | None]:
     """Score the tokens of prompts but their first, few prompts at a time, so that other requests go on meanwhile.
 
     Args:
@@ -66,15 +75,18 @@ async def prompt_scores(server: Server, exchange: Exchange, prompts: Seq[bytes],
         exchange: The request.
         prompts: Their int32 token ids.
         top: How many of the most probable tokens are reported in the place of each token.
+        following: Whether the token that follows each prompt is asked for.
 
     Returns:
-        The log-probabilities of each prompt, or None for a prompt of one token.
+        The log-probabilities of each prompt, or None for a prompt of one token that is not scored. The followers, if they were asked for
+        and are certain.
 
     Raises:
         ClientGoneError: The client has gone.
         NanoVLLMError: The engine fails, or has no room.
     """
-    found, left = dict[int, Scored](), [i for i, ids in enumerate(prompts) if len(ids) > INT32.itemsize]
+    found, followers, name = dict[int, Scored](), dict[int, Follower](), "score_and_follow" if following else "score_prompts"
+    left = [i for i, ids in enumerate(prompts) if following or len(ids) > INT32.itemsize]
     gone = asyncio.ensure_future(exchange.disconnected())
     try:
         while left:
@@ -83,19 +95,22 @@ async def prompt_scores(server: Server, exchange: Exchange, prompts: Seq[bytes],
                 size += len(prompts[left[count]])
                 count += 1
             asked, left = left[:count], left[count:]
-            each = await server.engine.ask("score_prompts", prompts=[prompts[i] for i in asked], top=top)
+            each = await server.engine.ask(name, prompts=[prompts[i] for i in asked], top=top)
+            if following:
+                followers.update(zip(asked, (Follower(token_id, Scored(*own)) for _, token_id, own in each), strict=True))
+                each = [one for one, _, _ in each]
             found.update(zip(asked, (Scored(*one) for one in each), strict=True))
             if gone.done():
                 raise ClientGoneError
     finally:
         gone.cancel()
-    return [found.get(i) for i in range(len(prompts))]
+    certain = following and all(follower.token_id >= 0 for follower in followers.values())
+    return [found.get(i) for i in range(len(prompts))], [followers[i] for i in range(len(prompts))] if certain else None
 
 
-def prompt_entries(tokenizer: Tokenizer | None, ids: bytes, scored: Scored | None) -> list[Listed]:
+def prompt_entries(places: TextPlaces, ids: bytes, scored: Scored | None) -> list[Listed]:
     """The tokens of a prompt. The first has no log-probability."""
     first, *rest = np.frombuffer(ids, INT32).tolist()
-    places = TextPlaces(tokenizer)
     entry, row = Listed(first, places.push(first), None, []), RowLogprobs(places)
     row.push(rest)
     row.add(scored)
@@ -163,12 +178,16 @@ class TokenForms:
 
     def chat(self, entries: Iterable[Listed]) -> str:
         """The `logprobs` of a choice of a chat completion."""
+        return f'{{"content":[{",".join(self.each(entries))}],"refusal":null}}'
+
+    def each(self, entries: Iterable[Listed]) -> list[str]:
+        """The object of each token, in chats and in responses."""
         content, spelled = list[str](), self._spell
         for entry in entries:
             top = [f'{{{spelled(token_id)},"logprob":{_number(value)}}}' for token_id, value in entry.top]
             own = LEAST if entry.logprob is None else entry.logprob
             content.append(f'{{{spelled(entry.token_id)},"logprob":{_number(own)},"top_logprobs":[{",".join(top)}]}}')
-        return f'{{"content":[{",".join(content)}],"refusal":null}}'
+        return content
 
     def _name(self, token_id: int) -> str:
         """The text of a token as JSON. Bytes that are no text are written as OpenAI writes them, so that different tokens differ."""

@@ -300,12 +300,12 @@ class StreamedReply:
             if self._events is not None:
                 self._events.forget()
 
-    async def run_nothing(self) -> None:
-        """Send the answer to a request for replies of no tokens, of which the engine need not know."""
+    async def run_known(self, ends: list[Ended]) -> None:
+        """Send the answer to a request whose replies are known, so that the engine need not run it."""
         self.begin()
         try:
-            for row in self.rows:
-                row.end(NOTHING)
+            for row, ended in zip(self.rows, ends, strict=True):
+                row.end(ended)
             await self._exchange.disconnected()
         finally:
             if self._events is not None:
@@ -363,9 +363,8 @@ class StreamedReply:
             row.catch_up()
 
 
-def with_stops(server: Server, ends: list[Ended], stops: tuple[str, ...]) -> list[Ended]:
-    """The ends of whole replies, with the stop strings that ended them in their texts."""
-    text = TextStream.of(server.tokenizer, stops)
+def with_stops(text: TextStream, ends: list[Ended]) -> list[Ended]:
+    """The ends of whole replies, whose texts are `text` before their first tokens, with the stop strings that ended them."""
     return [_with_stop(ended, text, array("i", ended.token_ids)) for ended in ends]
 
 

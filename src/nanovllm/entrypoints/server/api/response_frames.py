@@ -14,10 +14,12 @@ import msgspec
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse
+from nanovllm.entrypoints.server.api.logprobs import TokenForms
 from nanovllm.entrypoints.server.api.replies import StreamedRow
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.reply import ReplyParser
+from nanovllm.entrypoints.server.row_logprobs import RowLogprobs
 from nanovllm.entrypoints.server.tools.events import ArgumentsDelta, CallBegins, CallEnds, Content, Event, Reasoning
 from nanovllm.entrypoints.server.wire import Ended
 
@@ -31,17 +33,17 @@ class OpenItem:
     Attributes:
         value: The item, without its text.
         pieces: Its text or arguments so far.
+        logprobs: The log-probabilities of its tokens so far, as JSON.
         before: The beginning of the data of its deltas.
     """
 
-    __slots__ = ("before", "pieces", "value")
+    __slots__ = ("before", "logprobs", "pieces", "value")
 
     def __init__(self, value: dict[str, Any], place: int) -> None:
-        self.value, self.pieces = value, list[str]()
+        self.value, self.pieces, self.logprobs = value, list[str](), list[str]()
         kind = f"response.{DELTAS[value['type']]}.delta"
         inner = "" if value["type"] == "function_call" else '"content_index":0,'
-        inner += '"logprobs":[],' if value["type"] == "message" else ""
-        self.before = f'event: {kind}\ndata: {{"type":"{kind}","item_id":"{value["id"]}","output_index":{place},{inner}"delta":'
+        self.before = f'event: {kind}\ndata: {{"type":"{kind}","item_id":"{value["id"]}","output_index":{place},{inner}'
 
 
 class ResponseFrames:
@@ -53,13 +55,18 @@ class ResponseFrames:
         length: The tokens of the prompt.
         parser: Divides the reply.
         reuse: What the request says of chunks.
+        logprobs: The log-probabilities of the reply's tokens, if they are told. An item lists those whose text begins in its own.
     """
 
-    def __init__(self, server: Server, echo: dict[str, Any], length: int, parser: ReplyParser, reuse: Reuse) -> None:
+    def __init__(
+        self, server: Server, echo: dict[str, Any], length: int, parser: ReplyParser, reuse: Reuse, logprobs: RowLogprobs | None
+    ) -> None:
         self._server, self._length, self._parser, self._reuse = server, length, parser, reuse
         self._base = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), **echo, "background": False}
         self._output: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
+        self._logprobs, self._forms = logprobs, TokenForms(server.tokenizer)
+        self._read = 0  # characters of the reply that events have told
         self._sequence = 0
         self._headed = False
         value = self._response("in_progress")  # before the first item, though the head is asked for after it
@@ -96,6 +103,8 @@ class ResponseFrames:
 
     def whole(self, ended: Ended) -> dict[str, Any]:
         """The whole response."""
+        if self._logprobs is not None:
+            self._logprobs.end(ended)
         self._ending(ended.text, ended)
         return self._ended(ended)
 
@@ -129,9 +138,11 @@ class ResponseFrames:
         return "".join([self._frame(event) for event in events])
 
     def _frame(self, event: Event) -> str:
+        self._read += len(event.source)
+        listed = [] if self._logprobs is None else self._logprobs.take(self._read)
         match event:
             case Content():
-                return self._text("message", event.source)
+                return self._text("message", event.source, self._forms.each(listed))
             case Reasoning():
                 return self._text("reasoning", event.source)
             case CallBegins():
@@ -142,15 +153,18 @@ class ResponseFrames:
                 return self._close("completed" if event.complete else "incomplete")
         return ""
 
-    def _text(self, kind: str, text: str) -> str:
+    def _text(self, kind: str, text: str, logprobs: list[str] | None = None) -> str:
         if self._open is not None and self._open.value["type"] == kind:
-            return self._delta(text)
-        return self._close() + self._begin(kind) + self._delta(text)
+            return self._delta(text, logprobs)
+        return self._close() + self._begin(kind) + self._delta(text, logprobs)
 
-    def _delta(self, text: str) -> str:
+    def _delta(self, text: str, logprobs: list[str] | None = None) -> str:
+        """More of the open item, with the log-probabilities of its tokens if it is a message."""
         assert self._open is not None
         self._open.pieces.append(text)
-        return f'{self._open.before}{quoted(text)},"sequence_number":{self._next()}}}\n\n'
+        self._open.logprobs += logprobs or ()
+        listed = "" if logprobs is None else f'"logprobs":[{",".join(logprobs)}],'
+        return f'{self._open.before}{listed}"delta":{quoted(text)},"sequence_number":{self._next()}}}\n\n'
 
     def _begin(self, kind: str, **fields: Any) -> str:
         """Begin an item, and its part if it has one."""
@@ -178,13 +192,15 @@ class ResponseFrames:
             done = self._event(name, {**where, "name": item["name"], "arguments": item["arguments"]})
         else:
             (part,), where = item["content"], {**where, "content_index": 0}
-            done = self._event(name, {**where, "text": part["text"], **({"logprobs": []} if kind == "message" else {})})
+            done = self._event(name, {**where, "text": part["text"], **({"logprobs": part["logprobs"]} if kind == "message" else {})})
             done += self._event("response.content_part.done", {**where, "part": part})
         return done + self._event("response.output_item.done", {"output_index": where["output_index"], "item": item})
 
     def _closed(self, opened: OpenItem, status: str) -> dict[str, Any]:
         text, kind = "".join(opened.pieces), opened.value["type"]
-        return {**opened.value, "status": status, **({"arguments": text} if kind == "function_call" else {"content": [_part(kind, text)]})}
+        listed = [msgspec.Raw(one) for one in opened.logprobs]
+        own = {"arguments": text} if kind == "function_call" else {"content": [_part(kind, text, listed)]}
+        return {**opened.value, "status": status, **own}
 
     def _event(self, kind: str, fields: dict[str, Any]) -> str:
         data = msgspec.json.encode({"type": kind, **fields, "sequence_number": self._next()}).decode()
@@ -195,8 +211,8 @@ class ResponseFrames:
         return self._sequence - 1
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Iterable[msgspec.Raw] = ()) -> dict[str, Any]:
     """The part of an item that has its text."""
     if kind == "message":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
     return {"type": "reasoning_text", "text": text}

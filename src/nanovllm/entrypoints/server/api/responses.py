@@ -1,5 +1,6 @@
 """`POST /v1/responses`, OpenAI's newer interface for conversations. Nothing is kept: each request brings all of its conversation."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -7,7 +8,8 @@ import msgspec
 
 from nanovllm.entrypoints.server.api.chat_parts import prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import reuse_of
-from nanovllm.entrypoints.server.api.completions import keeps_stop, stops_of
+from nanovllm.entrypoints.server.api.completions import keeps_stop, places_of, text_of
+from nanovllm.entrypoints.server.api.logprobs import MANY, num_top, require_listable, stop_ids
 from nanovllm.entrypoints.server.api.prompts import INT32, kept_tokens, room
 from nanovllm.entrypoints.server.api.replies import StreamedReply, whole, with_stops
 from nanovllm.entrypoints.server.api.response_frames import ResponseFrames
@@ -18,8 +20,8 @@ from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.input_items import input_messages
 from nanovllm.entrypoints.server.messages import EFFORTS, ChatPrompt, prompt_of
 from nanovllm.entrypoints.server.request_fields import DEFAULTS, NOTHING, Sampled, read, sampling
+from nanovllm.entrypoints.server.row_logprobs import RowLogprobs
 from nanovllm.errors import InvalidRequestError
-from nanovllm.tokenizer.stream import TextStream
 
 MOST_METADATA, MOST_KEY, MOST_VALUE = 16, 64, 512  # OpenAI's: pairs, and characters of each
 NAMED_OTHERWISE = {
@@ -89,18 +91,24 @@ async def responses(server: Server, exchange: Exchange) -> None:
     length = reuse.num_tokens + len(ids) // INT32.itemsize
     most = room(server, length, asked.max_output_tokens, "input", "max_output_tokens")
     parser = reply_parser(server, prompt, ids)
-    constraint = await forced(server, chat_form(server, form, prompt, parser))
-    options = sampling(asked, server.generation, most, **constraint)
-    frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, parser, reuse)
+    more, logprobs, top = await forced(server, chat_form(server, form, prompt, parser)), None, asked.top_logprobs or 0
+    if LOGPROBS in (asked.include or ()):
+        require_listable(most, top, "max_output_tokens")
+        more["logprobs"], logprobs = top, RowLogprobs(places_of(server, asked), stop_ids(server, asked))
+    options = sampling(asked, server.generation, most, **more)
+    frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, parser, reuse, logprobs)
     priority = asked.priority or 0
     if asked.stream:
-        texts = [TextStream.of(server.tokenizer, stops_of(asked))]
-        reply = StreamedReply(server, exchange, frames, texts, done=b"", failed=frames.failed, at_once=True, keeps_stop=keeps_stop(asked))
+        texts = [text_of(server, asked)]
+        rows = None if logprobs is None else [logprobs]
+        form_of_stream: Any = {"done": b"", "failed": frames.failed, "at_once": True, "keeps_stop": keeps_stop(asked)}
+        reply = StreamedReply(server, exchange, frames, texts, logprobs=rows, **form_of_stream)
         await reply.run([reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, [reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
-    (ended,) = with_stops(server, ends, stops_of(asked)) if keeps_stop(asked) else ends
-    await exchange.respond(200, msgspec.json.encode(frames.whole(ended)))
+    (ended,) = with_stops(text_of(server, asked), ends) if keeps_stop(asked) else ends
+    many = logprobs is not None and ended.num_tokens * (1 + top) > MANY
+    await exchange.respond(200, msgspec.json.encode(await asyncio.to_thread(frames.whole, ended) if many else frames.whole(ended)))
 
 
 async def count_input_tokens(server: Server, exchange: Exchange) -> None:
@@ -158,13 +166,12 @@ def _read(body: dict[str, Any]) -> tuple[ResponsesRequest, ChatPrompt, Form | No
     asked = read(body, ResponsesRequest)
     for name, refused in (
         ("background", asked.background),
-        ("top_logprobs", asked.top_logprobs),
-        ("include", LOGPROBS in (asked.include or ())),
         ("n", asked.n not in (None, 1)),
         ("return_token_ids", asked.return_token_ids),
     ):
         if refused:
             raise unsupported(name, f"{name}={body[name]!r}")
+    num_top(asked.top_logprobs or 0, "top_logprobs")
     for key, value in _bounded(asked.metadata).items():
         if len(key) > MOST_KEY or len(value) > MOST_VALUE:
             raise ApiError(400, f"metadata has keys of at most {MOST_KEY} characters and values of {MOST_VALUE}", param="metadata")
@@ -213,7 +220,7 @@ def _echo(asked: ResponsesRequest, prompt: ChatPrompt, body: dict[str, Any], mod
         "text": {"format": {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format},
         "tool_choice": _choice(prompt, asked.tool_choice),
         "tools": tools,
-        "top_logprobs": 0,
+        "top_logprobs": asked.top_logprobs or 0,
         "top_p": options.get("top_p", DEFAULTS.top_p),
         "truncation": asked.truncation or "disabled",
     }

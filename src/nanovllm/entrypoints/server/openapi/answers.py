@@ -68,7 +68,9 @@ FUNCTION = obj({"name": STRING, "arguments": STRING})
 DELTA_CALL = obj(
     {"index": INTEGER, "function": obj({"arguments": STRING}, {"name": STRING})}, {"id": STRING, "type": const("function")}
 )  # the first of a call has its id and its name
-TEXT_PART = obj({"type": const("output_text"), "text": STRING, "annotations": array(OBJECT), "logprobs": array(OBJECT)})
+TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": IDS}
+TOKENS = array(obj({**TOKEN, "top_logprobs": array(obj(TOKEN))}))
+TEXT_PART = obj({"type": const("output_text"), "text": STRING, "annotations": array(OBJECT), "logprobs": TOKENS})
 THOUGHT_PART = obj({"type": const("reasoning_text"), "text": STRING})
 
 
@@ -80,8 +82,7 @@ TEXT_LOGPROBS = obj(
         "text_offset": IDS,
     }
 )
-TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": IDS}
-CHAT_LOGPROBS = obj({"content": array(obj({**TOKEN, "top_logprobs": array(obj(TOKEN))})), "refusal": NULL})
+CHAT_LOGPROBS = obj({"content": TOKENS, "refusal": NULL})
 
 
 def _answer(kind: str, choices: str, more: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
@@ -176,7 +177,7 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
                 "text": STRING,
                 "name": STRING,
                 "arguments": STRING,
-                "logprobs": array(OBJECT),
+                "logprobs": TOKENS,
             },
         ),
         "InputTokens": obj({"object": const("response.input_tokens"), "input_tokens": INTEGER}),

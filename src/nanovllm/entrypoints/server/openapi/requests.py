@@ -86,8 +86,10 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "previous_response_id": "Not supported: the server keeps no responses.",
         "store": "Taken, but nothing is kept.",
         "background": "Only false is supported.",
-        "truncation": 'Only `"disabled"` is supported.',
-        "top_logprobs": "How many of the most probable tokens are listed in the place of each token, in [0, 20]. Responses have only 0.",
+        "truncation": '`"auto"` drops the oldest turns of the input if they leave no room for the reply.',
+        "bad_words": "Up to 128 texts of at most 128 characters that the reply cannot have, alone and after a space.",
+        "top_logprobs": "How many of the most probable tokens are listed in the place of each token, in [0, 20]. Chats need `logprobs`, "
+        'responses `"message.output_text.logprobs"` in `include`.',
         "logprobs": "The log-probabilities of the reply's tokens: in chats true, in completions how many of the most probable tokens are "
         "listed in the place of each token, in [0, 20]. With `echo` those of the prompt, too.",
         "chunks": "Names of chunks before the prompt.",
