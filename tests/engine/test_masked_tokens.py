@@ -135,6 +135,14 @@ def test_a_grammar_that_allows_an_end_alone_ends_a_reply_before_its_least_length
         assert re.fullmatch(text, reply.text) and reply.finish_reason == "stop"
 
 
+def test_an_end_token_that_ends_the_grammar_alone_waits_for_the_least_length() -> None:
+    """It is none of the request's, but after it the reply is complete."""
+    options = {"ignore_eos": True, "stop_token_ids": [258], "logit_bias": {256: 100.0}, "grammar": nv.Grammar.regex("a{1,7}")}
+    state = nv.init_state(MODEL, num_pages=16)
+    state, reply = nv.generate(MODEL, state, [1], nv.SamplingParams(temperature=0, max_tokens=9, min_tokens=6, **options))
+    assert reply.text == "aaaaaa" and reply.token_ids[6:] == [256]
+
+
 def test_a_grammar_that_allows_a_bad_word_alone_has_it() -> None:
     state = nv.init_state(MODEL, num_pages=16)
     params = nv.SamplingParams(temperature=1, max_tokens=9, bad_words=["ab", "x"], grammar=nv.Grammar.choice(["abc", "x"]))

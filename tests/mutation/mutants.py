@@ -63,6 +63,7 @@ CUTS = (
 SLOTS = ("tests/sampling/test_table_slots.py",)
 ROW_OPTIONS = ("tests/sampling/test_row_options.py",)
 GRAPHS = ("tests/executor/test_graph_executor.py",)
+MASKED = ("tests/engine/test_masked_tokens.py",)
 GRAMMAR = ("tests/sampling/test_grammar.py", "tests/engine/test_grammar.py")
 COMPOSE = ("tests/chunks/test_compose.py",)
 HANDLES = ("tests/chunks/test_handles.py",)
@@ -418,6 +419,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/output.py",
         OUTPUT,
         (
+            "a stop string counts that ends in the first tokens",
+            "text + detokenizer.rest(), stops.barred - stops.start)",
+            "text + detokenizer.rest())",
+        ),
+        (
             "a stop string ends at its last place",
             "found=stops.start + min(places) if places else None",
             "found=stops.start + max(places) if places else None",
@@ -430,6 +436,24 @@ MUTANTS: tuple[Mutant, ...] = (
         ("text that is held back is not searched", 'detokenizer.rest(enough) if enough else ""', '""'),
         ("the stop token is in the text", "        ids.pop()\n", "        pass\n"),
         ("the decode speed counts the first token", "decode_tokens_per_second=(generated - 1)", "decode_tokens_per_second=generated"),
+    ),
+    *bugs(
+        "engine/constrained.py",
+        MASKED,
+        ("a reply may end a token late", "if length < request.sampling.min_tokens:", "if length <= request.sampling.min_tokens:"),
+        ("a grammar may end a reply before its least length", "may_end = length >= request.sampling.min_tokens and ", "may_end = "),
+        ("a bad word is known by too few tokens", "reply(max(0, length - bad.reach))", "reply(max(0, length - bad.reach + 1))"),
+    ),
+    *bugs(
+        "sampling/token_masks.py",
+        MASKED,
+        ("a mask may allow nothing", "    if left.any():\n", "    if True:\n"),
+        ("a mask allows what no token is", "if vocab_size % 32:", "if False:"),
+    ),
+    *bugs(
+        "engine/output.py",
+        MASKED,
+        ("a stop string of the first tokens ends a reply", "params.min_tokens - stops.num_read)]", "0)]"),
     ),
     *bugs(
         "engine/output.py",

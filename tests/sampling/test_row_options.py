@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.penalty_tables import PIECE, PenaltyTables, draw_rows
-from nanovllm.sampling.row_options import KINDS, LINES, Row, RowOptions, kind_of, needs_tables, pack, row_options
+from nanovllm.sampling.row_options import KINDS, LINES, Row, RowOptions, kind_of, mask_lines, needs_tables, pack, row_options
 from nanovllm.sampling.sampler import record, sample
 from nanovllm.sampling.tensors import build
 
@@ -115,3 +115,12 @@ def test_many_rows_are_drawn_in_pieces() -> None:
     for row in (0, PIECE - 1, PIECE, size - 1):
         alone = draw_rows("logprobs", logits[row : row + 1], options_of(rows[row : row + 1], 1), tables, ones[:1], ones[:1])
         assert alone.token_ids.item() == whole.token_ids[row].item() and torch.equal(alone.top_ids[0], whole.top_ids[row])
+
+
+def test_rows_with_masks_have_lines_in_order() -> None:
+    """A least length needs a mask only if a token could end the reply."""
+    plain, ends = SamplingParams(temperature=0), {"temperature": 0, "min_tokens": 3}
+    masked = [SamplingParams(**ends), SamplingParams(bad_words=["a"]), SamplingParams(**ends, ignore_eos=True, stop_token_ids=[3])]
+    free = [plain, SamplingParams(**ends, ignore_eos=True)]
+    assert mask_lines([(p, 0, -1) for p in [free[0], *masked, free[1]]]) == [-1, 0, 1, 2, -1]
+    assert [kind_of([p]) for p in free] == ["greedy"] * 2 and {kind_of([p]) for p in masked} == {"everything"}

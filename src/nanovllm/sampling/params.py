@@ -195,8 +195,6 @@ class SamplingParams:
         top_p: Nucleus sampling: sample from the most probable tokens whose probabilities add up to this share, in (0, 1]; 1 is off.
         min_p: Drop tokens below `min_p` times the highest probability, in [0, 1]; 0 is off.
         max_tokens: The most tokens of the reply, at least 1.
-        min_tokens: Until the reply has so many tokens, it cannot end by an end token, by one of `stop_token_ids` or by a stop string; at
-            most `max_tokens`. Only a grammar that allows nothing else ends it earlier.
         stop: A string of at most 1,024 characters, or up to 16, before which the reply ends; kept as a tuple.
         stop_token_ids: Token ids that end the reply; kept as a sorted tuple.
         ignore_eos: Whether the reply goes on after the model's end-of-sequence token.
@@ -209,6 +207,8 @@ class SamplingParams:
         logit_bias: A mapping from token id to a number in [-100, 100] that is added to its logit, or None; kept as sorted pairs.
         logprobs: How many of the most probable tokens to report per sampled token, up to 20. 0: only the sampled token's log-probability.
             None: no log-probabilities.
+        min_tokens: Until the reply has so many tokens, it cannot end by an end token, by one of `stop_token_ids` or by a stop string; at
+            most `max_tokens`. Only a grammar that allows nothing else ends it earlier.
         bad_words: Up to 128 strings of at most 128 characters that the reply cannot have, alone and after a space, as the tokenizer spells
             them; kept as a tuple. Another spelling of the same text is not recognised. A grammar that allows nothing else is obeyed.
         skip_special_tokens: Whether the text leaves special tokens out. The token that ends the reply is never part of the text.
@@ -235,7 +235,6 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     max_tokens: int = 16
-    min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -245,6 +244,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     logprobs: int | None = None
+    min_tokens: int = 0
     bad_words: Sequence[str] = ()
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
