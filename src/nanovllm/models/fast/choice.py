@@ -76,7 +76,8 @@ def beyond(params: Params[Any], config: ModelConfig) -> str:
     """
     if not params.layers:
         return "layers that transformers runs"
+    if params.positions is not None or params.layers[0].input_norm_bias is not None:
+        return "layer norms with biases"
     if any(isinstance(matrix, QuantisedMatrix) for matrix in (params.head, *(m for layer in params.layers for m in matrices(layer)))):
         return QUANTISED
-    with_biases = params.positions is not None or params.layers[0].input_norm_bias is not None
-    return "layer norms with biases" if with_biases else ""
+    return ""
