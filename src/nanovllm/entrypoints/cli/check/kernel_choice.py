@@ -34,7 +34,9 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, fo
     if foreign:
         how = "transformers' module, attention in plain torch"
         return Kernels(decode=how, prompts=how, against="the architecture is not built in")
-    why = QUANTISED if quantised else against(without_memory(config, dtype), config, device, dtype)
+    why = against(without_memory(config, dtype), config, device, dtype)
+    if quantised and device.type == "cuda":
+        why = QUANTISED
     if device.type != "cuda":
         return Kernels(decode="plain torch" if why else "C", prompts="plain torch", against=why)
     if other := against_flashinfer(device, dtype, config.head_dim, PAGE_SIZE):
