@@ -18,6 +18,8 @@
 #define PAIRS (BLOCK / 2)
 #define SPANS 4  // most groups of a block
 #define PANEL 64  // rows of x that share a pass over the codes
+#define RUN 8  // blocks of a row of int8 codes that are read at once
+#define AHEAD 8  // rows that a run is asked for in advance
 #define SIDE (WIDE * 4)  // bytes of a vector
 
 typedef int32_t words __attribute__((vector_size(SIDE)));
@@ -363,32 +365,69 @@ INLINE words lane_sums(words v[WIDE]) {
 #endif
 }
 
-// A whole block of one row of x and WIDE rows of codes, without a transposition: lanes run along the columns until the products are summed.
-INLINE void add_block(const struct cell *cell, const char *codes, int64_t stride, int64_t b, float *sums, const struct group *group, int zeros,
-                      int kind, int PARTS) {
-    const int64_t bytes = kind == INT4 ? BLOCK / 2 : BLOCK;
-    const char *from = codes + b * bytes, *ahead = codes + stride * WIDE + b * bytes * WIDE;
-    words acc[2][WIDE];
+// One row of x and WIDE rows of codes, without a transposition: lanes run along the columns until the products of a block are summed. For int4,
+// a block of all rows at once, because its inputs then stay in registers.
+INLINE void multiply_int4(const struct cell *cell, const char *codes, int64_t stride, int64_t b, words acc[2][WIDE], int PARTS) {
+    const char *const from = codes + b * (BLOCK / 2), *const ahead = codes + stride * WIDE + b * (BLOCK / 2) * WIDE;
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE; i++) {
-        words w, part[64], x;
+        words sum[2] = {{0}, {0}};
 #pragma GCC unroll 2
-        for (int p = 0; p < PARTS; p++) acc[p][i] = (words){0};
-#pragma GCC unroll 4
-        for (int at = 0; at < bytes; at += SIDE) {
+        for (int at = 0; at < BLOCK / 2; at += SIDE) {
+            words w, part[64], x;
             memcpy(&w, from + i * stride + at, sizeof w);
-            if (kind == INT4) unpack_int4(w, part);
-            else unpack_int8(w, part);
+            unpack_int4(w, part);
 #pragma GCC unroll 4
-            for (int j = 0; j < (kind == INT4 ? 4 : 2); j++)
+            for (int j = 0; j < 4; j++)
 #pragma GCC unroll 2
                 for (int p = 0; p < PARTS; p++) {
-                    memcpy(&x, cell->pairs + p * PAIRS + (kind == INT4 ? at / 4 : at / 64 * 32 + at % 64 / 4) + 16 * j, sizeof x);
-                    acc[p][i] = multiply_add(acc[p][i], part[16 * j], x);
+                    memcpy(&x, cell->pairs + p * PAIRS + at / 4 + 16 * j, sizeof x);
+                    sum[p] = multiply_add(sum[p], part[16 * j], x);
                 }
         }
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + i * bytes + line, 0, 2);
+        acc[0][i] = sum[0];
+        if (PARTS == 2) acc[1][i] = sum[1];
+        __builtin_prefetch(ahead + i * (BLOCK / 2), 0, 2);
     }
+}
+
+// For int8, blocks `first` ... `last` - 1 of four rows after another: memory is the limit, and is fastest in the order of addresses.
+INLINE void multiply_int8(const struct cell *cells, int64_t T, const char *codes, int64_t stride, int64_t first, int64_t last, int64_t blocks,
+                          words acc[RUN][2][WIDE], int PARTS) {
+    // The run after this one: of the same rows, or the first of the next WIDE rows.
+    const char *const next = last < blocks ? codes + last * BLOCK : codes + WIDE * stride;
+    for (int64_t i = 0; i < WIDE; i += 4) {
+        const char *const row = codes + i * stride;
+        const char *const ahead = i + AHEAD < WIDE ? row + AHEAD * stride + first * BLOCK : next + (i + AHEAD - WIDE) * stride;
+        for (int64_t b = first; b < last; b++) {
+            words sum[4][2] = {{{0}, {0}}, {{0}, {0}}, {{0}, {0}}, {{0}, {0}}};
+#pragma GCC unroll 4
+            for (int at = 0; at < BLOCK; at += SIDE)
+#pragma GCC unroll 4
+                for (int r = 0; r < 4; r++) {
+                    words w, part[32], x;
+                    memcpy(&w, row + r * stride + b * BLOCK + at, sizeof w);
+                    unpack_int8(w, part);
+#pragma GCC unroll 2
+                    for (int j = 0; j < 2; j++)
+#pragma GCC unroll 2
+                        for (int p = 0; p < PARTS; p++) {
+                            memcpy(&x, cells[b * T].pairs + p * PAIRS + at / 64 * 32 + at % 64 / 4 + 16 * j, sizeof x);
+                            sum[r][p] = multiply_add(sum[r][p], part[16 * j], x);
+                        }
+                    if (at % 64 == 0) __builtin_prefetch(ahead + r * stride + (b - first) * BLOCK + at, 0, 3);
+                }
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                acc[b - first][0][i + r] = sum[r][0];
+                if (PARTS == 2) acc[b - first][1][i + r] = sum[r][1];
+            }
+        }
+    }
+}
+
+// Adds a block that was multiplied so to the sums of a row.
+INLINE void add_block(const struct cell *cell, words acc[2][WIDE], float *sums, const struct group *group, int zeros, int kind, int PARTS) {
     const int32_t offset = kind == INT4 ? 8 : 0;
     const words upper = lane_sums(acc[0]) - offset * cell->sums[0][0];
     add_products(cell, upper, PARTS == 2 ? lane_sums(acc[1]) - offset * cell->sums[1][0] : upper, sums, group, zeros, 0, PARTS);
@@ -442,13 +481,20 @@ INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct
                 const char *from = (const char *)m->codes + (lo + part) * stride;
                 float(*const sums)[STRIP] = (float(*)[STRIP])&whole[0][part];
                 int64_t loaded = -1;
-                for (int64_t b = 0; b < blocks; b++) {
-                    if (kind != FP8 && rows == 1 && span == BLOCK && n - part >= WIDE && (kind == INT4 || K - b * BLOCK >= BLOCK)) {
-                        const int64_t g = groups == 1 ? 0 : b * BLOCK / m->group;
-                        if (g != loaded) load_group(m, lo + part, n - part, groups, loaded = g, group);
-                        add_block(cells + b * T + row, from, stride, b, sums[0], group, zeros, kind, parts);
-                        continue;
+                int64_t b = 0;
+                if (kind != FP8 && rows == 1 && span == BLOCK && n - part >= WIDE)
+                    for (const int64_t whole = kind == INT4 ? blocks : K / BLOCK; b < whole;) {
+                        words acc[RUN][2][WIDE];
+                        const int64_t first = b, most = kind == INT4 ? 1 : RUN, last = whole - b < most ? whole : b + most;
+                        if (kind == INT4) multiply_int4(cells + b * T + row, from, stride, b, acc[0], parts);
+                        else multiply_int8(cells + row, T, from, stride, first, last, blocks, acc, parts);
+                        for (; b < last; b++) {
+                            const int64_t g = groups == 1 ? 0 : b * BLOCK / m->group;
+                            if (g != loaded) load_group(m, lo + part, n - part, groups, loaded = g, group);
+                            add_block(cells + b * T + row, acc[b - first], sums[0], group, zeros, kind, parts);
+                        }
                     }
+                for (; b < blocks; b++) {
                     unpack(from, stride, n - part, b, kind, codes);
                     for (int64_t s = 0; s < BLOCK / span && b * BLOCK + s * span < K; s++) {
                         const int64_t g = groups == 1 ? 0 : (b * BLOCK + s * span) / m->group;
