@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_source, positive, source, tuning
+from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_quantization, add_source, positive, rounding, source, tuning
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.check.report_text import table
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     parser.add_argument("--device", metavar="D", help=DEVICE)
     parser.add_argument("--dtype", metavar="T", help=DTYPE)
+    add_quantization(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how the model will run; load no weights")
     length = "the maximum length of a request, prompt and reply, in tokens (default: the model's)"
     parser.add_argument("--max-model-len", type=positive, metavar="N", help=length)
@@ -68,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
     require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
-    where, limits = source(options), {"max_model_len": options.max_model_len}
+    where, limits = {**source(options), **rounding(options)}, {"max_model_len": options.max_model_len}
     look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)
     if not options.json:
         print(text(look), flush=True)
@@ -99,7 +100,13 @@ def _outlook(name: str, device: torch.device, dtype: str | None, **how: Any) -> 
 
 
 def loaded(name: str, device: str | None, dtype: str | None, **where: Any) -> Model:
-    """Load the model of this name, or make random weights of a shape that `bench` knows. `where` comes from `arguments.source`."""
+    """Load the model of this name, or make random weights of a shape that `bench` knows.
+
+    `where` comes from `arguments.source` and `arguments.rounding`.
+    """
     from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 
-    return random_weights(name, device=device, dtype=dtype) if name in SHAPES else load_model(name, device, dtype, **where)
+    if name not in SHAPES:
+        return load_model(name, device, dtype, **where)
+    how = {key: where[key] for key in ("quantization", "quantize_head") if key in where}
+    return random_weights(name, device=device, dtype=dtype, **how)
