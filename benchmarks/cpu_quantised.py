@@ -33,6 +33,7 @@ from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 from nanovllm.entrypoints.cli.bench.stopwatch import start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models.model import Model
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.quantise import Kind, quantise
@@ -42,17 +43,6 @@ PRODUCTS = ((4096, 1024), (6144, 1024), (1024, 3072), (6144, 2048))  # rows and 
 READ = 256 << 20  # bytes of bfloat16 copies of a matrix: more than a cache holds
 PROMPT = 32  # tokens
 CHILD = Path(__file__).with_name("llama_cpp_steps.py")
-
-
-def quantised(model: Model, kind: Kind) -> Model:
-    """The model with all of its matrices rounded, the head included; a tied head gets a matrix of its own."""
-    params = model.params
-
-    def layer(w: Any) -> Any:
-        return replace(w, **{name: quantise(getattr(w, name), kind) for name in ("qkv", "o", "gate_up", "down")})
-
-    head = quantise(params.embed if params.head is None else params.head, kind)
-    return replace(model, params=replace(params, layers=tuple(map(layer, params.layers)), head=head))
 
 
 def median_us(seconds: list[float]) -> float:
@@ -126,7 +116,9 @@ class LlamaCpp:
 def decoding(name: str, batches: list[int], repeats: int, burst: int, llama: Mapping[str, LlamaCpp]) -> tuple[Model, dict[str, float]]:
     """Tokens per second of all forms, whose bursts of steps alternate."""
     plain = random_weights(name, device="cpu", dtype="bfloat16")
-    models = {"bfloat16": plain} | {kind: quantised(plain, kind) for kind in KINDS}
+    models = {"bfloat16": plain}
+    for kind in KINDS:  # a tied head gets a matrix of its own
+        models[kind] = replace(plain, params=rounded_params(plain.params, Rounding(kind=kind, head=True)), fingerprint=kind)
     figures: dict[str, float] = {}
     for rows in batches:
         room = (repeats + 1) * burst + 16

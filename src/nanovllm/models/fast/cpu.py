@@ -108,10 +108,10 @@ def decode_layer(
     (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
     assert w.gate_up is not None and w.down is not None
     products = (w.qkv, w.o, w.gate_up, w.down)
-    heads_dim, intermediate = config.num_heads * head_dim, w.down.shape[1]
+    heads_dim, intermediate = config.num_heads * head_dim, w.down.columns if isinstance(w.down, QuantisedMatrix) else w.down.shape[1]
     width, threads = batch.page_tables.shape[1], torch.get_num_threads()
     group = config.num_heads // num_kv_heads
-    a_row = 2 * hidden_size + w.qkv.shape[0] + heads_dim + 3 * intermediate
+    a_row = 2 * hidden_size + heads_dim + 2 * num_kv_heads * head_dim + heads_dim + 3 * intermediate
     a_thread = group * width * page_size + (group + 1) * head_dim
     scratch = torch.empty(num_rows * a_row + threads * a_thread, dtype=torch.float32, device="cpu")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -15,18 +15,20 @@ from nanovllm.ops.cpu.native import CELL, DTYPES, SOURCE, SYMBOLS, Matrix, funct
 from nanovllm.ops.linear.quantised import BLOCK, QuantisedMatrix
 from nanovllm.types import Tensor
 
-KINDS = MappingProxyType({"int8": 1, "int4": 2, "fp8": 3})  # `enum kinds`; 0 is a matrix that is not quantised
-SCALES = (torch.float32, torch.bfloat16, torch.float16)  # `enum types`
+KINDS = MappingProxyType({torch.int8: 1, torch.uint8: 2, torch.float8_e4m3fn: 3})  # `enum kinds`; 0 is a matrix that is not quantised
+SCALES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})  # `enum types`
 SPAN = 32  # a group of columns must be a multiple of this number, or a whole row
 
 
 def unsupported(matrix: QuantisedMatrix) -> str:
-    """What of a matrix the C functions do not support, in words; empty if they support it."""
+    """What of a matrix the C functions do not support, in words; empty if they support it. Asked for each matrix at each step."""
+    grouped = matrix.group % SPAN == 0 or matrix.group >= matrix.columns
+    if grouped and matrix.codes.dim() == 2 and matrix.codes.numel() > 0 and matrix.scales.dtype in SCALES:
+        return ""
     if len(matrix.shape) != 2 or 0 in matrix.shape:
         return f"quantised matrices of shape {tuple(matrix.shape)}"
-    if matrix.group < matrix.columns and matrix.group % SPAN:
-        return f"groups of {matrix.group} columns"
-    return "" if matrix.scales.dtype in SCALES else f"scales of {str(matrix.scales.dtype).removeprefix('torch.')}"
+    scales = str(matrix.scales.dtype).removeprefix("torch.")
+    return f"scales of {scales}" if grouped else f"groups of {matrix.group} columns"
 
 
 def serves(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None) -> bool:
@@ -60,10 +62,14 @@ def as_struct(weight: Tensor | QuantisedMatrix) -> tuple[Matrix, tuple[Tensor, .
     if not isinstance(weight, QuantisedMatrix):
         kept = weight.contiguous()
         return Matrix(codes=kept.data_ptr()), (kept,)
-    parts = [None if each is None else each.contiguous() for each in (weight.codes, weight.scales, weight.zeros, weight.order)]
-    pointers = (None if each is None else each.data_ptr() for each in parts)
-    scale_type = SCALES.index(weight.scales.dtype)
-    return Matrix(*pointers, KINDS[weight.kind], scale_type, weight.group, weight.rows), tuple(each for each in parts if each is not None)
+    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+    kind, scale_type = KINDS[codes.dtype], SCALES[scales.dtype]
+    if weight.zeros is None and weight.order is None:
+        return Matrix(codes.data_ptr(), scales.data_ptr(), None, None, kind, scale_type, weight.group, weight.rows), (codes, scales)
+    more = [None if each is None else each.contiguous() for each in (weight.zeros, weight.order)]
+    pointers = (None if each is None else each.data_ptr() for each in more)
+    struct = Matrix(codes.data_ptr(), scales.data_ptr(), *pointers, kind, scale_type, weight.group, weight.rows)
+    return struct, (codes, scales, *(each for each in more if each is not None))
 
 
 def cells(rows: int, *weights: Tensor | QuantisedMatrix) -> Tensor:
