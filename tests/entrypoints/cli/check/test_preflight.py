@@ -148,7 +148,8 @@ def test_the_options_reach_the_outlook_and_the_loader(folder: Path, monkeypatch:
 
     monkeypatch.setattr(command, "outlook", seen)
     monkeypatch.setattr(command, "loaded", loaded)
-    flags = "--device cpu --dtype bfloat16 --max-model-len 100 --memory-fraction 1 --download --trust-remote-code --quantization int8 --quantize-head"
+    flags = "--device cpu --dtype bfloat16 --max-model-len 100 --memory-fraction 1 --download --trust-remote-code"
+    flags += " --quantization int8 --quantize-head"
     assert cli.main(["check", str(folder), *flags.split()]) == 2
     where = {
         "max_model_len": 100,
