@@ -68,7 +68,7 @@ class Peer:
 @dataclass(slots=True)
 class Owner:
     """Whose a request of the engine is: the front end, its number there, whether it is streamed, and its waiting prompt tokens;
-    what becomes a chunk at its end, when things happened to it, and whether it has given nothing yet.
+    what becomes a chunk at its end, when things happened to it, whose KV it shares, and whether it has given nothing yet.
     """
 
     peer: Peer
@@ -77,6 +77,7 @@ class Owner:
     waiting: int
     keep: Keep | None
     line: Timeline
+    namespace: int
     fresh: bool = True
 
     @property
@@ -257,7 +258,8 @@ class EngineLoop:
         try:
             for each in dict.fromkeys(names):
                 if each:
-                    self.state, self.named, bases[each], once = prefix(self.model, self.state, self.named, message.space, each)
+                    own = message.space, each, message.namespace
+                    self.state, self.named, bases[each], once = prefix(self.model, self.state, self.named, *own)
                     passing += [bases[each]] * once
             contexts = [[*([bases[each]] if each else []), *run] for each, run in zip(names, runs, strict=True)]
             totals = [sum(map(len, parts)) for parts in contexts]
@@ -270,7 +272,8 @@ class EngineLoop:
                 self.state = release(self.state, chunk)
         now = time.perf_counter()
         for request_id, number, length, total in zip(ids, message.ids, lengths, totals, strict=True):
-            owner = self._owners[request_id] = Owner(peer, number, message.streamed, length, keep, Timeline(now, total))
+            own = Owner(peer, number, message.streamed, length, keep, Timeline(now, total), message.namespace)
+            owner = self._owners[request_id] = own
             peer.requests[number] = request_id
             if owner.counted:
                 self.metrics.submitted(request_id, owner.line)
@@ -336,7 +339,7 @@ class EngineLoop:
                     metrics.ended(out.request_id, owner.line, out.output, now)
                 tokens -= not (owner.counted and out.token_ids)
                 if owner.keep is not None:
-                    held, value = kept(self._held(), out.request_id, owner.keep, out.output)
+                    held, value = kept(self._held(), out.request_id, owner.keep, out.output, owner.namespace)
                     self.state, self.named = held.state, held.named
             told.add(owner, out, value)
         metrics.stepped(now, tokens, firsts)
