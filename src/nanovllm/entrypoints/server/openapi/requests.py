@@ -77,6 +77,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
     {
         "model": "The model's name, as `/v1/models` tells it.",
         "stream": "Whether the answer comes as server-sent events.",
+        "stream_interval": "How many tokens an event of a stream has, in [1, 1024]; the first token and the end come at once.",
         "n": "How many replies to each prompt, in [1, 128].",
         "repeat_penalty": "llama.cpp's name of `repetition_penalty`.",
         "priority": "Requests with lower numbers run first.",
