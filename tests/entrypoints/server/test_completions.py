@@ -53,7 +53,7 @@ def test_an_event_can_have_several_tokens(live: Live):
     for index in range(2):
         own = [event for event in events if event["index"] == index and "prompt_token_ids" not in event]
         counts = [len(event["token_ids"]) for event in own]
-        assert sum((event["token_ids"] for event in own), []) == whole["token_ids"]
+        assert [token for event in own for token in event["token_ids"]] == whole["token_ids"]
         assert "".join(event["text"] for event in own) == whole["text"]
         assert all(count >= 8 for count in counts[1:-1]) and counts[0] < 8 and 2 <= len(counts) <= 4
     for wrong in (0, -1, 1025, 1.5):
