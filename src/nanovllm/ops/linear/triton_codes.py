@@ -10,7 +10,9 @@ import triton.language as tl
 
 # Of 4 bytes, two go into a register of two bfloat16 numbers each. `prmt` with 0x43 as the upper byte of each number makes 128 + its low bits.
 INT4_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c;
+    .reg .b32 a, b, c, one, less;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 less, 0xC308C308;
     prmt.b32 a, $4, 0x43434343, 0x4140;
     prmt.b32 b, $4, 0x43434343, 0x4342;
     and.b32 $0, a, 0xFF0FFF0F;
@@ -19,37 +21,40 @@ INT4_BF16 = tl.constexpr("""{
     lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
     shr.b32 c, b, 4;
     lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, $0, 0x3F803F80, 0xC308C308;
-    fma.rn.bf16x2 $1, $1, 0x3F803F80, 0xC308C308;
-    fma.rn.bf16x2 $2, $2, 0x3F803F80, 0xC308C308;
-    fma.rn.bf16x2 $3, $3, 0x3F803F80, 0xC308C308;
+    fma.rn.bf16x2 $0, $0, one, less;
+    fma.rn.bf16x2 $1, $1, one, less;
+    fma.rn.bf16x2 $2, $2, one, less;
+    fma.rn.bf16x2 $3, $3, one, less;
 }""")
 # 128 + the low 7 bits, minus 128 or 256 by the highest bit.
 INT8_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c;
+    .reg .b32 a, b, c, minus;
+    mov.b32 minus, 0xBF80BF80;
     prmt.b32 a, $2, 0x43434343, 0x4140;
     prmt.b32 b, $2, 0x43434343, 0x4342;
     and.b32 c, a, 0x43804380;
     and.b32 a, a, 0xFF7FFF7F;
-    fma.rn.bf16x2 $0, c, 0xBF80BF80, a;
+    fma.rn.bf16x2 $0, c, minus, a;
     and.b32 c, b, 0x43804380;
     and.b32 b, b, 0xFF7FFF7F;
-    fma.rn.bf16x2 $1, c, 0xBF80BF80, b;
+    fma.rn.bf16x2 $1, c, minus, b;
 }""")
 # The sign stays, exponent and mantissa move down by 4 bits, and a factor of 2^120 makes up for the other exponent bias. Codes below the
 # smallest normal number are below bfloat16's too, and its products keep them. The summand is -0, which keeps both zeros.
 FP8_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c;
+    .reg .b32 a, b, c, scale, zero;
+    mov.b32 scale, 0x7B807B80;
+    mov.b32 zero, 0x80008000;
     prmt.b32 a, $2, 0, 0x1404;
     prmt.b32 b, $2, 0, 0x3424;
     shr.b32 c, a, 4;
     and.b32 c, c, 0x07F007F0;
     lop3.b32 a, a, 0x80008000, c, 0xEA;
-    fma.rn.bf16x2 $0, a, 0x7B807B80, 0x80008000;
+    fma.rn.bf16x2 $0, a, scale, zero;
     shr.b32 c, b, 4;
     and.b32 c, c, 0x07F007F0;
     lop3.b32 b, b, 0x80008000, c, 0xEA;
-    fma.rn.bf16x2 $1, b, 0x7B807B80, 0x80008000;
+    fma.rn.bf16x2 $1, b, scale, zero;
 }""")
 
 # The GPU converts two numbers at once to float16, which has them all (compute capability 8.9 or more).

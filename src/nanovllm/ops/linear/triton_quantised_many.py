@@ -111,7 +111,7 @@ def _product(
                 ask(codes + (row + N).to(tl.int64)[:, None] * WIDTH + start + tl.arange(0, LINES)[None, :] * 128)
         gdc_wait()
     for at in tl.range(start, start + PART, D, num_stages=STAGES):
-        column = at // 64 * 128 + at % 64 if NIBBLES else at
+        column = tl.multiple_of(at // 64 * 128 + at % 64 if NIBBLES else at, D)
         if EACH:
             after = (at + D) // 64 * 128 + (at + D) % 64 if NIBBLES else at + D
             next_scale = _at(scales, scale_row, after, K, GROUP, GROUPS).to(tl.float32)
