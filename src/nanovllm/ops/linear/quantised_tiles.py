@@ -6,14 +6,12 @@ codes is read in a quarter of the time of bfloat16. `benchmarks/quantised_kernel
 
 from dataclasses import dataclass
 
-import torch
-
 from nanovllm.ops.linear.quantised import BLOCK, QuantisedMatrix
 
 SUMMED = 4  # rows that are summed in float32 at most, without tensor cores: each row is in registers
 SUMMED_ROWS = 2  # up to so many rows, products are summed in float32 by default
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
-SCRATCH = 64 << 20  # bytes of dequantised weights at once
+SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
 WIDEST = 32768  # inputs whose rows fit into the registers of one program
 HELD = 64  # registers of a thread for the codes on the way, by default
 MOST_HELD = 160  # at most
@@ -32,8 +30,8 @@ class FewTile:
 class ManyTile:
     """Tile configuration of products on tensor cores.
 
-    Its fields are outputs and rows per program, bytes of codes per output and loop step (`depth`), loop steps in flight (`stages`), parts of
-    the inputs, and warps.
+    Its fields are outputs and rows per program, bytes of codes per output and loop step (`depth`), loop steps in flight (`stages`), parts
+    of the inputs, and warps.
     """
 
     outputs: int = 64
@@ -42,11 +40,6 @@ class ManyTile:
     stages: int = 4
     parts: int = 1
     warps: int = 4
-
-
-def codes_per_vector(matrix: QuantisedMatrix) -> int:
-    """Return the columns of one vector of codes."""
-    return VECTOR * (8 // matrix.bits)
 
 
 def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
@@ -108,15 +101,14 @@ def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     depth = 64 if matrix.bits == 4 or gated else 128
     if matrix.scales.shape[-1] > 1 and matrix.group < depth:
         depth = max(16, 1 << (matrix.group.bit_length() - 1))
-    width = matrix.codes.shape[-1]
-    warps = 8 if padded >= 128 else 4
+    # 64 outputs per 4 warps, so that no two warps convert the same codes.
     tall = 128 if padded >= 64 and not gated else 64
-    while tall > 32 and padded <= 32 and -(-outputs // tall) * (4 if split else 1) < processors:
-        tall //= 2
-    parts = 1
-    while split and parts < 8 and -(-outputs // tall) * -(-rows // padded) * parts < processors and width // (parts * 2) >= 4 * depth:
+    warps = 8 if tall == 128 or padded == 128 else 4
+    parts, width = 1, matrix.codes.shape[-1]
+    programs = -(-outputs // tall) * -(-rows // padded)
+    while split and parts < 8 and programs * parts < 2 * processors and width // (parts * 2) >= 4 * depth:
         parts *= 2
-    return ManyTile(outputs=tall, rows=padded, depth=depth, stages=4 if padded <= 32 else 3, parts=parts, warps=warps)
+    return ManyTile(outputs=tall, rows=padded, depth=depth, stages=6 if padded <= 32 else 3, parts=parts, warps=warps)
 
 
 def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int, *, split: bool) -> bool:
@@ -128,8 +120,3 @@ def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int,
         return False
     columns = tile.depth * (8 // matrix.bits)
     return tile.stages * (tile.outputs * tile.depth * (2 if gated else 1) + tile.rows * columns * 2) <= memory
-
-
-def dtype_of_inputs(dtype: torch.dtype) -> bool:
-    """Return whether the kernels take inputs of this dtype."""
-    return dtype in (torch.bfloat16, torch.float16)

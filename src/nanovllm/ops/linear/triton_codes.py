@@ -8,7 +8,7 @@ computed by plain operations, which Triton's interpreter can run.
 import triton
 import triton.language as tl
 
-# Of 4 bytes, two go into a register of two bfloat16 numbers each. `prmt` with 0x43 as the upper byte of each number makes 128 + its low bits.
+# Of 4 bytes, two go into a register of two bfloat16 numbers each. With 0x43 as the upper byte, a number is 128 + its low bits.
 INT4_BF16 = tl.constexpr("""{
     .reg .b32 a, b, c, one, less;
     mov.b32 one, 0x3F803F80;
@@ -92,9 +92,7 @@ INT8_FLOAT = tl.constexpr("""{
 def nibbles(codes, dtype: tl.constexpr, ASM: tl.constexpr):
     """Convert packed 4-bit codes, uint8, to the numbers -8 ... 7 of the low nibbles, and those of the high nibbles."""
     if ASM and dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            INT4_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+        low, high = tl.inline_asm_elementwise(INT4_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
     else:
         low = ((codes & 15).to(tl.int32) - 8).to(tl.float32).to(dtype)
         high = ((codes >> 4).to(tl.int32) - 8).to(tl.float32).to(dtype)
@@ -105,9 +103,7 @@ def nibbles(codes, dtype: tl.constexpr, ASM: tl.constexpr):
 def numbers(codes, dtype: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
     """Convert codes of 8 bits to numbers. The codes are int8, or the bits of float8_e4m3fn as int8, which is never NaN."""
     if ASM and dtype == tl.bfloat16:
-        wide = tl.inline_asm_elementwise(
-            FP8_BF16 if FP8 else INT8_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
+        wide = tl.inline_asm_elementwise(FP8_BF16 if FP8 else INT8_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     elif FP8:
         wide = e4m3(codes).to(dtype)
     else:
@@ -126,7 +122,7 @@ def e4m3(bits):
 def in_word(words, HALF: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
     """Convert the codes of words of 4 bytes, int32, to 4 tensors of float32: those of low or high nibbles (`HALF`), or all of 8 bits.
 
-    Integers get a summand that depends on the kind and the half (264 and 24; 1152 of 8 bits) because it costs less to subtract it from their sums.
+    Integers get a summand, because it costs less to subtract it from their sums: 264 low nibbles, 24 high nibbles, 1152 codes of 8 bits.
     """
     if FP8 and ASM:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -178,5 +174,8 @@ def four(base, at, there):
     else:
         word = tl.load(words + at, mask=there, other=0)
         a, b = word.to(tl.int16).to(kind, bitcast=True).to(tl.float32), (word >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-        c, d = (word >> 32).to(tl.int16).to(kind, bitcast=True).to(tl.float32), (word >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+        c, d = (
+            (word >> 32).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
+            (word >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
+        )
     return a, b, c, d

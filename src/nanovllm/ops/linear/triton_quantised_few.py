@@ -100,10 +100,10 @@ def _few(
                     squares += rows[each * B + b][i] * rows[each * B + b][i]
             norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
     sums = ()  # part by part, row by row
-    for each in tl.static_range(PARTS * B):
+    for _ in tl.static_range(PARTS * B):
         sums += (tl.zeros([BN, T], tl.float32),)
     totals = ()  # of all inputs, for zeros that serve a whole row
-    for b in tl.static_range(B):
+    for _ in tl.static_range(B):
         totals += (tl.zeros([T], tl.float32),)
     for step in tl.static_range(STEPS):
         inputs = ()

@@ -1,8 +1,8 @@
 """The Triton kernels of products of many rows with a quantised matrix, and the kernel that dequantises one. They need Triton.
 
-The product is pipelined, on tensor cores: codes come to shared memory as they are, become numbers in registers, and multiply the inputs. The
-matrix is the left factor, so that few rows need little padding. If there are few outputs, the inputs are divided between programs, whose
-sums `triton_many_rows.sum_norm` adds in a fixed order.
+The product is pipelined, on tensor cores: codes come to shared memory as they are, become numbers in registers, and multiply the inputs.
+The matrix is the left factor, so that few rows need little padding. If there are few outputs, the inputs are divided between programs,
+whose sums `triton_many_rows.sum_norm` adds in a fixed order.
 """
 
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -41,8 +41,8 @@ def _weights(
 ):  # fmt: skip
     """Convert a tile of codes to one or two tiles of numbers: low and high nibbles, or twice the same tile of 8 bits.
 
-    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and, of high nibbles, those + 64. Otherwise they are codes
-    minus zeros, which have few enough bits to be exact.
+    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and, of high nibbles, those + 64. Otherwise they are
+    codes minus zeros, which have few enough bits to be exact.
     """
     if NIBBLES:
         low, high = nibbles(codes, dtype, ASM)
@@ -80,7 +80,7 @@ def _product(
         gdc_launch_dependents()
     dtype: tl.constexpr = x.dtype.element_ty
     SPREAD: tl.constexpr = FORM == "spread"
-    EACH: tl.constexpr = FORM == "step" or FORM == "halves"  # scales after each step
+    EACH: tl.constexpr = FORM == "step" or FORM == "halves"  # noqa: PLR1714  # scales after each step
     n, b, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BP + tl.arange(0, BP), tl.program_id(2)
     d = tl.arange(0, D)
     on, there = (b < B)[None, :], (n < N)[:, None]
