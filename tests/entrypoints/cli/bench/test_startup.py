@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections import namedtuple
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,11 @@ def test_a_bare_start_has_empty_caches(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = []
 
-    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None) -> start.Start:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None, environment: Mapping[str, str]) -> start.Start:
         assert tuning is None and (folder / "config.json").is_file()
+        assert "PYTHONDONTWRITEBYTECODE" not in environment and Path(environment["PYTHONPYCACHEPREFIX"]).is_dir()
         folders.append(folder)
         return start.Start(imports_s=float(len(folders)), weights_s=0.0, engine_s=0.0, first_token_s=0.0)
 
