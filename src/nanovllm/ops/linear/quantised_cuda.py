@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from nanovllm.ops.backends import dependent_launch, own_kernels, processors
+from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few
 from nanovllm.types import Float, Tensor
@@ -28,6 +28,10 @@ def in_order(x: Float[Tensor, "B K"], weight: QuantisedMatrix) -> tuple[Float[Te
     if weight.order is None:
         return x.contiguous(), weight
     return x.index_select(1, weight.order), replace(weight, order=None)
+
+
+def _limits(device: torch.device) -> tuple[int, int]:
+    return processors(device), shared_memory(device)
 
 
 def norm_product(
@@ -65,12 +69,12 @@ def product(
     if len(x) > FUSED_ROWS:
         y = by_dequantising(x, weight, bias)
     elif gated and bias is None:
-        tile = many_tile(weight, len(x), True, processors(x.device))
+        tile = many_tile(weight, len(x), True, *_limits(x.device))
         return triton_quantised_many.product(x, weight, None, True, tile, new, act, new)
     elif serves_few(weight, len(x)):
         y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, False, few_tile(weight, False), new, act, new)
     else:
-        y = triton_quantised_many.product(x, weight, bias, False, many_tile(weight, len(x), False, processors(x.device)), new, act, new)
+        y = triton_quantised_many.product(x, weight, bias, False, many_tile(weight, len(x), False, *_limits(x.device)), new, act, new)
     return triton_many_rows.gate(y, new, act) if gated else y
 
 
@@ -91,7 +95,7 @@ def product_add_norm(
     if len(x) > FUSED_ROWS:
         parts, bias = by_dequantising(x, weight, bias).unsqueeze(0), None
     else:
-        tile = many_tile(weight, len(x), False, processors(x.device), split=True)
+        tile = many_tile(weight, len(x), False, *_limits(x.device), split=True)
         if tile.parts == 1:
             parts, bias = triton_quantised_many.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
         else:

@@ -4,7 +4,7 @@ The numbers are for an H200: 132 multiprocessors, 4.8 TB/s, so that about 32 KB 
 codes is read in a quarter of the time of bfloat16. `benchmarks/quantised_kernels.py` measures other tile configurations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.ops.linear.quantised import BLOCK, QuantisedMatrix
 
@@ -94,8 +94,11 @@ def scale_form(matrix: QuantisedMatrix, depth: int) -> str:
     return "step" if group % BLOCK == 0 else "halves"
 
 
-def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, *, split: bool = False) -> ManyTile:
-    """Choose the tile configuration for many rows. `split` says whether the inputs may be divided between programs."""
+def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> ManyTile:
+    """Choose the tile configuration for many rows, with `memory` bytes of shared memory.
+
+    `split` says whether the inputs may be divided between programs.
+    """
     padded = min(128, max(16, 1 << (rows - 1).bit_length()))
     outputs = matrix.shape[0] // (2 if gated else 1)
     depth = 64 if matrix.bits == 4 or gated else 128
@@ -108,7 +111,10 @@ def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     programs = -(-outputs // tall) * -(-rows // padded)
     while split and parts < 8 and programs * parts < 2 * processors and width // (parts * 2) >= 4 * depth:
         parts *= 2
-    return ManyTile(outputs=tall, rows=padded, depth=depth, stages=6 if padded <= 32 else 3, parts=parts, warps=warps)
+    tile = ManyTile(outputs=tall, rows=padded, depth=depth, stages=6 if padded <= 32 else 3, parts=parts, warps=warps)
+    while tile.stages > 1 and not many_fits(tile, matrix, gated, memory, split=split):
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
 
 
 def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int, *, split: bool) -> bool:

@@ -5,6 +5,9 @@ mantissa bits of a number whose exponent is known, and the known part is subtrac
 computed by plain operations, which Triton's interpreter can run.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# (assembly kept as `tl.constexpr`, and types of kernels' arguments)
+
 import triton
 import triton.language as tl
 

@@ -8,8 +8,8 @@ sums the products of its 8 or 16 codes in float32, and multiplies the sum by the
 order.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# (tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# (compile-time constants, tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
 
 from typing import Any
 
