@@ -1,9 +1,15 @@
 """Quantised matrices for tests of kernels: every form, with codes and scales at their limits."""
 
-import torch
+from dataclasses import replace
+from typing import Any
 
-from nanovllm.ops.linear.quantise import Kind
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.models.common.params import Params
+from nanovllm.ops.linear.quantise import Kind, quantise
 from nanovllm.ops.linear.quantised import QuantisedMatrix, packed
+from nanovllm.types import Tensor
 
 
 def quantised_problem(
@@ -48,4 +54,27 @@ def quantised_problem(
     moved = {name: getattr(matrix, name) for name in ("codes", "scales", "zeros", "order")}
     return QuantisedMatrix(
         **{name: None if each is None else each.to(device) for name, each in moved.items()}, columns=columns, group=wide, rows=rows
+    )
+
+
+def rounded(params: Params[Tensor], kind: Kind, group: int | None = None) -> Params[Tensor]:
+    """Return a model's weights with the matrices of attention and MLP quantised, as `quantise` rounds them."""
+
+    def each(matrix: Tensor | None) -> Any:
+        return None if matrix is None else quantise(matrix, kind, group)
+
+    layers = tuple(
+        replace(w, qkv=each(w.qkv), o=each(w.o), gate_up=each(w.gate_up), down=each(w.down), experts=None if w.experts is None else
+                replace(w.experts, gate_up=each(w.experts.gate_up), down=each(w.experts.down)))
+        for w in params.layers
+    )  # fmt: skip
+    return replace(params, layers=layers)
+
+
+def dequantised(params: Params[Tensor], dtype: torch.dtype) -> Params[Tensor]:
+    """Return weights with each quantised matrix as the matrix that it stands for, in `dtype`."""
+    return pytree.tree_map(
+        lambda leaf: leaf.dequantised(dtype) if isinstance(leaf, QuantisedMatrix) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix),
     )

@@ -225,6 +225,35 @@ def test_few_rows_round_where_the_plain_functions_do(kind: Kind, gains: torch.dt
     assert (got == want).double().mean() > 0.7
 
 
+@interpreted
+@quiet
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ops_choose_kernels_that_compute_the_same(kind: Kind, order: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: few rows, many, and more than the kernels take."""
+    from nanovllm.ops.linear import quantised_cuda
+
+    matrix, x = quantised_problem(kind, 48, 256, group=64, order=order), inputs(rows, 256)
+    gain, bias, residual, norm = torch.rand(256) + 0.5, torch.randn(48), inputs(rows, 48), torch.rand(48)
+
+    def results() -> list[torch.Tensor]:
+        found = [norm_linear(x, matrix, gain=gain, eps=1e-6, gated=True), norm_linear(x, matrix, gated=True), linear(x, matrix, bias)]
+        found += [norm_linear(x, matrix, bias=bias, residual=residual), norm_linear(x, matrix, gain=gain, bias=bias, eps=1e-6)]
+        for inner in (None, norm + 1):
+            found += linear_add_norm(x, matrix, bias, residual, norm, 1e-6, inner=inner)
+        return found
+
+    want, called = results(), list[str]()
+    monkeypatch.setattr(quantised_cuda, "own_kernels", lambda device, dtype: not called.append("asked"))
+    monkeypatch.setattr(quantised_cuda, "dependent_launch", lambda device: False)
+    monkeypatch.setattr(quantised_cuda, "_limits", lambda device: (132, 200_000))
+    monkeypatch.setattr(quantised_cuda, "FUSED_ROWS", 32)
+    for got, meant in zip(results(), want, strict=True):
+        torch.testing.assert_close(got, meant, rtol=1e-4, atol=2e-4)
+    assert len(called) == 7
+
+
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gated", [False, True])
