@@ -51,10 +51,7 @@ def quantised_problem(
         group=wide,
         rows=rows,
     )
-    moved = {name: getattr(matrix, name) for name in ("codes", "scales", "zeros", "order")}
-    return QuantisedMatrix(
-        **{name: None if each is None else each.to(device) for name, each in moved.items()}, columns=columns, group=wide, rows=rows
-    )
+    return pytree.tree_map(lambda each: None if each is None else each.to(device), matrix)
 
 
 def rounded(params: Params[Tensor], kind: Kind, group: int | None = None) -> Params[Tensor]:

@@ -63,9 +63,9 @@ def steps_of(matrix: QuantisedMatrix, warps: int) -> int:
 
 def few_fits(tile: FewTile, matrix: QuantisedMatrix, gated: bool) -> bool:
     """Return whether the kernel for few rows can use this tile configuration."""
-    held = steps_of(matrix, tile.warps) * VECTOR // 4 * tile.outputs * (2 if gated else 1)
-    powers = all(value >= 1 and value & (value - 1) == 0 for value in (tile.outputs, tile.warps))
-    return powers and tile.warps <= 16 and held <= MOST_HELD
+    if not all(value >= 1 and value & (value - 1) == 0 for value in (tile.outputs, tile.warps)) or tile.warps > 16:
+        return False
+    return steps_of(matrix, tile.warps) * VECTOR // 4 * tile.outputs * (2 if gated else 1) <= MOST_HELD
 
 
 def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
@@ -112,6 +112,8 @@ def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     while split and parts < 8 and programs * parts < 2 * processors and width // (parts * 2) >= 4 * depth:
         parts *= 2
     tile = ManyTile(outputs=tall, rows=padded, depth=depth, stages=6 if padded <= 32 else 3, parts=parts, warps=warps)
+    if scale_form(matrix, depth) == "spread":  # a scale per weight comes to shared memory too
+        tile = replace(tile, outputs=64, rows=min(padded, 64), depth=32, stages=2, warps=4)
     while tile.stages > 1 and not many_fits(tile, matrix, gated, memory, split=split):
         tile = replace(tile, stages=tile.stages - 1)
     return tile
