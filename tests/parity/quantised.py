@@ -1,6 +1,6 @@
 """Quantised checkpoints of every format beside transformers. `python -m tests.parity.quantised` writes the page.
 
-Each checkpoint has random codes, written bit by bit in numpy with the weights that they stand for (`tests/loading/quantisation/encoders.py`).
+Each checkpoint has random codes, which `tests/loading/quantisation/encoders.py` writes bit by bit with the weights that they stand for.
 transformers runs these weights in float64. Where it can, it also reads the quantised checkpoint itself.
 """
 
