@@ -48,7 +48,7 @@ def test_a_digest_tells_any_changed_bit(data: st.DataObject, dtype: torch.dtype)
     changed = tensor.clone()
     place = data.draw(st.integers(0, changed.numel() * dtype.itemsize - 1))
     changed.view(-1).view(torch.uint8)[place] ^= 1 << data.draw(st.integers(0, 7))
-    assert weights_digest(tensor) == weights_digest(tensor.clone()) != weights_digest(changed)  # pyright: ignore[reportArgumentType]
+    assert weights_digest(tensor) == weights_digest(tensor.clone()) != weights_digest(changed)
 
 
 def test_a_digest_tells_places_shapes_dtypes_and_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,18 +56,18 @@ def test_a_digest_tells_places_shapes_dtypes_and_order(monkeypatch: pytest.Monke
     swapped = values.clone()
     swapped[[3, 20]] = swapped[[20, 3]]
     parts = [[values], [swapped], [values.view(4, 6)], [values.view(torch.int32)], [values[:9], values[9:]], [values[9:], values[:9]], []]
-    assert len({weights_digest(each) for each in parts}) == len(parts)  # pyright: ignore[reportArgumentType]
-    whole = weights_digest([values[9:]])  # pyright: ignore[reportArgumentType]
-    assert whole == weights_digest([values[9:].clone()])  # pyright: ignore[reportArgumentType]
+    assert len({weights_digest(each) for each in parts}) == len(parts)
+    whole = weights_digest([values[9:]])
+    assert whole == weights_digest([values[9:].clone()])
     monkeypatch.setattr(record, "WORDS", 4)
-    pieces = {weights_digest([each]) for each in (values, swapped)}  # pyright: ignore[reportArgumentType]
+    pieces = {weights_digest([each]) for each in (values, swapped)}
     assert len(pieces) == 2
 
 
 def test_quantised_weights_are_part_of_the_digest() -> None:
     codes = quantise(torch.randn(8, 128), "int4")
     other = replace(codes, scales=codes.scales * 2)
-    assert weights_digest(codes) != weights_digest(other)  # pyright: ignore[reportArgumentType]
+    assert weights_digest(codes) != weights_digest(other)
 
 
 def test_only_what_passed_is_recorded(cache: Path) -> None:

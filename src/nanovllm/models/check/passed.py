@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm import models, ops
 from nanovllm.files import cache_folder, write_whole
-from nanovllm.models.common.params import Params
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.types import Tensor
@@ -44,8 +44,8 @@ def note_passed(model: Model, page_size: int, cuts: Cuts | None) -> None:
         write_whole(path, f"{model.name}\n".encode(), mode=0o644)
 
 
-def weights_digest(params: Params[Tensor]) -> str:
-    """A hash (hex) of the shapes, dtypes and bytes of all weights, computed on their device.
+def weights_digest(params: Any) -> str:
+    """A hash (hex) of the shapes, dtypes and bytes of all tensors of a pytree, computed on their device.
 
     It finds weights that changed by accident. It is no protection against somebody who makes others with the same hash.
     """

@@ -18,7 +18,7 @@ from nanovllm.entrypoints.cli.bench import command, report
 from nanovllm.entrypoints.cli.bench import startup as start
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_model, random_weights
 from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS
-from nanovllm.loading import weights
+from nanovllm.loading import shards
 from nanovllm.loading.weights import save_params
 from nanovllm.models.common.hf_config import config_to_hf
 from nanovllm.models.init_params import num_params
@@ -42,7 +42,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_saved_is_loaded(architecture: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(architecture, tie_word_embeddings=tied, dtype="bfloat16")
     model = random_model("small", config, device="cpu", dtype="bfloat16")
-    monkeypatch.setattr(weights, "SHARD", 10_000)
+    monkeypatch.setattr(shards, "SHARD", 10_000)
     save_params(model.params, config, tmp_path, torch.bfloat16)
     (tmp_path / "config.json").write_text(json.dumps(REGISTRY[architecture].config_to_hf(config)))
     files = sorted(tmp_path.glob("model-*.safetensors"))
