@@ -90,9 +90,10 @@ bench-http: $(DEV)
 eval-reuse: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/explanation/reuse-quality
 
-# The page docs/reference/parity.md: every architecture compared with transformers.
+# The pages docs/reference/parity*.md: every architecture, and every quantised format, compared with transformers.
 parity: $(DEV)
 	$(BIN)/python -m tests.parity --out docs/reference/parity
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.quantised --out docs/reference/parity-quantised
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

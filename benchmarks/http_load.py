@@ -4,8 +4,8 @@
 
 Each stream is a raw socket, because clients in Python are otherwise slower than the server. A row tells tokens a second over all streams,
 and milliseconds to the first token and between events (median and 99th percentile). `tok_s` counts the time in which the processes of the
-clients start; `busy_tok_s` counts from the first request to the last answer. Each stream sends `--rounds` requests, one after the other, over
-one connection.
+clients start; `busy_tok_s` counts from the first request to the last answer. Each stream sends `--rounds` requests, one after the other,
+over one connection.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from nanovllm.config import ModelConfig
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Layer, Params
-from nanovllm.models.fast.choice import beyond
+from nanovllm.models.fast.choice import QUANTISED, beyond, quantised
 from nanovllm.ops import cpu as native
 from nanovllm.ops.cpu.build import library
 from nanovllm.state.kv_cache import KVState
@@ -63,6 +63,8 @@ def unknown(params: Params[Any], config: ModelConfig) -> str:
     """The feature of a model that these functions do not support; empty if they support all. They support windows and soft caps."""
     if known := beyond(params, config):
         return known
+    if quantised(params):
+        return QUANTISED
     layer = params.layers[0]
     if layer.input_norm.dtype != params.embed.dtype:
         return "norms that are rounded after their weight"

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.ops.linear import quantised_cuda
 from nanovllm.ops.linear.padded import padded_linear
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Float, Tensor
@@ -22,7 +23,7 @@ def quantised_linear(
 
     Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns,
     int group, int rows) -> Tensor`. The reference dequantises the matrix to the dtype of `x` and calls `torch.nn.functional.linear`. On a
-    CPU the bits of a row do not depend on the other rows.
+    CPU the bits of a row do not depend on the other rows. On a GPU with Triton, kernels read the codes, in bfloat16 and float16.
 
     Args:
         x: The activations, `[T, K]`.
@@ -55,14 +56,16 @@ def _fake(
     return x.new_empty(x.shape[0], codes.shape[0])
 
 
-def _reference(
+def _product(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
     rows: int,
 ) -> Tensor:  # fmt: skip
     matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
+    if quantised_cuda.runs(x, matrix, bias):
+        return quantised_cuda.product(x, matrix, bias)
     weight = matrix.dequantised(x.dtype)
     return padded_linear(x, weight, bias) if x.device.type == "cpu" else F.linear(x, weight, bias)
 
 
-_LIBRARY.impl("quantised_linear", _reference, "CPU")
-_LIBRARY.impl("quantised_linear", _reference, "CUDA")
+_LIBRARY.impl("quantised_linear", _product, "CPU")
+_LIBRARY.impl("quantised_linear", _product, "CUDA")
