@@ -1,6 +1,7 @@
 """One request and its answer, over ASGI: a body that is read within bounds, answers of JSON, and streams of events."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +19,7 @@ Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 JSON = b"application/json"
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 RETRY = (("retry-after", "1"),)
+LARGE = 1 << 16  # bytes of a body that is read without collecting garbage
 MOST_ID = 128  # characters of a client's request id
 _decode = msgspec.json.Decoder().decode
 
@@ -219,9 +221,21 @@ def too_long(limits: Limits) -> ApiError:
 def json_object(body: bytes) -> dict[str, Any]:
     """A JSON object of bounded depth and of boundedly many parts.
 
+    No garbage is collected meanwhile: over millions of lists, collections would take six times as long as reading them.
+
     Raises:
         ApiError: The body is something else.
     """
+    if len(body) < LARGE or not gc.isenabled():
+        return _json_object(body)
+    gc.disable()
+    try:
+        return _json_object(body)
+    finally:
+        gc.enable()
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
     try:
         value = _decode(body)
     except msgspec.DecodeError as error:
