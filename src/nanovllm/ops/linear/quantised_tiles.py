@@ -12,6 +12,7 @@ SUMMED = 4  # rows of the kernel for few rows, at most: each row is in registers
 SUMMED_ROWS = 2  # up to so many rows, it is the default
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
+PROGRAMS = 256  # about two for each multiprocessor
 WIDEST = 32768  # inputs whose rows fit into the registers of one program
 HELD = 64  # registers of a thread for the codes on the way, by default
 MOST_HELD = 160  # at most
@@ -83,9 +84,11 @@ def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
     """Choose the tile configuration for few rows.
 
     4-bit codes go to tensor cores where they fit: a sum in float32 takes more than 4 instructions per code, a product on tensor cores
-    less than 3. Otherwise a row of codes is read in at most 4 steps, and codes fill `HELD` registers.
+    less than 3. Otherwise a row of codes is read in at most 4 steps, and codes fill `HELD` registers, or fewer where few outputs would
+    leave multiprocessors idle.
     """
-    if matrix.bits == 4:
+    rows = matrix.shape[0] // (2 if gated else 1)
+    if matrix.bits == 4 and rows >= 16 * PROGRAMS // 2:
         for warps in (4, 8):
             for depth in (64, 32):
                 tile = FewTile(outputs=16, warps=warps, depth=depth)
@@ -96,6 +99,8 @@ def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
         warps *= 2
     held = steps_of(matrix, warps) * VECTOR // 4 * (2 if gated else 1)
     outputs = 1 << max(0, (HELD // held).bit_length() - 1)
+    while outputs > 2 and rows // outputs < PROGRAMS:
+        outputs //= 2
     return FewTile(outputs=min(outputs, 16), warps=warps)
 
 

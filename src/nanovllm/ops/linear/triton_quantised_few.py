@@ -1,14 +1,15 @@
-"""The Triton kernel of products of few rows with a quantised matrix, whose time is the time to read the codes.
+"""The Triton kernels of products of few rows with a quantised matrix, whose time is the time to read the codes.
 
 Import this module only if Triton is installed. A program loads its codes and scales before it waits for the kernel that makes its input
 (programmatic dependent launch). Only weights, norm weights and biases may be read before the wait.
 
-A thread loads 8 bytes of each output's codes and the inputs that belong to them, so that nothing moves between threads until the end. It
-sums the products of its 8 or 16 codes in float32, and multiplies the sum by their scale. The sums of all threads are added once, in a fixed
-order.
+In `_few`, a thread loads 8 bytes of each output's codes and the inputs that belong to them, so that nothing moves between threads until the
+end. It sums the products of its 8 or 16 codes in float32, and multiplies the sum by their scale. In `_dots`, a warp multiplies a block of
+codes on tensor cores. The sums of all threads or warps are added once, in a fixed order.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 # (compile-time constants, tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
 
 from typing import Any
