@@ -3,7 +3,7 @@
     python benchmarks/quantised_kernels.py --model Qwen3-8B --part few --output benchmarks/results/h200-quantised-few.json
 
 The parts:
-- `few`: 1 row, the kernel for few rows with several tiles, and the kernel on tensor cores beside it. Each with the fusions of a step.
+- `few`: 1 row, the kernel for few rows with several tiles, and the kernel for many rows beside it. Each with the fusions of a step.
 - `many`: 8, 64 and 256 rows on tensor cores, with several tiles.
 - `long`: 256 to 2048 rows, the kernel on tensor cores beside a dequantised matrix that torch multiplies, for `FUSED_ROWS`.
 
@@ -102,14 +102,26 @@ def inputs(each: Matrix, rows: int) -> dict[str, Any]:
     return given | {"gain": torch.ones(each.width, device=CUDA, dtype=BF16)}
 
 
-def few_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any], wide: bool) -> Iterator[Way]:
+def few_ways(each: Matrix, weight: QuantisedMatrix, given: dict[str, Any]) -> Iterator[Way]:
     """The kernel for few rows with tiles about the default, as a step of few rows calls it."""
     from nanovllm.ops.linear import triton_quantised_few
 
     new, usual = dependent_launch(CUDA), few_tile(weight, each.gated)
-    steps = [(1, 1), (2, 1), (0.5, 1), (1, 2), (0.5, 2), (2, 0.5), (1, 0.5), (0.25, 2)][: 8 if wide else 1]
-    for outputs, warps in steps:
-        tile = FewTile(outputs=int(usual.outputs * outputs), warps=int(usual.warps * warps))
+    near = [
+        (8, 4, 0),
+        (16, 4, 0),
+        (8, 8, 0),
+        (16, 8, 0),
+        (4, 4, 0),
+        (16, 2, 64),
+        (16, 4, 64),
+        (32, 4, 64),
+        (16, 8, 64),
+        (32, 8, 64),
+        (16, 8, 128),
+    ]
+    tiles = dict.fromkeys([usual, *(FewTile(outputs=outputs, warps=warps, depth=depth) for outputs, warps, depth in near)])
+    for tile in tiles:
         if not few_fits(tile, weight, each.gated):
             continue
 
@@ -142,13 +154,13 @@ def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str,
                 return y
             return triton_many_rows.sum_norm(y if tile.parts > 1 else y[None], None, given["residual"], given["gain"], EPS, new)
 
-        yield Way(name="tensor cores", tile=astuple(tile), call=call)
+        yield Way(name="many", tile=astuple(tile), call=call)
 
 
 def ways(part: str, each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any]) -> Iterator[Way]:
     """What a part compares for one matrix and number of rows."""
     if part == "few":
-        yield from few_ways(each, weight, rows, given, wide=True)
+        yield from few_ways(each, weight, given)
         yield from many_ways(each, weight, rows, given, [{"stages": 8}, {"outputs": 32, "warps": 2}, {"parts": 8} if each.added else {}])
     elif part == "many":
         tall = {"outputs": 128, "warps": 8} if not each.gated else {"warps": 8}

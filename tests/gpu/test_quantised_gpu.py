@@ -60,9 +60,11 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
             x = torch.zeros(4, matrix.columns, dtype=dtype, device=CUDA)
             x[range(4), range(half, half + 4)] = 1
             want = numbers[:, half : half + 4].T
-            few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, FewTile(outputs=8, warps=1), False, asm=asm)
+            for tile in (FewTile(outputs=8, warps=1), FewTile(outputs=16, warps=1, depth=64)):
+                few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, False, asm=asm)
+                assert torch.equal(few.float(), want)
             many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=64), False, asm=asm)
-            assert torch.equal(few.float(), want) and torch.equal(many.float(), want)
+            assert torch.equal(many.float(), want)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100, FUSED_ROWS + 1])
@@ -88,16 +90,18 @@ def test_products(form: tuple[Kind, int, int, dict[str, Any]], rows: int) -> Non
     assert error(linear(x, matrix), wide_norm_linear(x, exact, None, None, None, 0.0, False)) < 1e-2
 
 
+@pytest.mark.parametrize("tile", [FewTile(outputs=8, warps=2), FewTile(outputs=16, warps=4, depth=64)])
 @pytest.mark.parametrize("rows", [2, 3, SUMMED])
-def test_several_rows_are_summed(rows: int) -> None:
-    """By the kernel for few rows, which the default takes for fewer."""
+def test_several_rows_by_the_kernel_for_few(rows: int, tile: FewTile) -> None:
+    """By all of its forms, of which the default takes one, for fewer rows."""
     from nanovllm.ops.linear import triton_quantised_few
 
     for kind in KINDS:
         matrix = quantised_problem(kind, 256, 1024, group=128, device="cuda")
         x = torch.randn(rows, 1024, device=CUDA).to(BF16)
-        got = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, FewTile(outputs=8, warps=2), False, asm=True)
-        one = triton_quantised_few.launch(x[:1], matrix, None, None, None, 0.0, False, FewTile(outputs=8, warps=2), False, asm=True)
+        new = dependent_launch(CUDA)
+        got = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, new, asm=new)
+        one = triton_quantised_few.launch(x[:1], matrix, None, None, None, 0.0, False, tile, new, asm=new)
         assert error(got, x.double() @ matrix.dequantised(torch.float64).T) < 5e-3 and torch.equal(got[:1], one)
 
 

@@ -79,9 +79,11 @@ def test_every_code_is_converted_exactly(kind: Kind) -> None:
             x = torch.zeros(4, matrix.columns, dtype=dtype)
             x[range(4), range(half, half + 4)] = 1
             want = (numbers[half // 64] if kind == "int4" else numbers).to(dtype).expand(4, -1)
-            few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, FewTile(outputs=16, warps=1), False)
+            for tile in (FewTile(outputs=16, warps=1), FewTile(outputs=16, warps=1, depth=64)):
+                few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, False)
+                assert torch.equal(few, want)
             many = triton_quantised_many.product(x, matrix, None, False, ManyTile(outputs=64, depth=64, stages=2), False)
-            assert torch.equal(few, want) and torch.equal(many, want)
+            assert torch.equal(many, want)
 
 
 @interpreted
@@ -103,6 +105,30 @@ def test_few_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated:
     for tile in (FewTile(outputs=4, warps=1), FewTile(outputs=8, warps=2)):
         got = triton_quantised_few.launch(x, matrix, gain, bias, residual, 1e-6, gated, tile, False)
         assert error(got, want) < 1e-4
+
+
+@interpreted
+@quiet
+@pytest.mark.parametrize(
+    ("kind", "columns", "depth", "more"),
+    [("int4", 512, 64, {"group": 128, "scales": torch.bfloat16}), ("int4", 512, 32, {"group": 32, "zeros": True}),
+     ("int4", 256, 64, {"group": 64}), ("int4", 256, 64, {"group": None, "zeros": True}), ("int8", 256, 64, {"group": None}),
+     ("int8", 512, 128, {"group": 128, "zeros": True}), ("fp8", 256, 64, {"group": 128, "rows": 16}), ("fp8", 256, 32, {"group": None})],
+)  # fmt: skip
+@pytest.mark.parametrize(("rows", "gated", "norm", "extras"), [(1, True, True, False), (2, False, True, False), (3, False, False, True)])
+def test_few_rows_on_tensor_cores(
+    kind: Kind, columns: int, depth: int, more: dict[str, Any], rows: int, gated: bool, norm: bool, extras: bool
+) -> None:
+    from nanovllm.ops.linear import triton_quantised_few
+
+    outputs = 38
+    matrix, x = quantised_problem(kind, outputs, columns, **more), inputs(rows, columns)
+    width, tile = outputs // 2 if gated else outputs, FewTile(outputs=16, warps=2, depth=depth)
+    assert few_fits(tile, matrix, gated)
+    gain = torch.rand(columns) + 0.5 if norm else None
+    bias, residual = (torch.randn(width), torch.randn(rows, width)) if extras else (None, None)
+    want = wide_norm_linear(x, matrix.dequantised(torch.float64), gain, bias, residual, 1e-6, gated)
+    assert error(triton_quantised_few.launch(x, matrix, gain, bias, residual, 1e-6, gated, tile, False), want) < 1e-5
 
 
 @interpreted
@@ -193,10 +219,12 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
     matrix, x = quantised_problem(kind, 24, 256, group=128), inputs(33, 256)
     gain = torch.rand(256) + 0.5
     few = [
-        triton_quantised_few.launch(x[:rows], matrix, gain, None, None, 1e-6, True, FewTile(outputs=4, warps=1), False)
+        triton_quantised_few.launch(x[:rows], matrix, gain, None, None, 1e-6, True, tile, False)
+        for tile in (FewTile(outputs=4, warps=1), FewTile(outputs=16, warps=2, depth=64))
         for rows in (1, 2, 4)
     ]
-    assert torch.equal(few[0], few[2][:1]) and torch.equal(few[1], few[2][:2])
+    for one, two, four in (few[:3], few[3:]):
+        assert torch.equal(one, four[:1]) and torch.equal(two, four[:2])
     tile = ManyTile(outputs=16, rows=16, depth=64, stages=2)
     many = [triton_quantised_many.product(x[:rows], matrix, None, False, tile, False) for rows in (1, 16, 33)]
     assert torch.equal(many[0], many[2][:1]) and torch.equal(many[1], many[2][:16])
@@ -214,7 +242,8 @@ def test_few_rows_round_where_the_plain_functions_do(kind: Kind, gains: torch.dt
     gain = (torch.rand(256) + 0.5).to(gains)
     gain[::37] = 9.5
     residual = None if gated else inputs(2, 24, torch.float16)
-    got = triton_quantised_few.launch(x, matrix, gain, None, residual, 1e-6, gated, FewTile(outputs=4, warps=1), False, act)
+    tile = FewTile(outputs=16, warps=2, depth=64) if gains == torch.float32 else FewTile(outputs=4, warps=1)
+    got = triton_quantised_few.launch(x, matrix, gain, None, residual, 1e-6, gated, tile, False, act)
     weight = matrix.dequantised(torch.float32)
     normed = norm_linear(x, torch.eye(256, dtype=torch.float16), gain=gain, eps=1e-6)  # rounded as the norm of the plain functions is
     y = torch.nn.functional.linear(normed.float(), weight).half()

@@ -266,7 +266,12 @@ def wide_layer(
 
 
 def head(
-    x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float, *, cuts: Cuts | None = None
+    x: Float[Tensor, "R M"],
+    gain: Float[Tensor, "M"],
+    weight: Float[Tensor, "V M"] | QuantisedMatrix,
+    eps: float,
+    *,
+    cuts: Cuts | None = None,
 ) -> Float[Tensor, "R V"]:
     """The final norm and the logits, as `layers.head` computes them."""
     if x.shape[0] <= few.FEW:
@@ -280,7 +285,13 @@ def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
 
 
 def _added(
-    x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None, gain: Tensor | None, residual: Tensor, eps: float, cut: Cut
+    x: Float[Tensor, "T K"],
+    weight: Tensor | QuantisedMatrix,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    residual: Tensor,
+    eps: float,
+    cut: Cut,
 ) -> Float[Tensor, "T M"]:
     """A product plus the residual. With a norm weight, the product is normed before the sum, in one more launch."""
     if gain is None:

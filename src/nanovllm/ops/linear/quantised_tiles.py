@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from nanovllm.ops.linear.quantised import BLOCK, QuantisedMatrix
 
-SUMMED = 4  # rows that are summed in float32 at most, without tensor cores: each row is in registers
-SUMMED_ROWS = 2  # up to so many rows, products are summed in float32 by default
+SUMMED = 4  # rows of the kernel for few rows, at most: each row is in registers
+SUMMED_ROWS = 2  # up to so many rows, it is the default
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
+PROGRAMS = 256  # about two for each multiprocessor
 WIDEST = 32768  # inputs whose rows fit into the registers of one program
 HELD = 64  # registers of a thread for the codes on the way, by default
 MOST_HELD = 160  # at most
@@ -20,10 +21,14 @@ VECTOR = 8  # bytes of codes that a thread loads at once, so that the inputs tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewTile:
-    """Tile configuration of products that are summed in float32: outputs per program, and warps, which divide the inputs among them."""
+    """Tile configuration of products of few rows: outputs per program, and warps, which divide the inputs among them.
+
+    `depth` is the number of bytes of codes of an output that a warp takes per step on tensor cores. 0: sums in float32.
+    """
 
     outputs: int
     warps: int
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +70,37 @@ def few_fits(tile: FewTile, matrix: QuantisedMatrix, gated: bool) -> bool:
     """Return whether the kernel for few rows can use this tile configuration."""
     if not all(value >= 1 and value & (value - 1) == 0 for value in (tile.outputs, tile.warps)) or tile.warps > 16:
         return False
-    return steps_of(matrix, tile.warps) * VECTOR // 4 * tile.outputs * (2 if gated else 1) <= MOST_HELD
+    outputs = tile.outputs * (2 if gated else 1)
+    if tile.depth == 0:
+        return steps_of(matrix, tile.warps) * VECTOR // 4 * outputs <= MOST_HELD
+    width = matrix.codes.shape[-1]
+    whole = tile.outputs >= 16 and width % (tile.depth * tile.warps) == 0 and matrix.columns * matrix.bits == width * 8
+    apart = matrix.scales.shape[-1] > 1 and (matrix.group % tile.depth or tile.depth > matrix.group)
+    one = tile.depth in (32, 64) or (tile.depth == 128 and matrix.bits == 8)  # a step of nibbles stays in a block of columns
+    return whole and one and not apart and width * outputs // (128 * tile.warps) <= MOST_HELD
 
 
 def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
-    """Choose the tile configuration for few rows: a row of codes is read in at most 4 steps, and codes fill `HELD` registers."""
+    """Choose the tile configuration for few rows.
+
+    4-bit codes go to tensor cores where they fit: a sum in float32 takes more than 4 instructions per code, a product on tensor cores
+    less than 3. Otherwise a row of codes is read in at most 4 steps, and codes fill `HELD` registers, or fewer where few outputs would
+    leave multiprocessors idle.
+    """
+    rows = matrix.shape[0] // (2 if gated else 1)
+    if matrix.bits == 4 and rows >= 16 * PROGRAMS // 2:
+        for warps in (4, 8):
+            for depth in (64, 32):
+                tile = FewTile(outputs=16, warps=warps, depth=depth)
+                if few_fits(tile, matrix, gated):
+                    return tile
     warps = 1
     while warps < 8 and steps_of(matrix, warps) > (2 if warps < 4 else 4):
         warps *= 2
     held = steps_of(matrix, warps) * VECTOR // 4 * (2 if gated else 1)
     outputs = 1 << max(0, (HELD // held).bit_length() - 1)
+    while outputs > 2 and rows // outputs < PROGRAMS:
+        outputs //= 2
     return FewTile(outputs=min(outputs, 16), warps=warps)
 
 
