@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 DEV    := $(VENV)/.stamp-dev
 DOCS   := $(VENV)/.stamp-docs
+LMEVAL := $(VENV)/.stamp-lm-eval
 GPU    := $(if $(shell command -v nvidia-smi 2>/dev/null),[cuda])
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -27,6 +28,11 @@ $(STAMP): pyproject.toml constraints.txt
 $(DEV): $(STAMP)
 	$(PIP) -e ".[dev]"
 	touch $(DEV)
+
+# And lm-eval with its 620 MB of packages, which one test needs; without them it is skipped.
+$(LMEVAL): $(DEV)
+	$(PIP) -e ".[lm-eval]"
+	touch $(LMEVAL)
 
 # And the tools for the site.
 $(DOCS): $(STAMP)
@@ -56,7 +62,7 @@ test: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m "interpret and not long"
 
 # Minutes of work that `make test` leaves out: the widest sweeps, the mutation run, the package built and installed in a fresh environment.
-test-long: $(DEV)
+test-long: $(LMEVAL)
 	$(PYTEST) -m "(unhooked or long) and not compile and not gpu and not interpret" --ignore=tests/mutation $(HOOK)
 	$(PYTEST) -m "long and compile and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long tests/mutation  # has processes of its own
@@ -84,9 +90,10 @@ bench-http: $(DEV)
 eval-reuse: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/explanation/reuse-quality
 
-# The page docs/reference/parity.md: every architecture compared with transformers.
+# The pages docs/reference/parity*.md: every architecture, and every quantised format, compared with transformers.
 parity: $(DEV)
 	$(BIN)/python -m tests.parity --out docs/reference/parity
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.quantised --out docs/reference/parity-quantised
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

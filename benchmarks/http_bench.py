@@ -2,10 +2,12 @@
 
     python -m benchmarks.http_bench --model qwen3-0.6b --output benchmarks/results/h200-http.json
     python -m benchmarks.http_bench --model tiny --device cpu --rows 1,256 8,256
+    python -m benchmarks.http_bench --model tiny --device cpu --engine thread --rows 8,256
 
 A shape's name stands for random weights in a folder that this program makes, with a tokenizer of as many tokens. A row of the result
-has the figures of the clients, and the share of a core that the engine and the front ends took. `library` is the tokens a second of
-`LLM.generate` on the same prompts, in a process of its own.
+has the figures of the clients, the share of a core that the engine and the front ends took, and their processor time per token in
+microseconds. With `--engine thread` both are threads of one process (`http_server.py`), whose figures stand for the engine's. `library` is
+the tokens a second of `LLM.generate` on the same prompts, in a process of its own.
 """
 
 import argparse
@@ -52,9 +54,9 @@ def shape_folder(name: str, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
+def served(model: str, arguments: list[str], *, program: tuple[str, ...] = ("nanovllm", "serve")) -> Iterator[tuple[str, int]]:
     """A server as a process of its own. Yields its address and the id of its first process."""
-    command = [sys.executable, "-m", "nanovllm", "serve", "--model", model, "--model-name", "model", "--port", "0", *arguments]
+    command = [sys.executable, "-m", *program, "--model", model, "--model-name", "model", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -69,8 +71,8 @@ def served(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
 
 
 def cpu_seconds(parent: int) -> list[float]:
-    """The processor time of the children of a process, in the order of their ids: the engine's, then the front ends'."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    """The processor time of the children of a process, in the order of their ids: the engine's, then the front ends'; or its own."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split() or [str(parent)]
     fields = [Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split() for child in sorted(children, key=int)]
     return [(int(each[11]) + int(each[12])) / TICKS for each in fields]
 
@@ -78,8 +80,9 @@ def cpu_seconds(parent: int) -> list[float]:
 def library(model: str, rows: list[tuple[int, int]], options: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of `LLM.generate` on the prompts of each row, and the environment."""
     import nanovllm as nv
+    from benchmarks.http_server import engine_of
 
-    llm = nv.LLM(model, device=options.device, num_pages=options.num_pages)
+    llm = engine_of(model, {"device": options.device, "num_pages": options.num_pages}, options.step_ms)
     rates = []
     for streams, num_reply in [(8, 32), *rows]:
         draw = random.Random(streams)
@@ -97,6 +100,8 @@ def main() -> None:
     parser.add_argument("--device", metavar="D", help="cpu or cuda")
     parser.add_argument("--num-pages", type=int, metavar="N", help="pages of KV memory")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="front ends (default: 1)")
+    parser.add_argument("--engine", choices=("process", "thread"), default="process", help="where the engine is (default: process)")
+    parser.add_argument("--step-ms", type=float, metavar="X", help="run no model: a pass over the device sleeps for X milliseconds")
     parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests that run at the same time (default: 256)")
     parser.add_argument("--rows", nargs="*", default=["1,512", "8,256", "64,256", "256,256", "512,256"], metavar="STREAMS,TOKENS")
     parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
@@ -116,15 +121,21 @@ def main() -> None:
         given = ["--workers", str(options.workers), "--max-num-seqs", str(options.max_num_seqs)]
         given += ["--device", options.device] if options.device else []
         given += ["--num-pages", str(options.num_pages)] if options.num_pages else []
+        program = ("nanovllm", "serve")
+        if options.engine == "thread" or options.step_ms is not None:
+            program = ("benchmarks.http_server", "--engine", options.engine)
+            given += ["--step-ms", str(options.step_ms)] if options.step_ms is not None else []
         found: list[dict[str, Any]] = []
-        with served(model, given) as (url, pid):
+        with served(model, given, program=program) as (url, pid):
             http_load.load(url, "model", 8, 32, argparse.Namespace(**{**vars(options), "rounds": 1}))
             for streams, num_reply in rows:
                 before, started = cpu_seconds(pid), time.perf_counter()
                 row = http_load.load(url, "model", streams, num_reply, options)
                 wall = time.perf_counter() - started
-                shares = [round((b - a) / wall, 3) for a, b in zip(before, cpu_seconds(pid), strict=True)]
-                found.append({**row, "engine_cores": shares[0], "front_end_cores": shares[1:]})
+                took, tokens = [b - a for a, b in zip(before, cpu_seconds(pid), strict=True)], streams * num_reply * options.rounds
+                shares, each = [round(one / wall, 3) for one in took], [round(1e6 * one / tokens, 1) for one in took]
+                cores = {"engine_cores": shares[0], "front_end_cores": shares[1:]}
+                found.append({**row, **cores, "engine_us": each[0], "front_end_us": each[1:]})
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "benchmarks.http_bench", "--library-of", model, *sys.argv[1:]]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -3,8 +3,9 @@
     python benchmarks/http_load.py http://127.0.0.1:8000 MODEL [STREAMS,TOKENS ...] [--output FILE]
 
 Each stream is a raw socket, because clients in Python are otherwise slower than the server. A row tells tokens a second over all streams,
-and milliseconds to the first token and between events (median and 99th percentile). Each stream sends `--rounds` requests, one after the
-other, over one connection.
+and milliseconds to the first token and between events (median and 99th percentile). `tok_s` counts the time in which the processes of the
+clients start; `busy_tok_s` counts from the first request to the last answer. Each stream sends `--rounds` requests, one after the other,
+over one connection.
 """
 
 import argparse
@@ -22,6 +23,9 @@ from urllib.parse import urlsplit
 USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
+Told = tuple[float, list[float], int, float, float]  # of a request: seconds to the first event and between events, tokens, begin, end
+
+
 class Stream:
     """One connection, which sends one request after the other."""
 
@@ -29,7 +33,7 @@ class Stream:
         self.sock = socket.create_connection(address)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.bodies, self.host = bodies, address[0].encode()
-        self.times: list[tuple[float, list[float], int]] = []  # of each request: to the first event, between events, tokens
+        self.times: list[Told] = []
         self.send()
 
     def send(self) -> None:
@@ -59,7 +63,7 @@ class Stream:
         found = USAGE.findall(self.tail)
         if not found:
             raise ConnectionError(f"an answer without usage: {self.tail!r}")
-        self.times.append((self.first, self.gaps, int(found[-1])))
+        self.times.append((self.first, self.gaps, int(found[-1]), self.sent, now))
         if not self.bodies:
             return True
         self.send()
@@ -111,20 +115,22 @@ def load(url: str, model: str, streams: int, num_reply: int, options: argparse.N
     started = time.perf_counter()
     for place in range(processes):
         multiprocessing.Process(target=client, args=(address, bodies[place::processes], results), daemon=True).start()
-    found: list[tuple[float, list[float], int]] = []
+    found: list[Told] = []
     for _ in range(processes):
         one = results.get()
         if isinstance(one, Exception):
             raise one
         found += one
     wall = time.perf_counter() - started
-    short = [count for *_, count in found if count != num_reply]
+    busy = max(one[4] for one in found) - min(one[3] for one in found)
+    short = [one[2] for one in found if one[2] != num_reply]
     if short:
         raise ValueError(f"{len(short)} of {len(found)} replies have other than {num_reply} tokens, for example {short[0]}")
     first, gaps = [one[0] for one in found], [gap for one in found for gap in one[1]] or [0.0]
     return {
         "streams": streams,
         "tok_s": round(sum(one[2] for one in found) / wall, 1),
+        "busy_tok_s": round(sum(one[2] for one in found) / busy, 1),
         "ttft_ms": at(first, 0.5),
         "ttft_p99": at(first, 0.99),
         "gap_ms": at(gaps, 0.5),

@@ -58,27 +58,30 @@ class Case:
     Attributes:
         prompt: The prompt's token ids.
         params: The options.
-        shift: What is added to the logits of single tokens, by `logit_bias` or by a function.
         process_logits: That function.
         want: The reply's tokens; None if it is sampled.
-        tops: The most probable tokens at each place of the reply, with their log-probabilities before any option.
+        tops: The most probable tokens at each place of the reply, with their log-probabilities after biases and functions of the logits,
+            and before penalties.
     """
 
     prompt: list[int]
     params: nv.SamplingParams
-    shift: dict[int, float] = field(default_factory=dict)
     process_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     want: list[int] | None = None
     tops: list[dict[int, float]] = field(default_factory=list)
 
     def margin(self, at: int, token: int) -> float:
-        """By how much the reply's token at `at` is more probable than another, after all options."""
+        """By how much the reply's token at `at` is more probable than another, after all options.
+
+        A token that is not among `tops` counts as the least probable one of them: it is at most as probable before penalties.
+        """
         assert self.want is not None
         before, params = Counter(self.want[:at]), self.params
+        least = min(self.tops[at].values())
 
         def score(token: int) -> float:
             penalty = params.frequency_penalty * before[token] + params.presence_penalty * (token in before)
-            return self.tops[at].get(token, -np.inf) + self.shift.get(token, 0.0) - penalty
+            return self.tops[at].get(token, least) - penalty
 
         return score(self.want[at]) - score(token)
 
@@ -95,9 +98,7 @@ class Soak:
         self.memory: list[dict[str, int]] = []
         self.wrong: list[str] = []
         self.per_token = 0.0
-        self.shift = self.biases()
-        self.added = torch.zeros(model.config.vocab_size, device=self.device)
-        self.added[list(self.shift)] = torch.tensor(list(self.shift.values()), device=self.device)
+        self.process = self.adding(self.biases())
         single = nv.LLM(model, num_pages=self.most // 16 + 2, max_num_seqs=1)
         self.cases = {kind: [self.alone(kind, single) for _ in range(options.cases)] for kind in KINDS}
 
@@ -105,9 +106,11 @@ class Soak:
         """What to add to the logits of some tokens."""
         return {token: self.random.choice((-BIAS, BIAS)) for token in random_tokens(self.random, 200, self.llm.model.config.vocab_size)}
 
-    def process(self, logits: torch.Tensor) -> torch.Tensor:
-        """Add `shift` to the logits: one function for all requests, because each function has CUDA graphs of its own."""
-        return logits + self.added
+    def adding(self, biases: dict[int, float]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that adds biases to the logits. Requests share one, because each function has CUDA graphs of its own."""
+        added = torch.zeros(self.llm.model.config.vocab_size, device=self.device)
+        added[list(biases)] = torch.tensor(list(biases.values()), device=self.device)
+        return lambda logits: logits + added
 
     def alone(self, kind: str, llm: nv.LLM) -> Case:
         """Draw a case of a kind, and run its request alone in an engine that serves one request at a time."""
@@ -116,15 +119,18 @@ class Soak:
         case = Case(prompt=random_tokens(self.random, length, vocabulary), params=replace(GREEDY, **OPTIONS.get(kind, {})))
         if kind == "sampled":
             return replace(case, params=replace(case.params, seed=self.random.randrange(2**31)))
-        if kind == "bias":
+        asked, process = replace(case.params, logprobs=20), None
+        if kind == "bias":  # alone the biases are a function of the logits, because log-probabilities are those before `logit_bias`
             biases = self.biases()
-            case = replace(case, params=replace(case.params, logit_bias=biases), shift=biases)
+            case, process = replace(case, params=replace(case.params, logit_bias=biases)), self.adding(biases)
         if kind == "processed":
-            case = replace(case, shift=self.shift, process_logits=self.process)
+            case = replace(case, process_logits=self.process)
+            process = self.process
         if kind == "stop":
             text = llm.generate([case.prompt], case.params)[0].text
             case = replace(case, params=replace(case.params, stop=(text[len(text) // 2 :][:3] or ".", "\n\n\n")))
-        (out,) = llm.generate([case.prompt], replace(case.params, logprobs=20), process_logits=case.process_logits)
+            asked = replace(case.params, logprobs=20)
+        (out,) = llm.generate([case.prompt], asked, process_logits=process)
         assert out.logprobs is not None
         return replace(case, want=out.token_ids, tops=[dict(each.top) for each in out.logprobs])
 

@@ -82,10 +82,22 @@ def test_what_is_wrong_is_found(small: list[str], short: None, monkeypatch: pyte
         assert message in out
 
 
-def test_options_are_part_of_a_margin() -> None:
+def test_penalties_are_part_of_a_margin() -> None:
     tops = [{7: -1.0, 8: -1.5, 9: -2.0}] * 2
-    case = soak.Case(prompt=[1], params=soak.GREEDY, want=[7, 7], tops=tops, shift={9: 1.5})
-    assert [case.margin(1, token) for token in (7, 8, 9)] == [0.0, 0.5, -0.5]
-    less = soak.replace(case, params=soak.replace(soak.GREEDY, presence_penalty=0.5, frequency_penalty=0.25), shift={})
+    case = soak.Case(prompt=[1], params=soak.GREEDY, want=[7, 7], tops=tops)
+    assert [case.margin(1, token) for token in (7, 8, 9, 3)] == [0.0, 0.5, 1.0, 1.0]
+    less = soak.replace(case, params=soak.replace(soak.GREEDY, presence_penalty=0.5, frequency_penalty=0.25))
     assert [less.margin(1, token) for token in (7, 8)] == [0.0, -0.25]
-    assert less.margin(1, 3) == float("inf")
+
+
+def test_biased_tokens_have_a_margin(small: list[str], short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases lift tokens that are improbable without them. Their log-probabilities are known all the same."""
+    seen: list[soak.Case] = []
+    planted(lambda run: seen.extend(run.cases["bias"]), monkeypatch)
+    monkeypatch.setattr(soak, "BIAS", 100.0)
+    monkeypatch.setattr(soak, "KINDS", {"plain": soak.Soak.stream, "bias": soak.Soak.stream})
+    assert soak.main([*ARGUMENTS, *small, "--minutes", "0.001"]) == 0
+    (case,) = seen
+    assert case.want is not None
+    lifted = {token for token, bias in dict(case.params.logit_bias).items() if bias > 0}
+    assert all(token in lifted and token in top for token, top in zip(case.want, case.tops, strict=True))

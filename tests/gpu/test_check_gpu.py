@@ -12,6 +12,7 @@ import nanovllm as nv
 from nanovllm import models
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.check.report_text import table
+from nanovllm.executor import build_executor
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.models.check.examine import ROWS, choose, examine
 from nanovllm.models.fast import fused
@@ -215,3 +216,25 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "tiny", "--device", "cuda", "--tokens", "64"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("tiny, Qwen3ForCausalLM, bfloat16") and "decode steps run on the path fused" in out
+
+
+def test_a_start_takes_the_record_of_a_passed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that change, and `check=True`, are compared again."""
+    model, looked = small_model(), []
+
+    def counted(*given: Any) -> Any:
+        looked.append(given)
+        return choose(*given)
+
+    monkeypatch.setattr(build_executor, "choose", counted)
+
+    def looks(model: nv.Model, **options: Any) -> int:
+        looked.clear()
+        nv.init_state(model, **LIMITS, **options)
+        return len(looked)
+
+    assert looks(model) >= 1  # once more where a first start compiles kernels
+    assert looks(model) == 0
+    assert looks(model, check=True) == 1
+    assert looks(extreme(model)) >= 1
+    assert looks(extreme(model)) == 0

@@ -34,7 +34,9 @@ PROBED = 2  # layers that run to choose tokens by deviation; the KV of the first
 
 @explain_unknown_keywords
 @torch.no_grad()
-def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int | float | Literal["all"] = 0) -> tuple[EngineState, Chunk]:
+def compose(
+    model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int | float | Literal["all"] = 0, *, namespace: int = 0
+) -> tuple[EngineState, Chunk]:
     r"""Join chunks in any order; a chunk may occur several times.
 
     Donates `state`. The first chunk keeps its positions, and its whole pages are shared. The keys of the others are rotated to their new
@@ -48,6 +50,7 @@ def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int
         recompute: The tokens of the second and later chunks that run again, in place. 0: none. An integer k: the first k of each chunk
             (Hu et al., 2024, "EPIC"). A fraction between 0 and 1: the tokens whose KV deviates most, which two layers over all moved
             tokens find (Yao et al., 2024, "CacheBlend"). "all": every token that is not exact, for an exact result.
+        namespace: A number of at least 0. Indexed KV is shared only with requests and calls of the same number.
 
     Returns:
         The next state, and one chunk of all tokens. Its `provenance` names this operation if it is approximate.
@@ -86,18 +89,25 @@ def compose(model: Model, state: EngineState, chunks: Seq[Chunk], recompute: int
     with guarded(state) as taken:
         if isinstance(amount, str):
             base = cut(first, first.num_exact, state.config.page_size) if first.num_exact else None
-            state, whole = run_after(model, state, base, tokens, taken)
+            state, whole = run_after(model, state, base, tokens, taken, namespace)
         else:
             require_rotary(model, 'compose with recompute=0; recompute="all" works')
             layout = joined(chunks, tokens, state.config.page_size)
-            state, whole = _placed(model, state, layout, f"composed, recompute={amount}", chunks, taken, amount)
+            state, whole = _placed(model, state, layout, f"composed, recompute={amount}", chunks, taken, namespace, amount)
         return commit_state(state), whole
 
 
 @explain_unknown_keywords
 @torch.no_grad()
 def drop(
-    model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: Literal["recompute", "shift", "gap"] = "recompute"
+    model: Model,
+    state: EngineState,
+    chunk: Chunk,
+    start: int,
+    stop: int,
+    mode: Literal["recompute", "shift", "gap"] = "recompute",
+    *,
+    namespace: int = 0,
 ) -> tuple[EngineState, Chunk]:
     """Make a chunk without the tokens `start ... stop - 1`.
 
@@ -114,6 +124,7 @@ def drop(
         start: The index of the first token to remove.
         stop: The index after the last token to remove. The span must not cover the whole chunk.
         mode: "recompute", "shift" or "gap".
+        namespace: A number of at least 0. Indexed KV is shared only with requests and calls of the same number.
 
     Returns:
         The next state, and the shorter chunk.
@@ -137,11 +148,13 @@ def drop(
     """
     state = enter_with(model, state)
     with guarded(state) as taken:
-        state, kept = dropped(model, state, chunk, start, stop, mode, taken)
+        state, kept = dropped(model, state, chunk, start, stop, mode, taken, namespace)
         return commit_state(state), kept
 
 
-def dropped(model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken) -> tuple[EngineState, Chunk]:
+def dropped(
+    model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken, namespace: int = 0
+) -> tuple[EngineState, Chunk]:
     """`drop` without the commit. Pages that it takes are noted in `taken`."""
     require_live(state, chunk)
     start, stop = _span(chunk, start, stop)
@@ -151,11 +164,11 @@ def dropped(model: Model, state: EngineState, chunk: Chunk, start: int, stop: in
         return cut_live(state, chunk, start)
     if mode == "recompute":
         tokens = chunk.tokens.truncate(start).extend(chunk.tokens.array(stop))
-        return run_after(model, state, cut(chunk, start, state.config.page_size) if start else None, tokens, taken)
+        return run_after(model, state, cut(chunk, start, state.config.page_size) if start else None, tokens, taken, namespace)
     if mode == "shift":
         require_rotary(model, 'drop with mode="shift"; "recompute" and "gap" work')
     layout = (shifted if mode == "shift" else gapped)(chunk, start, stop, state.config.page_size)
-    return _placed(model, state, layout, f"dropped by {mode}", [chunk], taken)
+    return _placed(model, state, layout, f"dropped by {mode}", [chunk], taken, namespace)
 
 
 def require_rotary(model: Model, what: str) -> None:
@@ -209,6 +222,7 @@ def _placed(
     operation: str,
     sources: Seq[Chunk],
     taken: Taken,
+    namespace: int,
     recompute: int | float = 0,
 ) -> tuple[EngineState, Chunk]:
     """Build the chunk of a layout, without the commit: take pages, move KV, run the chosen tokens again."""
@@ -228,7 +242,7 @@ def _placed(
     pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
     operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
     sequence = Sequence(
-        request=plain_request(total), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
+        request=plain_request(total, namespace), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
         provenance=Provenance(operations=tuple(operations)), exact_len=layout.num_exact, gaps=layout.gaps,
     )  # fmt: skip
     state = replace(state, pool=pool)
@@ -292,11 +306,13 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
     return (kv_of_tokens() - before).square().flatten(1).sum(1).cpu().numpy()
 
 
-def run_after(model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: Taken) -> tuple[EngineState, Chunk]:
+def run_after(
+    model: Model, state: EngineState, base: Chunk | None, tokens: IntVector, taken: Taken, namespace: int = 0
+) -> tuple[EngineState, Chunk]:
     """Make a chunk of all tokens by running those after `base`, without the commit. Pages that it takes are noted in `taken`."""
     if len(tokens) > capacity(state, base):
         raise InvalidRequestError(f"the chunk would have {len(tokens)} tokens; this engine holds at most {capacity(state, base)}")
-    filled, sequences = adopt(state, [plain_sequence(tokens, base)])
+    filled, sequences = adopt(state, [plain_sequence(tokens, base, namespace)])
     filled, sequences = reserve_all(filled, sequences, [len(tokens)], taken)
     filled, (sequence,) = fill(model, filled, sequences)
     return chunk_of(model, filled, sequence)

@@ -32,14 +32,17 @@ from nanovllm.state.sequence_pages import begun, frames_of_copies, offered, rese
 from nanovllm.state.vector import IntVector
 
 
-def plain_sequence(tokens: IntVector, base: Chunk | None) -> Sequence:
+def plain_sequence(tokens: IntVector, base: Chunk | None, namespace: int = 0) -> Sequence:
     """A sequence that only fills its tokens, after its base chunk. It does not own the chunk's pages yet."""
-    return begin_sequence(plain_request(len(tokens)), tokens, base)
+    return begin_sequence(plain_request(len(tokens), namespace), tokens, base)
 
 
-def plain_request(count: int) -> Request:
+def plain_request(count: int, namespace: int = 0) -> Request:
     """A request that prefills `count` tokens and generates none."""
-    return Request(request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0)
+    return Request(
+        request_id=-1, num_prompt=count, sampling=SamplingParams(), seed=0, max_len=count, stop_ids=frozenset(), arrival=0.0,
+        namespace=namespace,
+    )  # fmt: skip
 
 
 def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False) -> tuple[EngineState, list[Sequence]]:
@@ -54,7 +57,7 @@ def adopt(state: EngineState, sequences: Seq[Sequence], *, logits: bool = False)
     """
     pool, owners, reused = state.pool, [], 0
     for asked in sequences:
-        matched, _ = pools.reusable(pool, asked.tokens.array(), whole=True)
+        matched, _ = pools.reusable(pool, asked.tokens.array(), whole=True, namespace=asked.request.namespace)
         pool, sequence = begun(pools.acquire(pool, asked.pages), asked, matched, 0, state.config.page_size)
         filled = min(sequence.num_filled, len(sequence.tokens) - logits)
         owners.append(replace(sequence, most_filled=filled))
@@ -112,7 +115,7 @@ def reserve_all(
 def _begun_with_offered(pool: Pool, sequence: Sequence, kept_back: int) -> tuple[Pool, Sequence]:
     """The sequence over pages of the index that hold more of its tokens, except the last `kept_back`, than its own, if there are some."""
     size, length = pool.prefix.page_size, sequence.tokens.length
-    matched, _ = pools.reusable(pool, sequence.tokens.array(0, length - kept_back), whole=True)
+    matched, _ = pools.reusable(pool, sequence.tokens.array(0, length - kept_back), whole=True, namespace=sequence.request.namespace)
     pool, sequence = begun(pool, sequence, matched, 0, size)
     return pool, replace(sequence, most_filled=max(sequence.most_filled, min(sequence.num_filled, length - 1)))
 
@@ -149,7 +152,7 @@ def fill(
             prompt, again = counted(done[i], count)
             stats = stats.add(prefill_tokens=prompt, decode_tokens=count - prompt, rerun_tokens=again)
             done[i] = done[i].advance(count)
-            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_exact), done[i].pages.array())
+            pool = pools.insert(pool, done[i].tokens.array(0, done[i].num_exact), done[i].pages.array(), done[i].request.namespace)
 
 
 def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.ndarray) -> None:
@@ -177,7 +180,9 @@ def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.n
 
 @explain_unknown_keywords
 @torch.no_grad()
-def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None) -> tuple[EngineState, Chunk]:
+def prefill(
+    model: Model, state: EngineState, text_or_ids: Any, after: Chunk | None = None, *, namespace: int = 0
+) -> tuple[EngineState, Chunk]:
     """Fill the KV of a context and return the whole of it as a chunk.
 
     Donates `state`. Pages of a prefix that the prefix index holds are shared and not run again.
@@ -187,6 +192,7 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
         state: The newest state of the engine.
         text_or_ids: A text, token ids (a list, tuple or integer array), or a list of these. Its first part may be a chunk.
         after: A chunk that the new tokens follow. It stays valid, and the result shares its pages.
+        namespace: A number of at least 0. Indexed KV is shared only with requests and calls of the same number.
 
     Returns:
         The next state, and a chunk of all tokens: the tokens of `after` first, then the new ones.
@@ -215,7 +221,7 @@ def prefill(model: Model, state: EngineState, text_or_ids: Any, after: Chunk | N
     if num_tokens > limit:
         raise InvalidRequestError(f"the chunk would have {resolved.count} tokens; this engine holds at most {limit}")
     with guarded(state) as taken:
-        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base)])
+        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base, namespace)])
         filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
         filled, (sequence,) = fill(model, filled, sequences)
         filled, chunk = chunk_of(model, filled, sequence)

@@ -42,10 +42,13 @@ Found = list[tuple[np.ndarray, Scored]]  # the results of each pass, and the pla
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Task:
-    """A distinct context, and its continuations: the place of each one's first log-probability among all of the call, and its tokens."""
+    """A distinct context, and its continuations: the place of each one's first log-probability among all of the call, and its tokens.
+    `namespace` is that of the call.
+    """
 
     tokens: IntVector
     base: Chunk | None
+    namespace: int
     continuations: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
     def lengths(self) -> list[int]:
@@ -74,7 +77,7 @@ class _Run:
 @explain_unknown_keywords
 @torch.no_grad()
 def score(
-    model: Model, state: EngineState, contexts: Seq[Context], continuations: Seq[Continuation], *, top_logprobs: int = 0
+    model: Model, state: EngineState, contexts: Seq[Context], continuations: Seq[Continuation], *, top_logprobs: int = 0, namespace: int = 0
 ) -> tuple[EngineState, list[Score]]:
     """Compute the log-probabilities of given continuations, each after its context.
 
@@ -89,6 +92,7 @@ def score(
         continuations: A list with one continuation per context: a text or token ids, at least one token. A text is encoded by itself,
             without a start token, so it usually begins with a space.
         top_logprobs: How many of the most probable tokens to report in the place of each token, up to 20.
+        namespace: A number of at least 0. Indexed KV is shared only with requests and calls of the same number.
 
     Returns:
         The next state, and one score per continuation, in the same order.
@@ -115,7 +119,7 @@ def score(
         [' upon', ' a', ' time', ',', ' a']
     """
     state, num_top = enter_with(model, state), num_top_of("top_logprobs", top_logprobs)
-    tasks, token_ids = _tasks(model, state, contexts, continuations)
+    tasks, token_ids = _tasks(model, state, contexts, continuations, namespace)
     for task in tasks:
         _admitted(state, [task])  # raises before anything is written
     found: Found = []
@@ -142,7 +146,7 @@ def _scores(token_ids: Seq[np.ndarray], found: Found) -> list[Score]:
     return [Score(token_ids=ids.tolist(), logprobs=own, top_ids=top, top_logprobs=values) for ids, own, top, values in each]
 
 
-def _tasks(model: Model, state: EngineState, contexts: Any, continuations: Any) -> tuple[list[_Task], list[np.ndarray]]:
+def _tasks(model: Model, state: EngineState, contexts: Any, continuations: Any, namespace: int) -> tuple[list[_Task], list[np.ndarray]]:
     """The distinct contexts in order, and the tokens of all continuations.
 
     Raises:
@@ -170,7 +174,7 @@ def _tasks(model: Model, state: EngineState, contexts: Any, continuations: Any) 
             )
         # Equal tokens have equal KV, unless it is approximate.
         key = tokens.array().tobytes(), None if base is None or base.provenance.exact else base.liveness
-        tasks.setdefault(key, _Task(tokens=tokens, base=base)).continuations.append((start, ids))
+        tasks.setdefault(key, _Task(tokens=tokens, base=base, namespace=namespace)).continuations.append((start, ids))
         token_ids.append(ids)
         start += len(ids)
     return list(tasks.values()), token_ids
@@ -206,7 +210,7 @@ def _admitted(state: EngineState, tasks: Seq[_Task]) -> tuple[EngineState, list[
     """
     size, owners, num_tokens, own, spare = state.config.page_size, list[Sequence](), 0, 0, 0
     for task in tasks:
-        after, (sequence,) = adopt(state, [plain_sequence(task.tokens, task.base)], logits=True)
+        after, (sequence,) = adopt(state, [plain_sequence(task.tokens, task.base, task.namespace)], logits=True)
         own += _num_missing(after.pool, sequence, size)
         spare = max(spare, _num_spare(task, sequence, size))
         if own + spare > after.pool.num_available:
@@ -252,7 +256,7 @@ def _scored(
     pool, runs = state.pool, []
     for task, run in zip(tasks, contexts, strict=True):
         filled = run.sequence.advance(run.sequence.todo)
-        pool = pools.insert(pool, filled.tokens.array(0, filled.num_exact), filled.pages.array())
+        pool = pools.insert(pool, filled.tokens.array(0, filled.num_exact), filled.pages.array(), task.namespace)
         again = [] if run.sequence.todo else [run]
         mine = [*again, *(_continuation_run(filled, start, ids) for start, ids in task.continuations if len(ids) > 1)]
         pool = pools.release(pool, filled.pages) if not mine else pool
@@ -273,7 +277,12 @@ def _continuation_run(context: Sequence, start: int, ids: np.ndarray) -> _Run:
     """The tokens of a continuation without the last one, after its filled context."""
     tokens, at = context.tokens.extend(ids[:-1]), len(context.tokens)
     asked = np.stack((np.arange(at, len(tokens)), ids[1:], np.arange(start + 1, start + len(ids))), 1).astype(np.int64)
-    return _Run(sequence=replace(context, tokens=tokens, request=plain_request(len(tokens))), at=at, first=at, asked=asked)
+    return _Run(
+        sequence=replace(context, tokens=tokens, request=plain_request(len(tokens), context.request.namespace)),
+        at=at,
+        first=at,
+        asked=asked,
+    )
 
 
 def _in_turn(model: Model, state: EngineState, runs: Seq[_Run], taken: Taken, found: Found, num_top: int) -> EngineState:

@@ -11,7 +11,7 @@ from nanovllm.config import EngineConfig, loaded_for_short
 from nanovllm.engine.donation import model_key, require_model
 from nanovllm.engine.prefill_rate import bounded, require_step_ms
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
-from nanovllm.executor.build_executor import build_executor, checked_choice, first_start, step_bytes_needed, tuned_cuts
+from nanovllm.executor.build_executor import build_executor, checked_choice, compares, first_start, step_bytes_needed, tuned_cuts
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.kv_budget import device_budget
 from nanovllm.models.model import Model
@@ -72,8 +72,9 @@ def init_state(
         cascade: Whether pages that requests share are read once for all of them. None: if that is faster. True: for every whole page, on
             a CPU too.
         check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. A layer beyond the error
-            bound runs in plain torch, with a warning. None: on a GPU. True: on a CPU too, but not together with `compile=True` there.
-            This option is not `nv.check`.
+            bound runs in plain torch, with a warning. None: on a GPU, once for the same weights, GPU and versions; that all layers passed
+            is kept in the user's cache. True: always, on a CPU too, but not together with `compile=True` there. This option is not
+            `nv.check`.
         tuning: The tile configurations of the GPU's kernels. None: use the file that `nanovllm tune` wrote for this GPU, model and
             version, if it exists. True: the same, and it must exist. False: the defaults. A path: use this file.
         progress: Whether to draw progress bars. None: only on a terminal.
@@ -136,10 +137,11 @@ def init_state(
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
-    first = first_start(model, limits, compile, cascade, check, cuts, sized=num_pages is None)
-    # The check needs memory for a moment, so it comes before the KV pool.
-    choice, cuts = checked_choice(model, limits, compile, check, cuts, tuning)
-    budget = None
+    checked = compares(model, limits, compile, check, cuts)
+    first = first_start(model, limits, compile, cascade, cuts, checked=checked, sized=num_pages is None)
+    budget, choice = None, None
+    if checked:  # it needs memory for a moment, so it comes before the KV pool
+        choice, cuts = checked_choice(model, limits, cuts, tuning)
     if num_pages is None:
         needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
         budget = device_budget(model, memory_fraction) - needed

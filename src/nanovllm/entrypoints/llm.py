@@ -130,7 +130,8 @@ class LLM:
             seed: The seed of requests that have none of their own.
             compile: Whether decode steps use fused kernels and CUDA graphs, or `torch.compile`. None: on a GPU; on a CPU they run in C.
             cascade: Whether pages that requests share are read once for all of them. None: if that is faster.
-            check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. None: on a GPU.
+            check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. None: on a GPU, once
+                for the same weights.
             tuning: The tile configurations of the GPU's kernels. None: those of `nanovllm tune` for this GPU and model, if its file exists.
             revision: A branch, a tag or a commit of a repository. None: `main`.
             download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.

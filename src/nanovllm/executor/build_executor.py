@@ -18,6 +18,7 @@ from nanovllm.executor.compiled import compiled_forward
 from nanovllm.executor.eager import EagerExecutor
 from nanovllm.executor.executor import Executor
 from nanovllm.models.check.examine import by_cuts, choose
+from nanovllm.models.check.passed import note_passed, passed
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
@@ -47,17 +48,24 @@ def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning:
     return cuts_for(model, tuning)
 
 
-def _checks(model: Model, limits: EngineConfig, compile: bool | None, check: bool | None) -> bool:
-    """Whether the start compares fast layers with plain ones."""
+def compares(model: Model, limits: EngineConfig, compile: bool | None, check: bool | None, cuts: Cuts | None) -> bool:
+    """Whether the start compares fast layers with plain ones.
+
+    Without a `check` of the caller it does so on a GPU, unless the user's cache records that these weights passed before.
+    """
     cuda = model.device.type == "cuda"
     runs_fast = _captures(model, limits, compile) if cuda else compile is None  # otherwise compiled layers run
-    return runs_fast and (cuda if check is None else check)
+    if not runs_fast or check is not None:
+        return runs_fast and bool(check)
+    return cuda and not passed(model, limits.page_size, cuts)
 
 
 def first_start(
-    model: Model, limits: EngineConfig, compile: bool | None, cascade: bool | None, check: bool | None, cuts: Cuts | None, *, sized: bool
+    model: Model, limits: EngineConfig, compile: bool | None, cascade: bool | None, cuts: Cuts | None, *, checked: bool, sized: bool
 ) -> FirstStart:
-    """Compile the kernels of the check, and of the largest steps if they are measured (`sized`). Returns what compiles the others.
+    """Compile the kernels of the check, if there is one (`checked`), and of the largest steps if they are measured (`sized`).
+
+    Returns what compiles the others.
 
     Mixtures of experts are left out: they index tensors with the results of kernels, which a rehearsal leaves out.
     """
@@ -67,41 +75,36 @@ def first_start(
     from nanovllm.executor.kv_budget import measured
 
     def start() -> None:
-        if _checks(model, limits, compile, check):
+        if checked:
             choose(model, limits.page_size, cuts)
         if sized:
             measured(model, limits, None, cuts, KINDS[:-1])  # log-probabilities are looked up by tokens that no kernel has written
 
-    options = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size, cascade, check, sized, cuts
+    options = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size, cascade, sized, cuts
     first = FirstStart(model.device, model.config, model.dtype, options)
     first.rehearse(start)
     return first
 
 
 def checked_choice(
-    model: Model,
-    limits: EngineConfig,
-    compile: bool | None,
-    check: bool | None,
-    cuts: Cuts | None,
-    tuning: bool | str | os.PathLike[str] | None,
+    model: Model, limits: EngineConfig, cuts: Cuts | None, tuning: bool | str | os.PathLike[str] | None
 ) -> tuple[FastChoice | None, Cuts | None]:
     """Compare the fast form of each layer with its plain form, and choose the layers whose error is within the bound.
 
-    Tile configurations that make a layer exceed the bound are dropped for the defaults, with a warning.
+    Tile configurations that make a layer exceed the bound are dropped for the defaults, with a warning. If all layers and the head pass on
+    a GPU, the user's cache records it.
 
     Returns:
-        The chosen layers, and the tile configurations. The choice is None if all layers pass, if none has a fast form here, or without a
-        check.
+        The chosen layers, and the tile configurations. The choice is None if all layers pass, or if none has a fast form here.
     """
-    if not _checks(model, limits, compile, check):
-        return None, cuts
     (choice, warning), cuts = _by_cuts(partial(_choose, model, limits), cuts, tuning)
     if cuts is not None and choice is not None and not choice.whole:
         warnings.warn(f"ignoring tuning file {cuts.source}, using the default tile configurations: with it, {warning}", stacklevel=4)
         (choice, warning), cuts = _choose(model, limits, None), None
     if warning:
         warnings.warn(warning, stacklevel=4)
+    elif choice is not None and choice.whole and model.device.type == "cuda":
+        note_passed(model, limits.page_size, cuts)
     return None if choice is None or choice.whole else choice, cuts
 
 

@@ -22,6 +22,7 @@ from nanovllm.models.common.hf_config import HF, read_ids
 from nanovllm.models.model import Model
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.models.spec import ModelSpec
+from nanovllm.ops.import_ahead import import_ahead
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.tokenizer.tokenizer import Tokenizer
 from nanovllm.types import dtype_of
@@ -91,6 +92,8 @@ def load_model(
     target = resolve_device(device)
     folder, name = resolve_folder(path_or_repo, revision=revision, download=download, with_code=trust_remote_code)
     require_whole(folder)
+    if target.type == "cuda":
+        import_ahead()
     spec, read = read_config(folder, trust_remote_code=trust_remote_code)
     config = for_length(read if isinstance(spec, TransformersSpec) else stored_head(folder, read), max_model_len)
     generation_config, ends = read_generation_config(folder)

@@ -5,7 +5,6 @@ of 4 MiB and memory that allocators keep: 32 MiB at most in tests. On a GPU the 
 """
 
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -29,6 +27,7 @@ from nanovllm.loading.quantisation.formats import STORED
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable
 from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
+from nanovllm.loading.shards import Shards
 from nanovllm.models.common.params import ParamInfo, Params, as_kept, as_stored
 from nanovllm.models.init_params import build_params, dtype_for, infos, num_stored
 from nanovllm.models.registry import REGISTRY
@@ -37,7 +36,6 @@ from nanovllm.ops.linear.quantise import quantise
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import FLOATS, Tensor
 
-SHARD = 1 << 30  # bytes after which a written file ends
 STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
 SAMPLE = 64  # bytes of a tensor's start, middle and end that the fingerprint reads
 
@@ -220,25 +218,12 @@ def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Ten
 
 def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
     """Write weights into a folder in the form of a checkpoint, in `dtype`. The host holds little more than one file at a time."""
-    table = REGISTRY[config.architecture].param_table(config)
-    part: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
-
-    def write() -> None:
-        if part:
-            file = f"model-{len(set(places.values())) + 1:05}.safetensors"
-            save_file(part, folder / file, metadata={"format": "pt"})
-            places.update(dict.fromkeys(part, file))
-            part.clear()
-
+    table, shards = REGISTRY[config.architecture].param_table(config), Shards(folder)
     for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(params), strict=True):
         if info is not None and info.sources:
             pieces = zip(info.sources, as_stored(info, param), strict=True)
-            part |= {name: piece.to("cpu", dtype, copy=True) for name, piece in pieces}
-        if sum(tensor.nbytes for tensor in part.values()) >= SHARD:
-            write()
-    write()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+            shards.add({name: piece.to("cpu", dtype, copy=True) for name, piece in pieces})
+    shards.end()
 
 
 def fingerprint(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:

@@ -75,7 +75,7 @@ def _int(name: str, value: Any, low: int, high: int, meaning: str = "") -> int:
 
 
 def _float(name: str, value: Any, accepted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         _refuse(name, value, accepted)
     try:
         number = float(value)

@@ -45,6 +45,35 @@ def test_a_stream_adds_up_to_the_reply(live: Live):
     assert all("usage" not in event for event in events)
 
 
+def test_an_event_can_have_several_tokens(live: Live):
+    """The first token comes at once, then N or more at a time, and the rest with the end."""
+    body = GREEDY | {"stream": True, "return_token_ids": True, "n": 2}
+    whole = live.post(PATH, GREEDY | {"return_token_ids": True}).json()["choices"][0]
+    events = [event["choices"][0] for event in live.events(PATH, body | {"stream_interval": 8})]
+    for index in range(2):
+        own = [event for event in events if event["index"] == index and "prompt_token_ids" not in event]
+        counts = [len(event["token_ids"]) for event in own]
+        assert [token for event in own for token in event["token_ids"]] == whole["token_ids"]
+        assert "".join(event["text"] for event in own) == whole["text"]
+        assert all(count >= 8 for count in counts[1:-1]) and counts[0] < 8 and 2 <= len(counts) <= 4
+    for wrong in (0, -1, 1025, 1.5):
+        answer = live.post(PATH, body | {"stream_interval": wrong})
+        assert answer.status == 400 and answer.json()["error"]["param"] == "stream_interval"
+
+
+def test_the_operator_chooses_how_many_tokens_an_event_has(live: Live):
+    with Live(live.model, Settings(stream_interval=6, shutdown_seconds=1.0)) as server:
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
+        for path, body in ((PATH, GREEDY | {"stream": True}), ("/v1/chat/completions", chat)):
+            few, many = len(server.events(path, body)), len(server.events(path, body | {"stream_interval": 1}))
+            assert few < 10 < many
+        items = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 24, "temperature": 0, "stream": True}).body
+        assert items.count(b"event: response.output_text.delta") + items.count(b"event: response.reasoning_text.delta") < 10
+    for wrong in (0, 1025):
+        with pytest.raises(nv.InvalidRequestError, match="stream_interval"):
+            Settings(stream_interval=wrong)
+
+
 def test_usage_of_a_stream(live: Live):
     *events, last = live.events(PATH, GREEDY | {"stream": True, "stream_options": {"include_usage": True}})
     assert all(event["usage"] is None for event in events)

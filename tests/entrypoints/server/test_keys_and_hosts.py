@@ -10,12 +10,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm.entrypoints.cli.serve import api_keys, certificate, is_loopback, origins
 from nanovllm.entrypoints.server.admission import host_allowed
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
+from nanovllm.state.pool import match
 from tests.entrypoints.server.live import Live, parsed
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
@@ -76,6 +78,46 @@ def test_a_key_is_told_nothing_of_what_others_asked(live: Live):
     with Live(live.model, settings(api_keys=digests("a", "b", "c"))) as server:
         assert [reused(server, key, False) for key in "abaabb"] == [0, 0, 79, 79, 79, 79]
         assert [reused(server, key, True) for key in "caac"] == [0, 79, 79, 79]
+
+
+def scored(server: Live, prompt: list[int], headers: dict[str, str]) -> None:
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}
+    assert server.call("POST", PATH, body, headers).status == 200
+    body["max_tokens"], body["temperature"] = 1, 0
+    assert server.call("POST", PATH, body, headers).status == 200
+
+
+def chunked(server: Live, prompt: list[int], headers: dict[str, str]) -> None:
+    half = len(prompt) // 2
+    calls: list[tuple[str, Any]] = [
+        ("", {"name": "a", "token_ids": prompt}),
+        ("", {"name": "b", "token_ids": prompt[half:]}),
+        ("/compose", {"name": "ab", "names": ["a", "b"]}),
+        ("/a/drop", {"spans": [[half, half + 1]], "mode": "gap", "to": "c"}),
+        ("/a/drop", {"spans": [[half, half + 1]], "to": "d"}),
+        ("/a/save", {}),
+        ("/a/load", {"replace": True}),
+    ]
+    for path, body in calls:
+        assert server.call("POST", f"/v1/chunks{path}", body, headers).status == 200, path
+    body = {"prompt": prompt, "max_tokens": 8, "chunks": ["a", "b"], "keep": "e", "keep_thinking": False}
+    assert server.call("POST", PATH, body, headers).status == 200
+
+
+@pytest.mark.parametrize("called", [scored, chunked])
+def test_all_that_a_key_asks_for_stays_in_its_namespace(live: Live, called: Any, tmp_path: Path):
+    """The index of shared pages, which decides what is reused, has nothing of a key in the namespaces of others."""
+    prompt = np.arange(300, 340, dtype=np.int32)
+    with Live(live.model, settings(api_keys=digests("a", "b"), chunk_dir=tmp_path), page_size=1, num_pages=1024) as server:
+        called(server, prompt.tolist(), {"x-api-key": "a"})
+        server.wait_until_idle()
+        pool = server.engine.state.pool
+        assert len(match(pool, prompt, 1)) > 0
+        assert not len(match(pool, prompt, 0)) and not len(match(pool, prompt[20:], 0))
+        called(server, prompt.tolist(), {"x-api-key": "b"})
+        server.wait_until_idle()
+        own, others = match(server.engine.state.pool, prompt, 1), match(server.engine.state.pool, prompt, 2)
+        assert len(own) == len(others) > 0 and not {*own.tolist()} & {*others.tolist()}
 
 
 @pytest.mark.parametrize(

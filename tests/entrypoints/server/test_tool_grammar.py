@@ -4,6 +4,7 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken
@@ -15,6 +16,8 @@ from nanovllm.entrypoints.server.tools.definitions import read_tool_choice, read
 from nanovllm.entrypoints.server.tools.events import whole_reply
 from nanovllm.entrypoints.server.tools.formats import FORMATS
 from nanovllm.entrypoints.server.tools.grammar import call_grammar
+from nanovllm.sampling.compiled_grammar import compile_for
+from nanovllm.sampling.grammar import Grammar
 from nanovllm.testing.models import byte_tokenizer
 from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
 
@@ -65,6 +68,34 @@ def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether a grammar accepts a whole reply."""
     made, ids = matcher(tokenizer, grammar), tokenizer.encode(text, add_special_tokens=False)
     return made.try_consume_tokens(ids) == len(ids) and made.is_accepting()
+
+
+def longest_space(made: Any, tokenizer: Tokenizer, most: int = 400) -> int:
+    """The most white space in a row that a model writes which writes it whenever it may. The reply must end within `most` tokens."""
+    longest = run = 0
+    for _ in range(most):
+        if made.is_stopped():
+            return longest
+        allowed = np.unpackbits(np.frombuffer(made.compute_bitmask(), np.uint8), bitorder="little")
+        ids = np.flatnonzero(allowed).tolist()
+        space = [one for one in ids if tokenizer.decode([one]).isspace()]
+        token = (space or ids)[0]
+        run = run + 1 if space else 0
+        longest = max(longest, run)
+        assert made.consume_token(token)
+    raise AssertionError(f"the reply has not ended after {most} tokens, with {longest} of white space in a row")
+
+
+@pytest.mark.parametrize("name", [*FORMATS])
+def test_forced_calls_cannot_be_white_space_for_ever(name: str):
+    properties = {"unit": {"enum": ["C", "F"]}, "now": {"type": "boolean"}}
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    hostile = {**parameters, "x-guidance": {"whitespace_pattern": r"[ ]*"}}
+    for given in (parameters, hostile):
+        tools = read_tools([{"type": "function", "function": {"name": "set", "parameters": given}}])
+        grammar = call_grammar(name, tools, read_tool_choice("required", tools), SPECIAL, most=1)
+        assert grammar is not None
+        assert longest_space(matcher(SPECIAL, grammar), SPECIAL) <= 22  # a line break and 20 spaces
 
 
 def grammar_of(name: str, tokenizer: Tokenizer, choice: object = "required", **options: Any) -> str:
@@ -182,3 +213,12 @@ def test_what_a_grammar_lets_through_is_read_as_calls(name: str, seed: int) -> N
     assert made.is_accepting()
     assert reply.content == ""
     assert reply.calls
+
+
+def test_json_of_a_schema_cannot_be_white_space_for_ever():
+    schema = {"type": "object", "properties": {"now": {"type": "boolean"}}, "required": ["now"], "additionalProperties": False}
+    of_model = PLAIN.backend.get_vocab_size(), (PLAIN.backend.token_to_id("<|im_end|>") or 0,)
+    assert longest_space(compile_for(PLAIN, Grammar.json_schema(schema), *of_model).matcher.deep_copy(), PLAIN) <= 22
+    begin, spaces = (PLAIN.encode(text, add_special_tokens=False) for text in ('{"a":1,', " " * 100))
+    made = compile_for(PLAIN, Grammar.json_object(), *of_model).matcher.deep_copy()
+    assert made.try_consume_tokens(begin) == len(begin) and made.try_consume_tokens(spaces) <= 22

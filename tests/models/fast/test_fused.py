@@ -1,19 +1,24 @@
 """What the layers for a GPU launch, by the ops that they call: each is one kernel, `linear_add_norm` a product and the sum behind it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.models.check.compare import spread_rows
+from nanovllm.errors import InvalidRequestError
+from nanovllm.models.check.compare import compare, spread_rows
 from nanovllm.models.common import layers
-from nanovllm.models.fast import fused
+from nanovllm.models.fast import cpu, fused
 from nanovllm.models.fast.choice import LayerFunction
 from nanovllm.models.init_params import without_memory
 from nanovllm.models.registry import REGISTRY
+from nanovllm.models.tuning.choose import cuts_for
+from nanovllm.ops.linear.quantise import KINDS, Kind
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.quantised_problems import dequantised, rounded
 
 PLAIN, GEMMA = ("Qwen3ForCausalLM", "LlamaForCausalLM", "GemmaForCausalLM"), ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 FEW = ["norm_linear", "rope_attend", "norm_linear", "norm_linear", "norm_linear"]
@@ -77,3 +82,46 @@ def test_products_whose_norm_comes_behind_are_of_many_rows_from_three_on(rows: i
     for architecture, most in (("GemmaForCausalLM", 16), *((name, 2) for name in GEMMA)):
         params = random_model(tiny_config(architecture)).params
         assert fused.follows_closely(params, rows) == (rows <= most)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel"])
+def test_quantised_dense_models_are_served(architecture: str, kind: Kind) -> None:
+    """Quantised experts are not, and rounding takes no reason away that a model has besides."""
+    model = random_model(tiny_config(architecture))
+    params = rounded(model.params, kind)
+    reasons = {"Qwen3MoeForCausalLM": "quantised experts", "GPT2LMHeadModel": "layer norms with biases"}
+    assert fused.unknown(params, model.config) == reasons.get(architecture, "")
+    assert cpu.unknown(params, model.config) == cpu.unknown(model.params, model.config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_quantised_layer_is_that_of_the_matrices_that_it_stands_for(kind: Kind, rows: int) -> None:
+    model = random_model(tiny_config("Qwen3ForCausalLM"))
+    params = rounded(model.params, kind)
+    batch = spread_rows(model, 16, rows, 4).batch
+    x = torch.randn(rows, model.config.hidden_size)
+    angles = layers.rope_angles(batch.positions, params.inv_freq, model.config.rope)
+
+    def out(weights: Any) -> torch.Tensor:
+        kv = init_kv(model.config, num_pages=200, page_size=4, dtype=model.dtype, device=model.device)
+        layer = fused.decode_layer if rows == 1 else fused.layer
+        return layer(weights.layers[0], x, kv.pools[0], 0, *angles, batch, model.config)
+
+    torch.testing.assert_close(out(params), out(dequantised(params, torch.float32)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_widens_quantised_matrices_to_what_they_stand_for(kind: Kind) -> None:
+    model = random_model(tiny_config("Qwen3ForCausalLM"))
+    compared = compare(replace(model, params=rounded(model.params, kind)), None, list(range(12)), (1, 3), 4)
+    assert all(each.output < 1e-4 and each.kv < 1e-4 for each in compared.plain) and compared.plain_head < 1e-4
+
+
+def test_quantised_models_have_no_tuning_file() -> None:
+    model = random_model(tiny_config("Qwen3ForCausalLM"))
+    quantised = replace(model, params=rounded(model.params, "int8"))
+    assert cuts_for(quantised, None) is None and cuts_for(quantised, False) is None
+    with pytest.raises(InvalidRequestError, match="quantised weights"):
+        cuts_for(quantised, True)

@@ -347,7 +347,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
         on_gpu = replace(MODEL, device=torch.device("cuda"))
         cuts = building.tuned_cuts(on_gpu, limits, None, tuning)
         if where == "look":
-            return building.checked_choice(on_gpu, limits, None, True, cuts, tuning)[1]
+            return building.checked_choice(on_gpu, limits, cuts, tuning)[1]
         return building.build_executor(on_gpu, limits, kv, None, None, None, cuts, tuning, False, FirstStart(None))[1]
 
     monkeypatch.setattr("nanovllm.executor.graph_executor.GraphExecutor", Graphs)
@@ -358,6 +358,7 @@ def test_cuts_that_no_kernel_can_be_made_by_are_dropped_or_refused(
     monkeypatch.setattr(examine, "fast_path", lambda params, config, cuts: SimpleNamespace(name="fused", cuts=cuts))
     monkeypatch.setattr(examine, "compare", lambda model, fast, *_: make(fast.cuts))
     monkeypatch.setattr(examine, "chosen", lambda *_: all_fast(MODEL.config))
+    monkeypatch.setattr(building, "note_passed", lambda *_: None)
     written(served)
     found = Cuts(steps=STEPS, source=str(served))
     why = re.escape(f"{served}: a kernel cannot be built with its tile configurations: {' '.join(str(failure).split())}")

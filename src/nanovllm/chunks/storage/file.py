@@ -113,15 +113,15 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
         os.close(fd)
 
 
-def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineState, Chunk]:
-    """`load_chunk` from an open file."""
+def load(model: Model, state: EngineState, fd: int, path: Path, namespace: int = 0) -> tuple[EngineState, Chunk]:
+    """`load_chunk` from an open file. Indexed KV is shared only within `namespace`."""
     head = decode(model, fd, path)
     require_model(head, model, path)
     count, size, gaps = len(head.tokens), state.config.page_size, head.gaps
     limit = min(state.config.max_model_len - offset_after(gaps), capacity(state))
     if count > limit:
         raise InvalidRequestError(f"{path}: the chunk has {count} tokens; this engine holds at most {limit}")
-    shared, _ = pools.reusable(state.pool, head.tokens[: head.num_exact], whole=True)
+    shared, _ = pools.reusable(state.pool, head.tokens[: head.num_exact], whole=True, namespace=namespace)
     pool = pools.acquire(state.pool, shared)
     missing = pages_for(count, size) - len(shared)
     if missing > pool.num_available:
@@ -147,7 +147,7 @@ def load(model: Model, state: EngineState, fd: int, path: Path) -> tuple[EngineS
                 rows = raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:])
                 _scatter(state.kv, model.config.places, rows, first, of_pools, start)
         sequence = Sequence(
-            request=plain_request(count), tokens=IntVector.of(head.tokens), pages=pages, num_filled=count, most_filled=count,
+            request=plain_request(count, namespace), tokens=IntVector.of(head.tokens), pages=pages, num_filled=count, most_filled=count,
             provenance=head.provenance, exact_len=head.num_exact, gaps=gaps,
         )  # fmt: skip
         state = replace(state, stats=state.stats.add(reused_tokens=count))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from nanovllm.entrypoints.arguments import CommandParser, Parser, add_model_options, engine_limits
-from nanovllm.entrypoints.cli import chat, generate, serve
+from nanovllm.entrypoints.cli import chat, generate, quantize, serve
 from nanovllm.entrypoints.cli import memory as memory_demo
 from nanovllm.entrypoints.cli.check import command as check_command
 from nanovllm.entrypoints.cli.fuzz import command as fuzz_command
@@ -30,6 +30,7 @@ examples:
   nanovllm memory --out memory.svg                         draw the owners of the pages of the KV memory
   nanovllm models                                          list the supported architectures, and how each runs
   nanovllm check Qwen/Qwen3-0.6B --download                say whether a model will run, and compare its fast kernels with plain PyTorch
+  nanovllm quantize Qwen/Qwen3-0.6B q8 --format fp8        write a quantised copy, which vLLM and transformers read too
   nanovllm tune --model Qwen/Qwen3-0.6B                    find the fastest tile configurations for this GPU, once per model
   nanovllm fuzz --minutes 10                               look for bugs with random calls, and write those that fail as a test
 
@@ -147,6 +148,10 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
     check = commands.add_parser("check", help=purpose, description=check_command.DESCRIPTION)
     check_command.add_arguments(check)
     check.set_defaults(run=check_command.main)
+
+    quantized = commands.add_parser("quantize", help="write a quantised copy of a checkpoint", description=quantize.DESCRIPTION)
+    quantize.add_arguments(quantized)
+    quantized.set_defaults(run=quantize.run)
 
     fuzz = commands.add_parser(
         "fuzz", help="look for bugs with random calls, and write those that fail as a test", description=fuzz_command.DESCRIPTION

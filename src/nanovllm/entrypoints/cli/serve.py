@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("tool", "tool calls"), ("reasoning", "think blocks")):
         told = f"the format of {what}; none: they are plain text (default: auto, what the chat template tells)"
         group.add_argument(f"--{name}-parser", default="auto", metavar="NAME", help=told)
+    interval = "tokens of an event of a stream; the first token and the end are sent at once (default: 1)"
+    group.add_argument("--stream-interval", type=positive, default=1, metavar="N", help=interval)
     shut = "how long running requests may go on after SIGTERM (default: 30)"
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
     group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
@@ -86,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
         shutdown_seconds=options.shutdown_seconds,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
+        stream_interval=options.stream_interval,
         metrics_names=options.metrics_names,
         chunk_dir=options.chunk_dir,
         max_chunks=options.max_chunks,

@@ -88,21 +88,25 @@ def truncate_chunk(held: Held, *, space: str, name: str, to: str, tokens: int, r
     return _named(held, truncate(held.state, source, tokens), space, to, replaced=replaced)
 
 
-def compose_chunks(held: Held, *, space: str, names: list[str], to: str, recompute: Any, replaced: bool) -> tuple[Held, Any]:
+def compose_chunks(
+    held: Held, *, space: str, names: list[str], to: str, recompute: Any, replaced: bool, namespace: int
+) -> tuple[Held, Any]:
     """Join chunks."""
     sources = [held.named.get(space, name).chunk for name in names]
     held.named.require_room(held.state, space, to, replaced=replaced)
-    return _named(held, compose(held.model, held.state, sources, recompute), space, to, replaced=replaced)
+    return _named(held, compose(held.model, held.state, sources, recompute, namespace=namespace), space, to, replaced=replaced)
 
 
-def drop_spans(held: Held, *, space: str, name: str, to: str, spans: list[list[int]], mode: str, replaced: bool) -> tuple[Held, Any]:
+def drop_spans(
+    held: Held, *, space: str, name: str, to: str, spans: list[list[int]], mode: Any, replaced: bool, namespace: int
+) -> tuple[Held, Any]:
     """Name a chunk without some of its tokens. The spans are those of the chunk as it is; they neither overlap nor touch."""
     source = held.named.get(space, name).chunk
     held.named.require_room(held.state, space, to, replaced=replaced)
     state, current = held.state, source
     for start, stop in sorted(spans, reverse=True):
         try:
-            after, shorter = drop(held.model, state, current, start, stop, mode)  # pyright: ignore[reportArgumentType]
+            after, shorter = drop(held.model, state, current, start, stop, mode, namespace=namespace)
         except NanoVLLMError as error:
             if current is source:
                 raise
@@ -127,7 +131,7 @@ def save(held: Held, *, space: str, name: str) -> tuple[Held, dict[str, Any]]:
     return held, {**described(name, found), "bytes": size}
 
 
-def load_saved(held: Held, *, space: str, name: str, replaced: bool) -> tuple[Held, Any]:
+def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: int) -> tuple[Held, Any]:
     """Load the file of a name."""
     path = _path(held, space, name)
     held.named.require_room(held.state, space, name, replaced=replaced)
@@ -138,7 +142,7 @@ def load_saved(held: Held, *, space: str, name: str, replaced: bool) -> tuple[He
     except OSError as error:
         raise ChunkFileError(f"the file of the chunk {name!r} could not be opened: {error.strerror or error}") from error
     try:
-        loaded = load(held.model, held.state, fd, Path(name))
+        loaded = load(held.model, held.state, fd, Path(name), namespace)
     finally:
         os.close(fd)
     return _named(held, loaded, space, name, replaced=replaced)
@@ -155,8 +159,10 @@ def delete_saved(held: Held, *, space: str, name: str) -> tuple[Held, None]:
     return held, None
 
 
-def kept(held: Held, request_id: int, keep: Keep, output: RequestOutput) -> tuple[Held, dict[str, Any] | NanoVLLMError | None]:
-    """Make the chunk of a request of `submit_many(keep=True)` that has ended.
+def kept(
+    held: Held, request_id: int, keep: Keep, output: RequestOutput, namespace: int
+) -> tuple[Held, dict[str, Any] | NanoVLLMError | None]:
+    """Make the chunk of a request of `submit_many(keep=True, namespace=namespace)` that has ended.
 
     Returns:
         What is held next; and the chunk's description, why there is no chunk, or None if the request itself failed.
@@ -181,7 +187,7 @@ def kept(held: Held, request_id: int, keep: Keep, output: RequestOutput) -> tupl
             state, shorter = truncate(state, made, begin)
             state, made = release(state, made), shorter
         if len(rest):
-            after, whole = prefill(held.model, state, [made, rest] if begin else rest)
+            after, whole = prefill(held.model, state, [made, rest] if begin else rest, namespace=namespace)
             state, made = release(after, made), whole
     except NanoVLLMError as error:
         return replace(held, state=release(state, made)), error

@@ -1,15 +1,17 @@
 """The engine's side of the socket: requests of front ends come in, and what a step gives goes out, between two steps.
 
-One thread does all. While requests run it looks at the sockets once a step, without waiting.
+One thread does all. While requests run it looks at the sockets once a step, without waiting. A front end that reads nothing while much
+waits for it is cut off, with its requests: it may have been stopped.
 """
 
 import selectors
 import signal
 import socket
+import sys
 import time
 from array import array
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,6 +26,7 @@ from nanovllm.entrypoints.server.chunk_calls import kept
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix
+from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
 from nanovllm.entrypoints.server.wire import (
     Accepted,
     Answer,
@@ -38,7 +41,6 @@ from nanovllm.entrypoints.server.wire import (
     Scored,
     Stepped,
     Submit,
-    frame,
     take_frames,
 )
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, QueueFullError
@@ -55,20 +57,10 @@ from nanovllm.state.request import StepOutput
 READ = 1 << 18
 
 
-@dataclass(slots=True, eq=False)
-class Peer:
-    """One front end: its socket, what was read of an incomplete frame, what could not be written yet, and its requests by number."""
-
-    sock: socket.socket
-    inward: bytearray = field(default_factory=bytearray)
-    outward: bytearray = field(default_factory=bytearray)
-    requests: dict[int, int] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class Owner:
     """Whose a request of the engine is: the front end, its number there, whether it is streamed, and its waiting prompt tokens;
-    what becomes a chunk at its end, when things happened to it, and whether it has given nothing yet.
+    what becomes a chunk at its end, when things happened to it, whose KV it shares, and whether it has given nothing yet.
     """
 
     peer: Peer
@@ -77,6 +69,7 @@ class Owner:
     waiting: int
     keep: Keep | None
     line: Timeline
+    namespace: int
     fresh: bool = True
 
     @property
@@ -96,6 +89,8 @@ class EngineLoop:
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together, unless only one waits. None: any number.
         process_logits: A function between the logits and the samples of all requests. None: there is none.
         chunk_limits: What the chunks of clients may use.
+        most_unsent: How many bytes may wait for a front end that reads nothing for `stall_seconds`.
+        stall_seconds: As above.
     """
 
     def __init__(
@@ -108,11 +103,15 @@ class EngineLoop:
         max_waiting_tokens: int | None = None,
         process_logits: LogitsProcessor | None = None,
         chunk_limits: ChunkLimits | None = None,
+        most_unsent: int = MOST_UNSENT,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.model, self.state, self.process_logits = model, state, process_logits
         self.named, self.metrics = NamedChunks(limits=chunk_limits or ChunkLimits()), EngineMetrics()
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
         self.waiting_tokens = 0
+        self._patience = most_unsent, stall_seconds
+        self._spoken_to: dict[int, Peer] = {}  # front ends to which something was said since the last flush, by their ids
         self._owners: dict[int, Owner] = {}
         self._decode = msgspec.msgpack.Decoder(Inward).decode
         self._selector = selectors.DefaultSelector()
@@ -131,8 +130,10 @@ class EngineLoop:
                 busy = self.state.running or self.state.waiting
                 for key, events in self._selector.select(0 if busy else None):
                     self._ready(key, events)
+                self._flush()
                 if self.state.running or self.state.waiting:
                     self._step()
+                    self._flush()
         except BaseException as error:
             self._die(error)
             raise
@@ -163,7 +164,8 @@ class EngineLoop:
         kind, message = EngineDeadError.__name__, f"the engine has failed: {type(error).__name__}: {message_of(error)}"
         for peer in {id(owner.peer): owner.peer for owner in self._owners.values()}.values():
             with suppress(OSError):
-                self._send(peer, Failure([*peer.requests], kind, message))
+                peer.add(Failure([*peer.requests], kind, message))
+                peer.flush()
 
     def _ready(self, key: selectors.SelectorKey, events: int) -> None:
         if isinstance(key.data, socket.socket):
@@ -176,7 +178,9 @@ class EngineLoop:
         peer: Peer = key.data
         try:
             if events & selectors.EVENT_WRITE:
-                self._flush(peer)
+                peer.blocked = False
+                self._selector.modify(peer.sock, selectors.EVENT_READ, peer)
+                self._spoken_to[id(peer)] = peer
             if events & selectors.EVENT_READ:
                 data = peer.sock.recv(READ)
                 if not data:
@@ -200,7 +204,7 @@ class EngineLoop:
 
     def _accept(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        peer, config = Peer(sock), self.state.config
+        peer, config = Peer(sock, *self._patience), self.state.config
         self._selector.register(sock, selectors.EVENT_READ, peer)
         hello = Hello(
             max_model_len=config.max_model_len,
@@ -212,16 +216,14 @@ class EngineLoop:
             page_size=config.page_size,
             end_ids=[*self.model.config.eos_token_ids],
         )
-        try:
-            self._send(peer, hello)
-        except OSError:  # it has gone already
-            self._drop(peer)
+        self._send(peer, hello)
 
     def _drop(self, peer: Peer) -> None:
         """Forget a front end, and cancel its requests."""
         with suppress(KeyError):
             self._selector.unregister(peer.sock)
         peer.sock.close()
+        self._spoken_to.pop(id(peer), None)
         self._cancel(peer, [*peer.requests])
 
     def _handle(self, peer: Peer, message: Inward) -> None:
@@ -257,7 +259,8 @@ class EngineLoop:
         try:
             for each in dict.fromkeys(names):
                 if each:
-                    self.state, self.named, bases[each], once = prefix(self.model, self.state, self.named, message.space, each)
+                    own = message.space, each, message.namespace
+                    self.state, self.named, bases[each], once = prefix(self.model, self.state, self.named, *own)
                     passing += [bases[each]] * once
             contexts = [[*([bases[each]] if each else []), *run] for each, run in zip(names, runs, strict=True)]
             totals = [sum(map(len, parts)) for parts in contexts]
@@ -270,7 +273,8 @@ class EngineLoop:
                 self.state = release(self.state, chunk)
         now = time.perf_counter()
         for request_id, number, length, total in zip(ids, message.ids, lengths, totals, strict=True):
-            owner = self._owners[request_id] = Owner(peer, number, message.streamed, length, keep, Timeline(now, total))
+            own = Owner(peer, number, message.streamed, length, keep, Timeline(now, total), message.namespace)
+            owner = self._owners[request_id] = own
             peer.requests[number] = request_id
             if owner.counted:
                 self.metrics.submitted(request_id, owner.line)
@@ -336,32 +340,34 @@ class EngineLoop:
                     metrics.ended(out.request_id, owner.line, out.output, now)
                 tokens -= not (owner.counted and out.token_ids)
                 if owner.keep is not None:
-                    held, value = kept(self._held(), out.request_id, owner.keep, out.output)
+                    held, value = kept(self._held(), out.request_id, owner.keep, out.output, owner.namespace)
                     self.state, self.named = held.state, held.named
             told.add(owner, out, value)
         metrics.stepped(now, tokens, firsts)
         for told in news.values():
-            try:
-                self._send(told.peer, told.message())
-            except OSError:
-                self._drop(told.peer)
+            self._send(told.peer, told.message())
 
     def _send(self, peer: Peer, message: Outward) -> None:
-        if not peer.outward:
-            data = frame(message)
-            with suppress(BlockingIOError):
-                data = data[peer.sock.send(data) :]
-            if data:
-                peer.outward += data
-                self._selector.modify(peer.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
-        else:
-            peer.outward += frame(message)
+        """Say something with the next `_flush`."""
+        peer.add(message)
+        self._spoken_to[id(peer)] = peer
 
-    def _flush(self, peer: Peer) -> None:
-        with suppress(BlockingIOError):
-            del peer.outward[: peer.sock.send(peer.outward)]
-        if not peer.outward:
-            self._selector.modify(peer.sock, selectors.EVENT_READ, peer)
+    def _flush(self) -> None:
+        """Send what was said, as much as front ends take now."""
+        for peer in [*self._spoken_to.values()]:
+            if not peer.blocked:
+                try:
+                    peer.flush()
+                except OSError:  # it has gone
+                    self._drop(peer)
+                    continue
+                if peer.blocked:
+                    self._selector.modify(peer.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+            if peer.stalled:
+                told = f"a front end reads nothing, and {peer.unsent} bytes wait for it: its {len(peer.requests)} requests are cancelled"
+                print(f"nanovllm: {told}", file=sys.stderr, flush=True)
+                self._drop(peer)
+        self._spoken_to.clear()
 
 
 class News:

@@ -155,7 +155,7 @@ def deleted(state: EngineState, named: NamedChunks, space: str, name: str) -> tu
 
 
 def prefix(
-    model: Model, state: EngineState, named: NamedChunks, space: str, names: Seq[str]
+    model: Model, state: EngineState, named: NamedChunks, space: str, names: Seq[str], namespace: int
 ) -> tuple[EngineState, NamedChunks, Chunk, bool]:
     """One chunk of several in a row: the chunk itself, or a composition, which later requests use again.
 
@@ -174,7 +174,7 @@ def prefix(
     for entry in named.composed:
         if entry.members == members:
             return state, replace(named, composed=(*(e for e in named.composed if e is not entry), entry)), entry.chunk, False
-    state, whole = compose(model, state, chunks)
+    state, whole = compose(model, state, chunks, namespace=namespace)
     if count_pages(state, [*named.chunks(space), whole]) > named.most_pages(state):
         return state, named, whole, True
     named = replace(named, composed=(*named.composed, Composed(space=space, members=members, chunk=whole)))

@@ -8,7 +8,7 @@ import msgspec
 
 from nanovllm.engine.requests import MOST_PRIORITY
 from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
-from nanovllm.entrypoints.server.settings import MOST_STOP, MOST_TOKENS
+from nanovllm.entrypoints.server.settings import MOST_INTERVAL, MOST_STOP, MOST_TOKENS
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import MIN_TEMPERATURE, SamplingParams, closest
 
@@ -25,7 +25,7 @@ IGNORED = frozenset(
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
         "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "cache_salt", "return_progress",
         "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "add_special_tokens",
-        "stream_interval", "guided_decoding_backend", "guided_whitespace_pattern",
+        "guided_decoding_backend", "guided_whitespace_pattern",
     }
 )  # fmt: skip
 # Fields that would change the reply and that this server does not have. A value that asks for nothing is let through.
@@ -55,6 +55,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     n: int | None = 1
     seed: int | None = None
     temperature: float | None = None
@@ -89,7 +90,7 @@ SAME = tuple(
         "min_tokens", "bad_words", "skip_special_tokens",
     }
 )  # fmt: skip
-DEFAULTS = SamplingParams()
+DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
 
 
 def read(values: dict[str, Any], kind: type[T]) -> T:
@@ -113,6 +114,8 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
     asked = convert(values, kind)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
+    if asked.stream_interval is not None and not 1 <= asked.stream_interval <= MOST_INTERVAL:
+        raise ApiError(400, f"stream_interval={asked.stream_interval}: must be in [1, {MOST_INTERVAL}]", param="stream_interval")
     return asked
 
 
@@ -169,7 +172,7 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
         params = SamplingParams(**options)
     except InvalidRequestError as error:
         raise api_error(error) from None
-    values = {name: value for field in fields(params) if (value := getattr(params, name := field.name)) != getattr(DEFAULTS, name)}
+    values = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
     if params.logit_bias is not None:
         values["logit_bias"] = dict(params.logit_bias)
     if params.grammar is not None:

@@ -39,20 +39,21 @@ def of_score(found: Score) -> Scored:
     return Scored(_bytes(found.logprobs, "<f4"), _bytes(found.top_ids, "<i4"), _bytes(found.top_logprobs, "<f4"))
 
 
-def score_prompts(held: Held, *, prompts: list[bytes], top: int) -> tuple[Held, list[Scored]]:
+def score_prompts(held: Held, *, prompts: list[bytes], top: int, namespace: int) -> tuple[Held, list[Scored]]:
     """The log-probabilities of all tokens of prompts but their first, and the `top` most probable tokens in their places.
 
     Args:
         held: The engine.
         prompts: The int32 token ids of each prompt, at least two.
         top: How many.
+        namespace: Whose indexed KV is shared.
     """
     ids = [np.frombuffer(prompt, np.int32) for prompt in prompts]
-    state, found = score(held.model, held.state, [one[:1] for one in ids], [one[1:] for one in ids], top_logprobs=top)
+    state, found = score(held.model, held.state, [one[:1] for one in ids], [one[1:] for one in ids], top_logprobs=top, namespace=namespace)
     return replace(held, state=state), [of_score(each) for each in found]
 
 
-def score_and_follow(held: Held, *, prompts: list[bytes], top: int) -> tuple[Held, list[tuple[Scored, int, Scored]]]:
+def score_and_follow(held: Held, *, prompts: list[bytes], top: int, namespace: int) -> tuple[Held, list[tuple[Scored, int, Scored]]]:
     """As `score_prompts`, for prompts of at least one token, and for each the token that follows in a greedy reply, with its own.
 
     The prompts run once: the logits of their last tokens are there anyway. The token is -1 if all tokens that were looked at are equally
@@ -60,7 +61,7 @@ def score_and_follow(held: Held, *, prompts: list[bytes], top: int) -> tuple[Hel
     """
     ids = [np.frombuffer(prompt, np.int32) for prompt in prompts]
     asked = [np.append(one[1:], np.int32(0)) for one in ids]  # what stands for the token that follows does not run
-    state, found = score(held.model, held.state, [one[:1] for one in ids], asked, top_logprobs=max(top, FOLLOWING))
+    state, found = score(held.model, held.state, [one[:1] for one in ids], asked, top_logprobs=max(top, FOLLOWING), namespace=namespace)
     return replace(held, state=state), [_divided(each, top) for each in found]
 
 

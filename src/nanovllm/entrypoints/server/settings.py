@@ -11,6 +11,7 @@ MOST_CHOICES = 128  # OpenAI's bound of `n`
 MOST_ROWS = 2048  # prompts times choices of one request
 MOST_TOKENS = 1024  # entries of `logit_bias`, and of `stop_token_ids`
 MOST_LISTED = 1 << 17  # such entries of all rows of one request
+MOST_INTERVAL = 1024  # tokens of one event
 MOST_STOP = 4096  # characters of one stop string
 MOST_LOGPROBS = 1 << 22  # of all tokens of one answer: each takes some 100 bytes while its JSON is made
 
@@ -61,6 +62,7 @@ class Settings:
         shutdown_seconds: How long running requests may go on after SIGTERM.
         max_waiting: How many requests may wait for the engine.
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together; None: any number.
+        stream_interval: How many tokens an event of a stream has. The first token is sent at once, and so is what is left at the end.
         metrics_names: `"nanovllm"` or `"vllm"`: the names of the metrics.
         chunk_dir: The folder of chunk files; None: chunks are not saved.
         max_chunks: How many chunks the clients of one key may have.
@@ -85,6 +87,7 @@ class Settings:
     shutdown_seconds: float = 30.0
     max_waiting: int | None = 1024
     max_waiting_tokens: int | None = None
+    stream_interval: int = 1
     metrics_names: str = "nanovllm"
     chunk_dir: Path | None = None
     max_chunks: int = 256
@@ -102,6 +105,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name}={value} must be at least 1, or None")
+        if not 1 <= self.stream_interval <= MOST_INTERVAL:
+            raise InvalidRequestError(f"stream_interval={self.stream_interval} must be in [1, {MOST_INTERVAL}]")
         if self.max_chunks < 0:
             raise InvalidRequestError(f"max_chunks={self.max_chunks} must be at least 0")
         if not 0 <= self.chunk_share <= 1:

@@ -22,6 +22,7 @@ from nanovllm.models.fast.choice import HeadFunction, LayerFunction
 from nanovllm.models.fast.path import FastPath
 from nanovllm.models.model import Model
 from nanovllm.ops.elementwise.norm_rope import soft_cap
+from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.types import Float, Int32, Int64, Tensor
 
@@ -148,7 +149,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]
     x_TM, errors = layers.embed(params, text, config).double(), []
     for w, (cos, sin, view) in zip(params.layers, layers.given_each(params, text, config), strict=True):
-        wide = pytree.tree_map(lambda t: None if t is None else t.double(), w)
+        wide = pytree.tree_map(_wide, w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
         y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, view, config)
         for every, group, planned in zip(unions, groups, plans, strict=True):
@@ -222,9 +223,20 @@ def wide_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor,
     """The logits in float64, `BLOCK` entries of the vocabulary at a time."""
     params, x = model.params, x.double()
     gains = [gain.double() for gain in (params.final_norm, params.final_norm_bias) if gain is not None]
-    for weight in (params.embed if params.head is None else params.head).split(BLOCK):
-        logits = model.spec.head(x, gains[0], weight.double(), model.config.rms_norm_eps, *gains[1:])
+    whole = params.embed if params.head is None else params.head
+    for first in range(0, whole.shape[0], BLOCK):
+        last = min(first + BLOCK, whole.shape[0])
+        weight = _wide(by_row(whole).row_range(first, last) if isinstance(whole, QuantisedMatrix) else whole[first:last])
+        assert weight is not None
+        logits = model.spec.head(x, gains[0], weight, model.config.rms_norm_eps, *gains[1:])
         yield soft_cap(logits, model.config.logit_softcap)
+
+
+def _wide(weight: Tensor | QuantisedMatrix | None) -> Tensor | None:
+    """A weight in float64; a quantised matrix as the matrix that it stands for."""
+    if isinstance(weight, QuantisedMatrix):
+        return weight.dequantised(torch.float64)
+    return None if weight is None else weight.double()
 
 
 def _head_errors(model: Model, heads: Seq[HeadFunction], batches: Seq[Tensor]) -> Tensor:

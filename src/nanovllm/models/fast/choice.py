@@ -10,7 +10,7 @@ from nanovllm.models.common.params import Params, matrices
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
-QUANTISED = "quantised weights"  # a reason against the fast forms
+QUANTISED_EXPERTS = "quantised experts"  # a reason against the fast forms
 LayerFunction = Callable[..., Tensor]  # with the signature of a model's `layer`
 HeadFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # with the signature of `layers.head`
 
@@ -69,6 +69,11 @@ def by_layer(fast: LayerFunction, plain: LayerFunction, layers: tuple[bool, ...]
     return layer
 
 
+def quantised(params: Params[Any]) -> bool:
+    """Whether a matrix of the model is quantised."""
+    return any(isinstance(matrix, QuantisedMatrix) for matrix in (params.head, *(m for layer in params.layers for m in matrices(layer))))
+
+
 def beyond(params: Params[Any], config: ModelConfig) -> str:
     """The feature of a model that neither fast form supports; empty if it has none. `params` may be the table.
 
@@ -76,8 +81,5 @@ def beyond(params: Params[Any], config: ModelConfig) -> str:
     """
     if not params.layers:
         return "layers that transformers runs"
-    if params.positions is not None or params.layers[0].input_norm_bias is not None:
-        return "layer norms with biases"
-    if any(isinstance(matrix, QuantisedMatrix) for matrix in (params.head, *(m for layer in params.layers for m in matrices(layer)))):
-        return QUANTISED
-    return ""
+    with_biases = params.positions is not None or params.layers[0].input_norm_bias is not None
+    return "layer norms with biases" if with_biases else ""

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from nanovllm.config import ModelConfig
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Layer, Params, matrices
-from nanovllm.models.fast.choice import QUANTISED, beyond
+from nanovllm.models.fast.choice import beyond
 from nanovllm.ops.cpu.build import library
 from nanovllm.ops.cpu.native import DTYPES, SOURCE, SYMBOLS, Matrix, functions
 from nanovllm.ops.linear.cpu_product import as_struct, cells, unsupported
@@ -62,7 +62,7 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
 
 def unknown(params: Params[Any], config: ModelConfig) -> str:
     """The feature of a model that these functions do not support; empty if they support all. They support windows and soft caps."""
-    if (known := beyond(params, config)) and known != QUANTISED:
+    if known := beyond(params, config):
         return known
     weights = (params.head, *(matrix for layer in params.layers for matrix in matrices(layer)))
     for matrix in weights if config.moe is None else ():

@@ -13,7 +13,7 @@ from nanovllm.models.common import decoder, layers
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hidden import require_layer
 from nanovllm.models.common.params import Layer, Params
-from nanovllm.models.fast.choice import FastChoice, LayerFunction, beyond, by_layer
+from nanovllm.models.fast.choice import QUANTISED_EXPERTS, FastChoice, LayerFunction, beyond, by_layer
 from nanovllm.models.fast.cuts import DEFAULT, Cuts, StepCuts, with_cuts
 from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
@@ -24,6 +24,8 @@ from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add
 from nanovllm.ops.linear.norm_linear import norm_linear
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_tiles import serves_few
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -37,6 +39,8 @@ def unknown(params: Params[Any], config: ModelConfig) -> str:
     """The feature of a model that the kernels do not support; empty if they support all."""
     if known := beyond(params, config):
         return known
+    if any(w.experts is not None and _quantised(w.experts.gate_up, w.experts.down) for w in params.layers):
+        return QUANTISED_EXPERTS
     if any(w.gate_up_bias is not None for w in params.layers):
         return "biases of gates"
     return "norms after experts" if any(w.experts is not None and w.down_norm is not None for w in params.layers) else ""
@@ -51,8 +55,17 @@ def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
     if num_tokens > few.FEW and (w.o_norm is not None or w.down_norm is not None):
         return False  # a product with neither norm nor residual would use the kernel for many rows
     shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
-    products = [(matrix.shape[1], gated) for matrix, gated in shapes if matrix is not None]
-    return all(few.serves(like.device, like.dtype, num_tokens, width, gated) for width, gated in products)
+    return all(_serves_few(matrix, gated, like, num_tokens) for matrix, gated in shapes if matrix is not None)
+
+
+def _serves_few(matrix: Tensor | QuantisedMatrix, gated: bool, like: Tensor, num_tokens: int) -> bool:
+    if isinstance(matrix, QuantisedMatrix):
+        return serves_few(matrix, num_tokens) and own_kernels(like.device, like.dtype)
+    return few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated)
+
+
+def _quantised(*matrices: Any) -> bool:
+    return any(isinstance(matrix, QuantisedMatrix) for matrix in matrices)
 
 
 @overload
@@ -253,7 +266,12 @@ def wide_layer(
 
 
 def head(
-    x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float, *, cuts: Cuts | None = None
+    x: Float[Tensor, "R M"],
+    gain: Float[Tensor, "M"],
+    weight: Float[Tensor, "V M"] | QuantisedMatrix,
+    eps: float,
+    *,
+    cuts: Cuts | None = None,
 ) -> Float[Tensor, "R V"]:
     """The final norm and the logits, as `layers.head` computes them."""
     if x.shape[0] <= few.FEW:
@@ -267,7 +285,13 @@ def _wanted(x: Float[Tensor, "T M"], batch: Batch) -> Float[Tensor, "R M"]:
 
 
 def _added(
-    x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None, gain: Tensor | None, residual: Tensor, eps: float, cut: Cut
+    x: Float[Tensor, "T K"],
+    weight: Tensor | QuantisedMatrix,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    residual: Tensor,
+    eps: float,
+    cut: Cut,
 ) -> Float[Tensor, "T M"]:
     """A product plus the residual. With a norm weight, the product is normed before the sum, in one more launch."""
     if gain is None:

@@ -9,6 +9,8 @@ from nanovllm.ops.backends import dependent_launch, own_kernels, processors, sha
 from nanovllm.ops.cuts import Cut, CutError, named, powers_of_two
 from nanovllm.ops.elementwise.norm_rope import rms_norm
 from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_fused import quantised_linear_add_norm
 from nanovllm.ops.linear.tiles import ROWS, WideTile
 from nanovllm.types import Float, Tensor
 
@@ -31,7 +33,7 @@ _LIBRARY.define("norm_add(Tensor x, Tensor gain, Tensor? residual, float eps) ->
 
 def linear_add_norm(
     x: Float[Tensor, "B K"],
-    weight: Float[Tensor, "M K"],
+    weight: Float[Tensor, "M K"] | QuantisedMatrix,
     bias: Float[Tensor, "M"] | None,
     residual: Float[Tensor, "B M"],
     gain: Float[Tensor, "M"],
@@ -44,7 +46,7 @@ def linear_add_norm(
 
     Args:
         x: Inputs of the projection, `[B, K]`.
-        weight: Weights of the projection, `[M, K]`.
+        weight: Weights of the projection, `[M, K]`. `cut` does not apply to a quantised matrix.
         bias: Added to the product, `[M]`, or None.
         residual: Added to the result, `[B, M]`.
         gain: Weight of the final norm, `[M]`.
@@ -58,6 +60,8 @@ def linear_add_norm(
     Raises:
         CutError: `cut` does not fit the kernel.
     """
+    if isinstance(weight, QuantisedMatrix):
+        return quantised_linear_add_norm(x, weight, bias, residual, gain, eps, inner)
     return torch.ops.nanovllm.linear_add_norm.default(x, weight, bias, residual, gain, eps, cut, inner)
 
 

@@ -9,6 +9,8 @@ from nanovllm.ops.cuts import CutError, named, powers_of_two
 from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import given_wide_tile
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_fused import quantised_norm_linear
 from nanovllm.ops.linear.tiles import Tile
 from nanovllm.types import Float, Tensor
 
@@ -30,7 +32,7 @@ _LIBRARY.define(
 
 def norm_linear(
     x: Float[Tensor, "B K"],
-    weight: Float[Tensor, "out K"],
+    weight: Float[Tensor, "out K"] | QuantisedMatrix,
     *,
     gain: Float[Tensor, "K"] | None = None,
     bias: Float[Tensor, "out"] | None = None,
@@ -48,7 +50,7 @@ def norm_linear(
 
     Args:
         x: Inputs, `[B, K]`.
-        weight: Weights, `[out, K]`.
+        weight: Weights, `[out, K]`. The kernels of a quantised matrix choose their tile configurations, whatever `cut` is.
         gain: Weight of an RMS norm of `x`, `[K]`.
         bias: Added to the product, `[out]`.
         residual: Added to the result, `[B, out]`.
@@ -62,6 +64,8 @@ def norm_linear(
     Raises:
         CutError: `cut` does not fit the kernel.
     """
+    if isinstance(weight, QuantisedMatrix):
+        return quantised_norm_linear(x, weight, gain, bias, residual, eps, gated, act)
     return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut, act)
 
 

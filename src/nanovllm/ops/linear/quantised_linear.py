@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.ops.linear.cpu_product import product, serves
+from nanovllm.ops.linear import cpu_product, quantised_cuda
 from nanovllm.ops.linear.padded import padded_linear
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Float, Tensor
@@ -24,7 +24,8 @@ def quantised_linear(
     Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns,
     int group, int rows) -> Tensor`. The reference dequantises the matrix to the dtype of `x` and calls `torch.nn.functional.linear`. On a
     CPU the bits of a row do not depend on the other rows, and C computes the product if there is a compiler, `x` is float32 or bfloat16,
-    and a group is a multiple of 32 columns or a whole row. It agrees with the reference within the rounding of the dtype of `x`.
+    and a group is a multiple of 32 columns or a whole row; it agrees with the reference within the rounding of the dtype of `x`. On a GPU
+    with Triton, kernels read the codes, in bfloat16 and float16.
 
     Args:
         x: The activations, `[T, K]`.
@@ -57,24 +58,18 @@ def _fake(
     return x.new_empty(x.shape[0], codes.shape[0])
 
 
-def _reference(
+def _product(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
     rows: int,
 ) -> Tensor:  # fmt: skip
     matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
+    if quantised_cuda.runs(x, matrix, bias):
+        return quantised_cuda.product(x, matrix, bias)
+    if x.device.type == "cpu" and cpu_product.serves(x, matrix, bias):
+        return cpu_product.product(x, matrix, bias)
     weight = matrix.dequantised(x.dtype)
     return padded_linear(x, weight, bias) if x.device.type == "cpu" else F.linear(x, weight, bias)
 
 
-def _in_c(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
-    rows: int,
-) -> Tensor:  # fmt: skip
-    matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
-    if serves(x, matrix, bias):
-        return product(x, matrix, bias)
-    return _reference(x, codes, scales, zeros, order, bias, columns, group, rows)
-
-
-_LIBRARY.impl("quantised_linear", _in_c, "CPU")
-_LIBRARY.impl("quantised_linear", _reference, "CUDA")
+_LIBRARY.impl("quantised_linear", _product, "CPU")
+_LIBRARY.impl("quantised_linear", _product, "CUDA")

@@ -18,7 +18,7 @@ from nanovllm.types import Float, Float32, Tensor
 
 
 @triton.jit
-def _ask(lines):
+def ask(lines):
     """Prefetch these lines of 128 bytes into L2 without waiting."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -45,7 +45,7 @@ def _product(
     biases = tl.load(bias + n)[None, :] if BIAS else 0.0
     if PDL:
         if LINES:
-            _ask(w + n.to(tl.int64)[:, None] * K + part * PART + tl.arange(0, LINES)[None, :] * 64)  # `LINE`
+            ask(w + n.to(tl.int64)[:, None] * K + part * PART + tl.arange(0, LINES)[None, :] * 64)  # `LINE`
         gdc_wait()
     for at in tl.range(0, PART, BK, num_stages=STAGES):
         inputs = tl.load(rows + at, mask=on, other=0.0)

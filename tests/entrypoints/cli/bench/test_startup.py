@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections import namedtuple
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from nanovllm.entrypoints.cli.bench import command, report
 from nanovllm.entrypoints.cli.bench import startup as start
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_model, random_weights
 from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS
-from nanovllm.loading import weights
+from nanovllm.loading import shards
 from nanovllm.loading.weights import save_params
 from nanovllm.models.common.hf_config import config_to_hf
 from nanovllm.models.init_params import num_params
@@ -41,7 +42,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_saved_is_loaded(architecture: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(architecture, tie_word_embeddings=tied, dtype="bfloat16")
     model = random_model("small", config, device="cpu", dtype="bfloat16")
-    monkeypatch.setattr(weights, "SHARD", 10_000)
+    monkeypatch.setattr(shards, "SHARD", 10_000)
     save_params(model.params, config, tmp_path, torch.bfloat16)
     (tmp_path / "config.json").write_text(json.dumps(REGISTRY[architecture].config_to_hf(config)))
     files = sorted(tmp_path.glob("model-*.safetensors"))
@@ -98,8 +99,11 @@ def test_a_bare_start_has_empty_caches(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = []
 
-    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None) -> start.Start:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None, environment: Mapping[str, str]) -> start.Start:
         assert tuning is None and (folder / "config.json").is_file()
+        assert "PYTHONDONTWRITEBYTECODE" not in environment and Path(environment["PYTHONPYCACHEPREFIX"]).is_dir()
         folders.append(folder)
         return start.Start(imports_s=float(len(folders)), weights_s=0.0, engine_s=0.0, first_token_s=0.0)
 

@@ -77,6 +77,9 @@ class Start:
 def measure_start(model: Model, name: str, tuning: Path | bool | None = None, *, bare: bool = False) -> Start:
     """Measure the start of a process for a model. The process runs twice, and the second run counts, because the first fills caches.
 
+    Python's bytecode is one of them, which an installation normally has. So both runs keep it in a temporary folder, whatever the
+    environment says.
+
     With `bare` it runs once, as on a machine that has built no kernels: all caches are empty folders, which are removed at the end.
 
     Random weights are written to a temporary folder first, and removed at the end. `too_large` checks that they fit.
@@ -93,8 +96,11 @@ def measure_start(model: Model, name: str, tuning: Path | bool | None = None, *,
         if bare:
             with tempfile.TemporaryDirectory(prefix="nanovllm-bare-", ignore_cleanup_errors=True) as empty:
                 return _run(model, folder, tuning, os.environ | dict.fromkeys(CACHES, empty))
-        _run(model, folder, tuning)
-        return _run(model, folder, tuning)
+        with tempfile.TemporaryDirectory(prefix="nanovllm-bytecode-") as bytecode:
+            environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+            environment["PYTHONPYCACHEPREFIX"] = bytecode
+            _run(model, folder, tuning, environment)
+            return _run(model, folder, tuning, environment)
 
 
 def too_large(name: str, config: ModelConfig) -> str | None:
@@ -136,7 +142,7 @@ def _folder(model: Model, name: str) -> Iterator[Path]:
         yield folder
 
 
-def _run(model: Model, folder: Path, tuning: Path | bool | None, environment: Mapping[str, str] | None = None) -> Start:
+def _run(model: Model, folder: Path, tuning: Path | bool | None, environment: Mapping[str, str]) -> Start:
     prompt = random_tokens(Random(6), PROMPT, model.config.vocab_size)
     where = (str(folder), str(model.device), str(model.dtype).removeprefix("torch."))
     given = (*where, model.tokenizer is not None, str(tuning) if isinstance(tuning, Path) else tuning, prompt)

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_quantization, add_source, positive, rounding, source, tuning
+from nanovllm.entrypoints.cli.check.cost_text import cost_text
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.check.report_text import table
 from nanovllm.entrypoints.outputs import require_output, write
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import load_model, resolve_device
+from nanovllm.models.check.cost import cost
 from nanovllm.models.check.examine import examine
 from nanovllm.models.check.report import SCHEMA
+from nanovllm.models.check.sample_text import sample_tokens
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for
 
@@ -48,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help=fraction)
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the compared text (default: %(default)s)")
     parser.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
+    beside = "another checkpoint of the same model: also say what other weights cost, layer by layer and in the next tokens' probabilities"
+    parser.add_argument("--against", metavar="NAME", help=beside)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the JSON object to this file")
 
@@ -59,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
         The exit code. 1: the model will not run, or a layer falls back to plain PyTorch. 0: otherwise.
 
     Raises:
-        InvalidRequestError: Two models were named, or an option has an invalid value.
+        InvalidRequestError: Two models were named, or an option has an invalid value, or the model of `--against` has other shapes.
         CheckpointError: The model cannot be found or loaded.
         TuningFileError: The file of `--tuning` cannot be used.
     """
@@ -84,6 +89,10 @@ def main(options: argparse.Namespace) -> int:
         else:
             report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
             figures, shown, fallen = report.as_json(), table(report), bool(report.fallen)
+        if options.against is not None:
+            reference = loaded(options.against, options.device, options.dtype, **limits, **where)
+            found = cost(model, reference, sample_tokens(model, options.tokens))
+            figures["cost"], shown = found.as_json(), f"{shown}\n\n{cost_text(found)}"
     written = json.dumps({**figures, "outlook": look.as_json()}, indent=1)
     if options.json or shown:
         print(written if options.json else f"\n{shown}")

@@ -23,6 +23,7 @@ from nanovllm.executor.cuda_graphs import batch_sizes
 from nanovllm.files import cache_folder, is_private
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.fast import fused
+from nanovllm.models.fast.choice import quantised
 from nanovllm.models.fast.cuts import StepCuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import machine_of
@@ -70,6 +71,8 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"tune needs a CUDA GPU, and this device is {device}: {hint}")
     require_output(options.output, replaced=True)
     model, _ = find_model(options)
+    if quantised(model.params):
+        raise InvalidRequestError(f"tune measures kernels of unquantised weights, and {model.name} has quantised weights")
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
     key, machine = key_of(model), machine_of(model)

@@ -1,7 +1,6 @@
 """`POST /v1/chat/completions`, OpenAI's interface for conversations."""
 
 import time
-import uuid
 from collections.abc import Iterable
 from json.encoder import encode_basestring_ascii as quoted  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
@@ -18,7 +17,7 @@ from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, 
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import chat_form, forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError, api_error
-from nanovllm.entrypoints.server.exchange import Exchange
+from nanovllm.entrypoints.server.exchange import Exchange, unique
 from nanovllm.entrypoints.server.messages import ChatPrompt, chat_prompt
 from nanovllm.entrypoints.server.reply import ReplyParser
 from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
@@ -77,7 +76,8 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     if asked.stream:
         texts = [text_of(server, asked)] * n
         told, keeps = bool(asked.return_token_ids), keeps_stop(asked)
-        reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs, at_once=True)
+        how: Any = {"tells_ids": told, "keeps_stop": keeps, "logprobs": logprobs, "interval": asked.stream_interval}
+        reply = StreamedReply(server, exchange, frames, texts, at_once=True, **how)
         await reply.run(rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
@@ -115,7 +115,7 @@ class ChatFrames:
         parsers: list[ReplyParser],
         reuse: Reuse,
     ) -> None:
-        self.ident, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self.ident, self.created = f"chatcmpl-{unique()}", int(time.time())
         self.forms = TokenForms(server.tokenizer)
         self.thoughts = [list[str]() for _ in parsers]
         self._server, self._ids, self._parsers, self._prompt = server, np.frombuffer(ids, INT32), parsers, prompt

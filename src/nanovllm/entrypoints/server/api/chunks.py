@@ -122,7 +122,8 @@ async def _compose(server: Server, exchange: Exchange) -> None:
         await _make(server, exchange, name, [], token_ids, replaced=asked.replace)
         return
     made = await server.engine.ask(
-        "compose_chunks", space=space, names=names, to=name, recompute=asked.recompute, replaced=asked.replace
+        "compose_chunks", space=space, names=names, to=name, recompute=asked.recompute, replaced=asked.replace,
+        namespace=exchange.namespace,
     )  # fmt: skip
     await _send(exchange, made)
 
@@ -161,7 +162,7 @@ async def drop(server: Server, exchange: Exchange) -> None:
         await _make(server, exchange, target["to"], [], token_ids[stay].tobytes(), replaced=target["replaced"])
         return
     edges = np.flatnonzero(np.diff(stay, prepend=True, append=True)).reshape(-1, 2).tolist()
-    await _ask(server, exchange, "drop_spans", spans=edges, mode=asked.mode, **target)
+    await _ask(server, exchange, "drop_spans", spans=edges, mode=asked.mode, namespace=exchange.namespace, **target)
 
 
 async def save(server: Server, exchange: Exchange) -> None:
@@ -177,7 +178,8 @@ async def save(server: Server, exchange: Exchange) -> None:
 
 async def load(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/load`: the chunk of a file."""
-    await _ask(server, exchange, "load_chunk", replaced=convert(await exchange.json(), LoadRequest).replace)
+    replaced = convert(await exchange.json(), LoadRequest).replace
+    await _ask(server, exchange, "load_chunk", replaced=replaced, namespace=exchange.namespace)
 
 
 async def _ask(server: Server, exchange: Exchange, function: str, **arguments: Any) -> None:

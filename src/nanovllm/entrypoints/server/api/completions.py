@@ -1,7 +1,6 @@
 """`POST /v1/completions`, OpenAI's interface for plain texts."""
 
 import time
-import uuid
 from json.encoder import encode_basestring_ascii as quoted  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
@@ -24,7 +23,7 @@ from nanovllm.entrypoints.server.api.replies import NOTHING, StreamedReply, Stre
 from nanovllm.entrypoints.server.app import Server, own_model
 from nanovllm.entrypoints.server.constraints import forced, form_of
 from nanovllm.entrypoints.server.errors import ApiError
-from nanovllm.entrypoints.server.exchange import Exchange
+from nanovllm.entrypoints.server.exchange import Exchange, unique
 from nanovllm.entrypoints.server.request_fields import Sampled, read, sampling
 from nanovllm.entrypoints.server.row_logprobs import Listed, RowLogprobs
 from nanovllm.entrypoints.server.settings import MOST_CHOICES, MOST_LISTED, MOST_ROWS
@@ -86,7 +85,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
         logprobs = [RowLogprobs(places_of(server, asked), ends_with, len(text)) for text in texts]
     forms = TokenForms(server.tokenizer)
     shown_ids = [np.frombuffer(ids, INT32).tolist() for ids in prompts] if asked.return_token_ids else None
-    ident, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+    ident, created = f"cmpl-{unique()}", int(time.time())
     if not asked.stream:
         if ends is None:
             ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
@@ -110,7 +109,8 @@ async def completions(server: Server, exchange: Exchange) -> None:
     frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse, forms, of_prompts)
     texts = [text_of(server, asked)] * len(rows)
     told, keeps = shown_ids is not None, keeps_stop(asked)
-    reply = StreamedReply(server, exchange, frames, texts, tells_ids=told, keeps_stop=keeps, logprobs=logprobs)
+    how: Any = {"tells_ids": told, "keeps_stop": keeps, "logprobs": logprobs, "interval": asked.stream_interval}
+    reply = StreamedReply(server, exchange, frames, texts, **how)
     if ends is not None:
         await reply.run_known(ends)
         return
@@ -263,7 +263,7 @@ async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tup
     kept = kept_tokens(server, asked, DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens)
     if isinstance(prompt, str):
         return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks, kept=kept))]
-    if prompt and all(isinstance(one, int) for one in prompt):
+    if {*map(type, prompt)} == {int}:
         return [("prompt", last_tokens(checked(server, prompt, "prompt"), kept))]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")

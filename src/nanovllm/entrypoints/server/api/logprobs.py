@@ -95,7 +95,7 @@ async def prompt_scores(
                 size += len(prompts[left[count]])
                 count += 1
             asked, left = left[:count], left[count:]
-            each = await server.engine.ask(name, prompts=[prompts[i] for i in asked], top=top)
+            each = await server.engine.ask(name, prompts=[prompts[i] for i in asked], top=top, namespace=exchange.namespace)
             if following:
                 followers.update(zip(asked, (Follower(token_id, Scored(*own)) for _, token_id, own in each), strict=True))
                 each = [one for one, _, _ in each]

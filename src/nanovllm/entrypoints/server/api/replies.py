@@ -148,15 +148,16 @@ class StreamedRow:
         self.num_tokens += len(token_ids)
         if self.untold is not None:
             self.untold += token_ids
-        if self.reply.blocked:
-            self.unread += token_ids
-        else:
-            self._write(token_ids)
+        self.unread += token_ids
+        if not self.reply.blocked and (len(self.unread) >= self.reply.interval or self.num_tokens == len(self.unread)):
+            self._write()
 
     def scored(self, scored: Scored) -> None:
         """Nothing is to be done."""
 
-    def _write(self, token_ids: list[int]) -> None:
+    def _write(self) -> None:
+        """Write what is unread."""
+        token_ids, self.unread = self.unread, []
         self.text, piece = self.text.push(token_ids)
         if piece and (data := self.reply.frames.piece(self, piece)):
             self.reply.write(data)
@@ -197,8 +198,7 @@ class StreamedRow:
             if not self.finished:
                 self.finish()
         elif self.unread:
-            token_ids, self.unread = self.unread, []
-            self._write(token_ids)
+            self._write()
 
     def fail(self, error: NanoVLLMError) -> None:
         """The row was refused, or the engine is lost."""
@@ -232,9 +232,11 @@ class StreamedReply:
         rows: The rows.
         started: A future for the beginning of the answer, or the error that keeps it from beginning.
         keeps_stop: Whether the stop string that ends a row stays in its text.
+        interval: How many tokens an event has.
 
     Args:
         tells_ids: Whether events tell token ids.
+        interval: How many tokens an event has, but for the first and the last one. None: as the operator chose.
         logprobs: Those of each row, if events tell them.
         done: What ends the stream.
         failed: Makes the end of a stream that failed.
@@ -249,6 +251,7 @@ class StreamedReply:
         texts: list[TextStream],
         *,
         tells_ids: bool = False,
+        interval: int | None = None,
         logprobs: Seq[RowLogprobs] | None = None,
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
@@ -256,6 +259,7 @@ class StreamedReply:
         keeps_stop: bool = False,
     ) -> None:
         self.frames, self.keeps_stop = frames, keeps_stop
+        self.interval = server.settings.stream_interval if interval is None else interval
         self._done, self._failed, self._at_once = done, failed or error_event, at_once
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._exchange = server, exchange

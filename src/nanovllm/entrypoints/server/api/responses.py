@@ -102,7 +102,7 @@ async def responses(server: Server, exchange: Exchange) -> None:
         texts = [text_of(server, asked)]
         rows = None if logprobs is None else [logprobs]
         form_of_stream: Any = {"done": b"", "failed": frames.failed, "at_once": True, "keeps_stop": keeps_stop(asked)}
-        reply = StreamedReply(server, exchange, frames, texts, logprobs=rows, **form_of_stream)
+        reply = StreamedReply(server, exchange, frames, texts, logprobs=rows, interval=asked.stream_interval, **form_of_stream)
         await reply.run([reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
         return
     ends = await whole(server, exchange, [reuse.parts(ids)], [options], priority, space=reuse.space, keep=reuse.keep)
@@ -216,12 +216,12 @@ def _echo(asked: ResponsesRequest, prompt: ChatPrompt, body: dict[str, Any], mod
         "previous_response_id": None,
         "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
         "store": False,
-        "temperature": options.get("temperature", DEFAULTS.temperature),
+        "temperature": options.get("temperature", DEFAULTS["temperature"]),
         "text": {"format": {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format},
         "tool_choice": _choice(prompt, asked.tool_choice),
         "tools": tools,
         "top_logprobs": asked.top_logprobs or 0,
-        "top_p": options.get("top_p", DEFAULTS.top_p),
+        "top_p": options.get("top_p", DEFAULTS["top_p"]),
         "truncation": asked.truncation or "disabled",
     }
 

@@ -160,7 +160,7 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
                 "text": obj({"format": OBJECT}),
                 "tool_choice": either(STRING, OBJECT),
                 "tools": array(ref("FunctionTool")),
-                "truncation": const("disabled"),
+                "truncation": words("auto", "disabled"),
             },
             REUSED,
         ),

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nanovllm.entrypoints.server.api.chunk_reuse import NAME
 from nanovllm.entrypoints.server.openapi.answers import ANSWERS, STRING, const, either, obj, ref
 from nanovllm.entrypoints.server.openapi.operations import OPERATIONS, Operation
 from nanovllm.entrypoints.server.openapi.requests import request_schemas
@@ -69,7 +70,8 @@ def _entry(operation: Operation, method: str, path: str, model_name: str) -> dic
     words = re.findall(r"\w+", f"{method.lower()}/{_plain(path)}")
     entry: dict[str, Any] = {"operationId": "_".join(words), "summary": operation.summary}
     if names := PARAMETER.findall(path):
-        entry["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        named = {"type": "string", "pattern": f"^{NAME.pattern}$"} if "/chunks/" in path else {"type": "string"}
+        entry["parameters"] = [{"name": name, "in": "path", "required": True, "schema": named} for name in names]
     if operation.takes is not None:
         body: dict[str, Any] = {"schema": ref(operation.takes.__name__)}
         if operation.example is not None:

@@ -15,7 +15,8 @@ from nanovllm.sampling.params import SamplingParams
 
 TEMPLATE = "#/components/schemas/{name}"
 ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.M)
-CONTENT = either(STRING, array(obj({"type": words("text", "input_text", "output_text", "refusal")}, {"text": STRING})), NULL)
+PARTS = (obj({"type": words("text", "input_text", "output_text"), "text": STRING}), obj({"type": const("refusal"), "refusal": STRING}))
+CONTENT = either(STRING, array(either(STRING, *PARTS)), NULL)
 MESSAGE = obj({"role": words(*ROLES)}, {"content": CONTENT, "name": STRING, "tool_calls": array(OBJECT), "tool_call_id": STRING})
 ITEM = obj(
     {},
@@ -34,6 +35,18 @@ TOOL = obj(
     {"type": const("function")}, {"function": OBJECT, "name": STRING, "description": STRING, "parameters": OBJECT, "strict": BOOLEAN}
 )
 FLAG: Schema = {"type": ["boolean", "null"]}
+FORMAT = either(
+    obj({"type": words("text", "json_object")}), obj({"type": const("json_schema")}, {"json_schema": OBJECT, "schema": OBJECT}), NULL
+)
+SOME: Schema = {"type": "string", "minLength": 1}
+FORM = either(
+    obj({"json": either(OBJECT, BOOLEAN, STRING)}),
+    obj({"regex": SOME}),
+    obj({"choice": {**array(SOME), "minItems": 1}}),
+    obj({"grammar": SOME}),
+    obj({"json_object": {"const": True}}),
+    NULL,
+)
 # Fields whose structs say Any, because functions of their own check them
 CHECKED: Mapping[str, Schema] = MappingProxyType(
     {
@@ -46,7 +59,9 @@ CHECKED: Mapping[str, Schema] = MappingProxyType(
         "chat_template_kwargs": {"type": ["object", "null"]},
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
-        **{name: {"type": ["object", "null"]} for name in ("response_format", "format", "structured_outputs")},
+        "response_format": FORMAT,
+        "format": FORMAT,
+        "structured_outputs": FORM,
     }
 )
 # Fields that other functions read than those of the structs
@@ -62,6 +77,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
     {
         "model": "The model's name, as `/v1/models` tells it.",
         "stream": "Whether the answer comes as server-sent events.",
+        "stream_interval": "How many tokens an event of a stream has, in [1, 1024]; the first token and the end come at once.",
         "n": "How many replies to each prompt, in [1, 128].",
         "repeat_penalty": "llama.cpp's name of `repetition_penalty`.",
         "priority": "Requests with lower numbers run first.",

@@ -18,7 +18,7 @@ from nanovllm.sampling.grammar import Grammar
 from nanovllm.tokenizer.tokenizer import Tokenizer
 
 TEXT = "/(?s:.*)/"
-SPACE = "/[ \\n]*/"
+SPACE = "/[ \\n]{0,8}/"
 LINES = "/\\n{0,2}/"  # after a think block: white space that is none of the answer's
 
 
@@ -100,8 +100,7 @@ def thoughtful(grammar: Grammar, tokenizer: Tokenizer, reasoning: ReasoningForma
         case "json_schema":
             schema = json.loads(grammar.source)
             schema = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
-            space = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-            answer = _schema(rules, "answer", {"x-guidance": space, **schema})
+            answer = _schema(rules, "answer", schema)
         case "regex":
             pattern = grammar.source.replace("/", "\\/").replace("\n", "\\n")
             answer = rules.add("answer", f"/{pattern}/")
@@ -130,8 +129,9 @@ def _repeated(call: str, most: int, between: str = "") -> str:
 
 
 def _schema(rules: Rules, name: str, schema: Mapping[str, Any]) -> str:
-    """A rule for JSON of a schema."""
-    return rules.add(name, f"%json {json.dumps(schema, ensure_ascii=False)}")
+    """A rule for JSON of a schema. White space is bounded, so that no model writes it for ever."""
+    space = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    return rules.add(name, f"%json {json.dumps({**schema, 'x-guidance': space}, ensure_ascii=False)}")
 
 
 def _arguments(rules: Rules, place: int, tool: Tool) -> str:

@@ -1,0 +1,44 @@
+"""`Shards`: tensors written as a checkpoint's safetensors files, one file after the other."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from nanovllm.loading.safetensors_headers import INDEX
+from nanovllm.types import Tensor
+
+SHARD = 1 << 30  # bytes after which a file ends
+
+
+class Shards:
+    """The files of a checkpoint's tensors. The host holds the tensors of one file at a time.
+
+    Attributes:
+        size: Bytes of all tensors so far.
+    """
+
+    def __init__(self, folder: Path):
+        self.size, self._folder, self._part, self._places = 0, folder, dict[str, Tensor](), dict[str, str]()
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors, and write a file if it is full."""
+        self._part |= tensors
+        self.size += sum(tensor.nbytes for tensor in tensors.values())
+        if sum(tensor.nbytes for tensor in self._part.values()) >= SHARD:
+            self._write()
+
+    def end(self) -> None:
+        """Write the rest, and the index."""
+        self._write()
+        index = {"metadata": {"total_size": self.size}, "weight_map": self._places}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        if self._part:
+            file = f"model-{len(set(self._places.values())) + 1:05}.safetensors"
+            save_file(self._part, self._folder / file, metadata={"format": "pt"})
+            (self._folder / file).chmod(0o644)  # safetensors makes files that only their owner can read
+            self._places |= dict.fromkeys(self._part, file)
+            self._part = {}

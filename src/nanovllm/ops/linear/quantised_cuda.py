@@ -1,0 +1,124 @@
+"""Products with a quantised matrix on a GPU: which kernel multiplies how many rows.
+
+Few rows are summed in float32, more are multiplied on tensor cores by a kernel that converts the codes it reads. Above `FUSED_ROWS` rows
+each program would repeat too much of the conversion, so the matrix is dequantised in pieces and torch multiplies.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few
+from nanovllm.types import Float, Tensor
+
+ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
+
+
+def runs(x: Tensor, weight: QuantisedMatrix, *others: Tensor | None) -> bool:
+    """Return whether the kernels can multiply. They read weights before earlier kernels have ended, so a weight must not be a copy."""
+    weights = (weight.codes, weight.scales, weight.zeros, weight.order, *others)
+    return own_kernels(x.device, x.dtype) and len(x) > 0 and all(each is None or each.is_contiguous() for each in weights)
+
+
+def in_order(x: Float[Tensor, "B K"], weight: QuantisedMatrix) -> tuple[Float[Tensor, "B K"], QuantisedMatrix]:
+    """Gather the inputs in the order of the codes' columns. Returns them with the matrix that needs no order."""
+    if weight.order is None:
+        return x.contiguous(), weight
+    return x.index_select(1, weight.order), replace(weight, order=None)
+
+
+def _limits(device: torch.device) -> tuple[int, int]:
+    return processors(device), shared_memory(device)
+
+
+def norm_product(
+    x: Float[Tensor, "B K"],
+    weight: QuantisedMatrix,
+    gain: Float[Tensor, "K"] | None,
+    bias: Float[Tensor, "out"] | None,
+    residual: Float[Tensor, "B N"] | None,
+    eps: float,
+    gated: bool,
+    act: str,
+) -> Float[Tensor, "B N"]:
+    """Compute what `norm_linear` computes, if `runs`: in one launch if the kernel for few rows serves the matrix."""
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
+
+    new = dependent_launch(x.device)
+    if serves_few(weight, len(x)) and not (gated and (bias is not None or residual is not None)):
+        residual = None if residual is None else residual.contiguous()
+        tile = few_tile(weight, gated)
+        return triton_quantised_few.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, new, act, new)
+    if gain is not None:
+        x = triton_many_rows.norm_add(x.contiguous(), gain, None, eps, new)
+    y = product(x, weight, bias, gated, act)
+    return y if residual is None else y + residual
+
+
+def product(
+    x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None, gated: bool = False, act: str = "silu"
+) -> Float[Tensor, "B N"]:
+    """Compute `x @ weight.T + bias`, or `act(gate) * up` of such a product, if `runs`."""
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many
+
+    x, weight = in_order(x, weight)
+    new = dependent_launch(x.device)
+    if len(x) > FUSED_ROWS:
+        y = by_dequantising(x, weight, bias)
+    elif gated and bias is None:
+        tile = many_tile(weight, len(x), True, *_limits(x.device))
+        return triton_quantised_many.product(x, weight, None, True, tile, new, act, new)
+    elif serves_few(weight, len(x)):
+        y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, False, few_tile(weight, False), new, act, new)
+    else:
+        y = triton_quantised_many.product(x, weight, bias, False, many_tile(weight, len(x), False, *_limits(x.device)), new, act, new)
+    return triton_many_rows.gate(y, new, act) if gated else y
+
+
+def product_add_norm(
+    x: Float[Tensor, "B K"],
+    weight: QuantisedMatrix,
+    bias: Float[Tensor, "M"] | None,
+    residual: Float[Tensor, "B M"],
+    gain: Float[Tensor, "M"],
+    eps: float,
+    inner: Float[Tensor, "M"] | None,
+) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+    """Compute what `linear_add_norm` computes, if `runs`."""
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_many
+
+    x, weight = in_order(x, weight)
+    new = dependent_launch(x.device)
+    if len(x) > FUSED_ROWS:
+        parts, bias = by_dequantising(x, weight, bias).unsqueeze(0), None
+    else:
+        tile = many_tile(weight, len(x), False, *_limits(x.device), split=True)
+        if tile.parts == 1:
+            parts, bias = triton_quantised_many.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
+        else:
+            parts = triton_quantised_many.partial_product(x, weight, tile, new, new)
+    return triton_many_rows.sum_norm(parts, bias, residual.contiguous(), gain, eps, new, inner)
+
+
+def by_dequantising(
+    x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None, scratch: int = SCRATCH
+) -> Float[Tensor, "B out"]:
+    """Compute `x @ weight.T + bias` by torch, over at most `scratch` bytes of dequantised rows at a time. The matrix has no order."""
+    from nanovllm.ops.linear import triton_quantised_many
+
+    outputs, columns = weight.shape
+    height = max(ALIGNED, scratch // (columns * x.element_size()) // ALIGNED * ALIGNED)
+    rows = torch.empty(min(height, outputs), columns, dtype=x.dtype, device=x.device)
+    new = x.device.type == "cuda" and dependent_launch(x.device)
+    if outputs <= height:
+        triton_quantised_many.dequantise(weight, 0, rows, new)
+        return F.linear(x, rows, bias)
+    y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    for first in range(0, outputs, height):
+        last = min(first + height, outputs)
+        triton_quantised_many.dequantise(weight, first, rows[: last - first], new)
+        torch.mm(x, rows[: last - first].T, out=y[:, first:last])
+    return y if bias is None else y.add_(bias)

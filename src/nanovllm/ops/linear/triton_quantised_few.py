@@ -1,0 +1,344 @@
+"""The Triton kernels of products of few rows with a quantised matrix, whose time is the time to read the codes.
+
+Import this module only if Triton is installed. A program loads its codes and scales before it waits for the kernel that makes its input
+(programmatic dependent launch). Only weights, norm weights and biases may be read before the wait.
+
+In `_few`, a thread loads 8 bytes of each output's codes and the inputs that belong to them, so that nothing moves between threads until the
+end. It sums the products of its 8 or 16 codes in float32, and multiplies the sum by their scale. In `_dots`, a warp multiplies a block of
+codes on tensor cores. The sums of all threads or warps are added once, in a fixed order.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# (compile-time constants, tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_tiles import FewTile
+from nanovllm.ops.linear.triton_codes import four, in_word, nibbles, numbers
+from nanovllm.ops.triton_parts import activated, gained, rounded
+from nanovllm.types import Float, Tensor
+
+
+@triton.jit
+def _scales(scales, zeros, row, group, ZEROS: tl.constexpr):
+    """Load scales, and zeros as numbers."""
+    scale = tl.load(scales + row + group).to(tl.float32)
+    zero = tl.load(zeros + row + group).to(tl.float32) if ZEROS else 0.0
+    return scale, zero
+
+
+@triton.jit
+def _few(
+    x, gain, codes, scales, zeros, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr,
+    BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    ZEROS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    WHOLE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i computes outputs i * BN ... (i + 1) * BN - 1 of every row. T threads share a row of WORDS words of codes, in steps.
+
+    `WHOLE`: no program reaches beyond the outputs, and no step beyond the codes. Of 8 bits, word w holds columns 4 w ... + 3. Of 4 bits,
+    word 16 i + j holds columns 128 i + 4 j ... + 3, and those + 64.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    HALVES: tl.constexpr = 2 if NIBBLES else 1
+    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
+    FACTORS: tl.constexpr = 2 if APART else 1
+    SUMMANDS: tl.constexpr = (0.0, 0.0) if FP8 else (264.0, 24.0) if NIBBLES else (1152.0, 0.0)
+    n, t, v = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, T), tl.arange(0, 2)
+    there = n < N
+    held = ()
+    factors = ()
+    for step in tl.static_range(STEPS):
+        word = step * 2 * T + (t[:, None] * 2 + v[None, :])
+        first = step * 2 * T + t * 2
+        column = first // 16 * 128 + first % 16 * 4 if NIBBLES else first * 4
+        for part in tl.static_range(PARTS):
+            row = (n + part * N).to(tl.int64)
+            at = codes + row[:, None, None] * WORDS + word[None, :, :]
+            if WHOLE:
+                held += (tl.load(at, eviction_policy="evict_first"),)
+            else:
+                mask = there[:, None, None] & (word < WORDS)[None, :, :]
+                held += (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)
+            if GROUPS > 1:
+                for half in tl.static_range(FACTORS):
+                    # Beyond the last output and the last column, any scale will do.
+                    group = tl.minimum((column + 64 * half) // GROUP, GROUPS - 1)[None, :]
+                    factors += (_scales(scales, zeros, ((tl.minimum(n, N - 1) + part * N) // ROWS * GROUPS)[:, None], group, ZEROS),)
+    if GROUPS == 1:
+        for part in tl.static_range(PARTS):
+            factors += (_scales(scales, zeros, (tl.minimum(n, N - 1) + part * N) // ROWS, 0, ZEROS),)
+    gains = ()
+    if NORM:
+        for step in tl.static_range(STEPS):
+            word = step * 2 * T + (t[:, None] * 2 + v[None, :])
+            for half in tl.static_range(HALVES):
+                at = word // 16 * 32 + word % 16 + 16 * half if NIBBLES else word
+                gains += (four(gain, at, at < K // 4),)
+    biases = tl.load(bias + n, mask=there, other=0.0) if BIAS else 0.0
+    if PDL:
+        gdc_wait()
+    rows = ()  # all loads are issued before the first is used: a store between them would delay them
+    before = ()
+    for step in tl.static_range(STEPS):
+        word = step * 2 * T + (t[:, None] * 2 + v[None, :])
+        for half in tl.static_range(HALVES):
+            at = word // 16 * 32 + word % 16 + 16 * half if NIBBLES else word
+            for b in tl.static_range(B):
+                rows += (four(x + b * K, at, at < K // 4),)
+    norms = ()
+    for b in tl.static_range(B):
+        before += (tl.load(residual + b * N + n, mask=there, other=0.0) if RESIDUAL else 0.0,)
+        if NORM:
+            squares = tl.zeros([T, 2], tl.float32)
+            for each in tl.static_range(STEPS * HALVES):
+                for i in tl.static_range(4):
+                    squares += rows[each * B + b][i] * rows[each * B + b][i]
+            norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
+    sums = ()  # part by part, row by row
+    for _ in tl.static_range(PARTS * B):
+        sums += (tl.zeros([BN, T], tl.float32),)
+    totals = ()  # of all inputs, for zeros that serve a whole row
+    for _ in tl.static_range(B):
+        totals += (tl.zeros([T], tl.float32),)
+    for step in tl.static_range(STEPS):
+        inputs = ()
+        added = ()  # the sums of a thread's inputs
+        for half in tl.static_range(HALVES):
+            for b in tl.static_range(B):
+                total = tl.zeros([T, 2], tl.float32)
+                for i in tl.static_range(4):
+                    wide = rows[(step * HALVES + half) * B + b][i]
+                    if NORM:
+                        weight = gains[step * HALVES + half][i].to(gain.dtype.element_ty)
+                        wide = gained(wide * norms[b], weight, x.dtype.element_ty).to(tl.float32)
+                    inputs += (wide,)
+                    total += wide
+                added += (tl.sum(total, 1),)
+        if ZEROS and GROUPS == 1:
+            more = ()
+            for b in tl.static_range(B):
+                more += (totals[b] + added[b] + added[B + b] if NIBBLES else totals[b] + added[b],)
+            totals = more
+        starts = ()  # what the summands of `in_word` have too much, so that sums begin below 0
+        for half in tl.static_range(FACTORS):
+            for b in tl.static_range(B):
+                start = -0.5 * SUMMANDS[half] * added[half * B + b]
+                if NIBBLES and not APART:
+                    start -= 0.5 * SUMMANDS[1] * added[B + b]
+                starts += (start,)
+        new = ()
+        for part in tl.static_range(PARTS):
+            products = ()
+            for half in tl.static_range(HALVES):
+                wide = in_word(held[step * PARTS + part], half, NIBBLES, FP8, ASM)
+                next_products = ()
+                for b in tl.static_range(B):
+                    if FP8:
+                        product = tl.zeros([BN, T, 2], tl.float32)
+                    elif half == 0 or APART:
+                        product = tl.broadcast_to(starts[half * B + b][None, :, None], [BN, T, 2])
+                    else:
+                        product = products[b]
+                    for i in tl.static_range(4):
+                        product += wide[i] * inputs[(half * B + b) * 4 + i][None, :, :]
+                    next_products += (product,)
+                products = products + next_products if APART else next_products
+            for b in tl.static_range(B):
+                total = sums[part * B + b]
+                for half in tl.static_range(FACTORS):
+                    more = tl.sum(products[half * B + b], 2)
+                    if GROUPS > 1:
+                        factor = factors[(step * PARTS + part) * FACTORS + half]
+                        if ZEROS:
+                            every = added[half * B + b]
+                            if NIBBLES and not APART:
+                                every += added[B + b]
+                            more -= factor[1] * every[None, :]
+                        more *= factor[0]
+                    total += more
+                new += (total,)
+        sums = new
+    for b in tl.static_range(B):
+        acc = tl.sum(sums[b], 1)
+        if GROUPS == 1:
+            acc = (acc - factors[0][1] * tl.sum(totals[b], 0)) * factors[0][0] if ZEROS else acc * factors[0][0]
+        if GATED:
+            other = tl.sum(sums[B + b], 1)
+            if GROUPS == 1:
+                other = (other - factors[1][1] * tl.sum(totals[b], 0)) * factors[1][0] if ZEROS else other * factors[1][0]
+            acc = activated(acc, other, y.dtype.element_ty, ACT)
+        tl.store(y + b * N + n, rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
+
+
+@triton.jit
+def _dots(
+    x, gain, codes, scales, zeros, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr,
+    D: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute the same on tensor cores: KS warps take D bytes of codes each, in WIDTH / (KS D) steps, and their sums are added at the end.
+
+    The rows are columns of the right factor; its 8 columns repeat them.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    STEPS: tl.constexpr = WIDTH // (KS * D)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    HALVES: tl.constexpr = 2 if NIBBLES else 1
+    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1
+    FACTORS: tl.constexpr = 2 if APART else 1
+    dtype: tl.constexpr = x.dtype.element_ty
+    n, s, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KS), tl.arange(0, D)
+    row = tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
+    held = ()
+    factors = ()
+    for step in tl.static_range(STEPS):
+        start = (step * KS + s) * D
+        column = start // 64 * 128 + start % 64 if NIBBLES else start
+        for part in tl.static_range(PARTS):
+            wide = (row + part * N).to(tl.int64)
+            at = codes + wide[None, :, None] * WIDTH + start[:, None, None] + d[None, None, :]
+            held += (tl.load(at, eviction_policy="evict_first"),)
+            if GROUPS > 1:
+                for half in tl.static_range(FACTORS):
+                    group = (column + 64 * half) // GROUP
+                    factors += (_scales(scales, zeros, ((row + part * N) // ROWS * GROUPS)[None, :], group[:, None], ZEROS),)
+    if GROUPS == 1:
+        for part in tl.static_range(PARTS):
+            factors += (_scales(scales, zeros, (row + part * N)[None, :] // ROWS, 0, ZEROS),)
+    gains = ()
+    if NORM:
+        for step in tl.static_range(STEPS):
+            start = (step * KS + s) * D
+            column = (start // 64 * 128 + start % 64 if NIBBLES else start)[:, None] + d[None, :]
+            for half in tl.static_range(HALVES):
+                gains += (tl.load(gain + column + 64 * half),)
+    biases = tl.load(bias + row) if BIAS else 0.0
+    if PDL:
+        gdc_wait()
+    rows = ()
+    before = ()
+    for step in tl.static_range(STEPS):
+        start = (step * KS + s) * D
+        column = (start // 64 * 128 + start % 64 if NIBBLES else start)[:, None] + d[None, :]
+        for half in tl.static_range(HALVES):
+            for b in tl.static_range(B):
+                rows += (tl.load(x + b * K + column + 64 * half),)
+    norms = ()
+    for b in tl.static_range(B):
+        before += (tl.load(residual + b * N + row) if RESIDUAL else 0.0,)
+        if NORM:
+            squares = tl.zeros([KS, D], tl.float32)
+            for each in tl.static_range(STEPS * HALVES):
+                wide = rows[each * B + b].to(tl.float32)
+                squares += wide * wide
+            norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
+    each_column = tl.arange(0, 8)[None, None, :] % B
+    acc = tl.zeros([KS, BN, 8], tl.float32)
+    other = tl.zeros([KS, BN, 8], tl.float32)
+    for step in tl.static_range(STEPS):
+        inputs = ()
+        for half in tl.static_range(HALVES):
+            for b in tl.static_range(B):
+                xx = rows[(step * HALVES + half) * B + b]
+                if NORM:
+                    xx = gained(xx.to(tl.float32) * norms[b], gains[step * HALVES + half], dtype)
+                one = tl.broadcast_to(xx[:, :, None], [KS, D, 8])
+                both = one if b == 0 else tl.where(each_column == b, one, both)
+            inputs += (both,)
+        for part in tl.static_range(PARTS):
+            if NIBBLES:
+                low, high = nibbles(held[step * PARTS + part], dtype, ASM)
+            else:
+                low = numbers(held[step * PARTS + part], dtype, FP8, ASM)
+            if ZEROS:
+                factor = factors[((step * PARTS + part) * FACTORS) if GROUPS > 1 else part]
+                low -= tl.broadcast_to(factor[1].to(dtype)[:, :, None], low.shape)
+                if NIBBLES:
+                    factor = factors[((step * PARTS + part) * FACTORS + FACTORS - 1) if GROUPS > 1 else part]
+                    high -= tl.broadcast_to(factor[1].to(dtype)[:, :, None], high.shape)
+            if GROUPS == 1:
+                total = tl.dot(low, inputs[0], acc if part == 0 else other)
+                if NIBBLES:
+                    total = tl.dot(high, inputs[1], total)
+            elif APART:
+                total = (acc if part == 0 else other) + tl.dot(low, inputs[0]) * factors[(step * PARTS + part) * 2][0][:, :, None]
+                total += tl.dot(high, inputs[1]) * factors[(step * PARTS + part) * 2 + 1][0][:, :, None]
+            else:
+                product = tl.dot(low, inputs[0])
+                if NIBBLES:
+                    product = tl.dot(high, inputs[1], product)
+                total = (acc if part == 0 else other) + product * factors[step * PARTS + part][0][:, :, None]
+            if part == 0:
+                acc = total
+            else:
+                other = total
+    if GROUPS == 1:
+        acc *= factors[0][0][:, :, None]
+        if GATED:
+            other *= factors[1][0][:, :, None]
+    whole = tl.sum(acc, 0)
+    if GATED:
+        ups = tl.sum(other, 0)
+    for b in tl.static_range(B):
+        column = tl.arange(0, 8)[None, :] == b
+        out = tl.sum(tl.where(column, whole, 0.0), 1)
+        if GATED:
+            out = activated(out, tl.sum(tl.where(column, ups, 0.0), 1), y.dtype.element_ty, ACT)
+        tl.store(y + b * N + n, rounded(out, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=n < N)
+
+
+def launch(
+    x: Float[Tensor, "B K"],
+    weight: QuantisedMatrix,
+    gain: Float[Tensor, "K"] | None,
+    bias: Float[Tensor, "N"] | None,
+    residual: Float[Tensor, "B N"] | None,
+    eps: float,
+    gated: bool,
+    tile: FewTile,
+    pdl: bool,
+    act: str = "silu",
+    asm: bool = False,
+) -> Float[Tensor, "B N"]:
+    """Launch the kernel: what `norm_linear` computes, for at most `SUMMED` rows and a `regular` matrix. All tensors are contiguous.
+
+    `asm`: convert codes by PTX of compute capability 9.0, not by plain operations.
+    """
+    rows, width = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    words = weight.codes.shape[1] // 4
+    threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
+    tensors = (
+        x, x if gain is None else gain, weight.codes.view(torch.int32), weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros, x if bias is None else bias, x if residual is None else residual, y,
+    )  # fmt: skip
+    kind = (weight.bits == 4, weight.kind == "fp8", weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None)
+    whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
+    flags = (gain is not None, bias is not None, residual is not None, gated, act, whole, asm, pdl)
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    grid = (triton.cdiv(outputs, tile.outputs),)
+    with torch.cuda.device_of(x):
+        if tile.depth:
+            kernel: Any = _dots
+            codes = weight.codes if weight.bits == 4 else weight.codes.view(torch.int8)
+            tensors = (*tensors[:2], codes, *tensors[3:])
+            sizes = (weight.codes.shape[1], tile.warps, tile.depth, tile.outputs)
+            kernel[grid](*tensors, outputs, eps, rows, width, *sizes, *kind, *flags[:5], asm, pdl, **options)
+        else:
+            kernel = _few
+            kernel[grid](*tensors, outputs, eps, rows, width, words, threads, tile.outputs, *kind, *flags, **options)
+    return y

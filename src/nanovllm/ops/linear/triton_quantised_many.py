@@ -1,0 +1,267 @@
+"""The Triton kernels of products of many rows with a quantised matrix, and the kernel that dequantises one. They need Triton.
+
+The product is pipelined, on tensor cores: codes come to shared memory as they are, become numbers in registers, and multiply the inputs.
+The matrix is the left factor, so that few rows need little padding. If there are few outputs, the inputs are divided between programs,
+whose sums `triton_many_rows.sum_norm` adds in a fixed order.
+"""
+
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# (names bound in a compile-time branch, and loop ranges without `__next__`)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_tiles import ManyTile, scale_form
+from nanovllm.ops.linear.triton_codes import nibbles, numbers
+from nanovllm.ops.linear.triton_many_rows import ask
+from nanovllm.ops.triton_parts import activated, rounded
+from nanovllm.types import Float, Float32, Tensor
+
+LINE = 128  # bytes of a cache line of L2
+MOST_ASKED = 1024  # bytes of each output's codes that a program prefetches into L2 before it waits
+WRITTEN = 64  # bytes of codes of a row that a program of `_dequantise` reads
+HEIGHT = 16  # rows of a program of `_dequantise`
+
+
+@triton.jit
+def _at(values, row, column, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Load the scales or zeros of rows of scales for a column, or for columns. Columns beyond K get those of the last one."""
+    return tl.load(values + row * GROUPS + tl.minimum(column, K - 1) // GROUP)
+
+
+@triton.jit
+def _weights(
+    codes, scales, zeros, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, SPREAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Convert a tile of codes to one or two tiles of numbers: low and high nibbles, or twice the same tile of 8 bits.
+
+    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and, of high nibbles, those + 64. Otherwise they are
+    codes minus zeros, which have few enough bits to be exact.
+    """
+    if NIBBLES:
+        low, high = nibbles(codes, dtype, ASM)
+    else:
+        low = numbers(codes, dtype, FP8, ASM)
+        high = low
+    if SPREAD:
+        columns = column + tl.arange(0, D)[None, :]
+        scale = _at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
+        zero = _at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
+        low = ((low.to(tl.float32) - zero) * scale).to(dtype)
+        if NIBBLES:
+            scale = _at(scales, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32)
+            zero = _at(zeros, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
+            high = ((high.to(tl.float32) - zero) * scale).to(dtype)
+    elif ZEROS:
+        low -= _at(zeros, row, column, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
+        if NIBBLES:
+            high -= _at(zeros, row, column + 64, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
+    return low, high
+
+
+@triton.jit(do_not_specialize=["B"])  # the number of rows: one kernel for all
+def _product(
+    x, codes, scales, zeros, bias, y, B, N, K: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    PARTS: tl.constexpr, WHOLE: tl.constexpr, LINES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (outputs, rows, part) computes `[BN, BP]` outputs over PART bytes of codes; partial sums are stored in float32.
+
+    It takes D bytes of each output's codes per step. `WHOLE`: no step reaches beyond the codes or the inputs.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = x.dtype.element_ty
+    SPREAD: tl.constexpr = FORM == "spread"
+    EACH: tl.constexpr = FORM == "step" or FORM == "halves"  # noqa: PLR1714  # scales after each step
+    n, b, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BP + tl.arange(0, BP), tl.program_id(2)
+    d = tl.arange(0, D)
+    on, there = (b < B)[None, :], (n < N)[:, None]
+    row = tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
+    own = codes + row.to(tl.int64)[:, None] * WIDTH + d[None, :]
+    scale_row = row // ROWS
+    up_own = own + N.to(tl.int64) * WIDTH
+    up_row = (row + N) // ROWS
+    source = x + b.to(tl.int64)[None, :] * K + d[:, None]
+    acc = tl.zeros([BN, BP], tl.float32)
+    other = tl.zeros([BN, BP], tl.float32)
+    biases = tl.load(bias + row)[:, None] if BIAS else 0.0
+    start = part * PART
+    column = start // 64 * 128 + start % 64 if NIBBLES else start
+    # The scales of a step are loaded a step earlier.
+    if EACH:
+        scale = _at(scales, scale_row, column, K, GROUP, GROUPS).to(tl.float32)
+        if FORM == "halves":
+            scale_high = _at(scales, scale_row, column + 64, K, GROUP, GROUPS).to(tl.float32)
+        if GATED:
+            up_scale = _at(scales, up_row, column, K, GROUP, GROUPS).to(tl.float32)
+            if FORM == "halves":
+                up_scale_high = _at(scales, up_row, column + 64, K, GROUP, GROUPS).to(tl.float32)
+    if PDL:
+        if LINES:
+            ask(codes + row.to(tl.int64)[:, None] * WIDTH + start + tl.arange(0, LINES)[None, :] * 128)  # `LINE`
+            if GATED:
+                ask(codes + (row + N).to(tl.int64)[:, None] * WIDTH + start + tl.arange(0, LINES)[None, :] * 128)
+        gdc_wait()
+    for at in tl.range(start, start + PART, D, num_stages=STAGES):
+        column = tl.multiple_of(at // 64 * 128 + at % 64 if NIBBLES else at, D)
+        if EACH:
+            after = (at + D) // 64 * 128 + (at + D) % 64 if NIBBLES else at + D
+            next_scale = _at(scales, scale_row, after, K, GROUP, GROUPS).to(tl.float32)
+            if FORM == "halves":
+                next_high = _at(scales, scale_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
+            if GATED:
+                next_up = _at(scales, up_row, after, K, GROUP, GROUPS).to(tl.float32)
+                if FORM == "halves":
+                    next_up_high = _at(scales, up_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
+        if WHOLE:
+            gate_codes = tl.load(own + at)
+            low_inputs = tl.load(source + column, mask=on, other=0.0)
+        else:
+            gate_codes = tl.load(own + at, mask=(at + d < WIDTH)[None, :], other=0)
+            low_inputs = tl.load(source + column, mask=on & (column + d < K)[:, None], other=0.0)
+        if NIBBLES:
+            if WHOLE:
+                high_inputs = tl.load(source + column + 64, mask=on, other=0.0)
+            else:
+                high_inputs = tl.load(source + column + 64, mask=on & (column + 64 + d < K)[:, None], other=0.0)
+        low, high = _weights(gate_codes, scales, zeros, scale_row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+        if EACH:
+            if FORM == "halves":
+                acc += tl.dot(low, low_inputs) * scale[:, None]
+                acc += tl.dot(high, high_inputs) * scale_high[:, None]
+            elif NIBBLES:
+                acc += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * scale[:, None]
+            else:
+                acc += tl.dot(low, low_inputs) * scale[:, None]
+        else:
+            acc = tl.dot(low, low_inputs, acc)
+            if NIBBLES:
+                acc = tl.dot(high, high_inputs, acc)
+        if GATED:
+            up_codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
+            low, high = _weights(up_codes, scales, zeros, up_row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+            if EACH:
+                if FORM == "halves":
+                    other += tl.dot(low, low_inputs) * up_scale[:, None]
+                    other += tl.dot(high, high_inputs) * up_scale_high[:, None]
+                elif NIBBLES:
+                    other += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * up_scale[:, None]
+                else:
+                    other += tl.dot(low, low_inputs) * up_scale[:, None]
+            else:
+                other = tl.dot(low, low_inputs, other)
+                if NIBBLES:
+                    other = tl.dot(high, high_inputs, other)
+        if EACH:
+            scale = next_scale
+            if FORM == "halves":
+                scale_high = next_high
+            if GATED:
+                up_scale = next_up
+                if FORM == "halves":
+                    up_scale_high = next_up_high
+    if FORM == "row":
+        acc *= tl.load(scales + scale_row).to(tl.float32)[:, None]
+        if GATED:
+            other *= tl.load(scales + up_row).to(tl.float32)[:, None]
+    to = y + (part * B + b).to(tl.int64)[None, :] * N + n[:, None]
+    if PARTS > 1:
+        tl.store(to, acc, mask=on & there)
+    else:
+        if GATED:
+            acc = activated(acc, other, y.dtype.element_ty, ACT)
+        tl.store(to, rounded(acc, biases, acc, y.dtype.element_ty, BIAS, False), mask=on & there)
+
+
+@triton.jit
+def _dequantise(
+    codes, scales, zeros, out, N, first, K: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, NIBBLES: tl.constexpr,
+    FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Program (rows, columns) writes H rows of D bytes of codes as weights: rows `first` ... `first` + N - 1 of the matrix to `out`."""
+    n, d = tl.program_id(0) * H + tl.arange(0, H), tl.program_id(1) * D + tl.arange(0, D)
+    row = first + tl.minimum(n, N - 1)
+    tile = tl.load(codes + row.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0)
+    start = tl.program_id(1) * D
+    column = start // 64 * 128 + start % 64 if NIBBLES else start
+    dtype: tl.constexpr = out.dtype.element_ty
+    low, high = _weights(tile, scales, zeros, row // ROWS, column, K, NIBBLES, FP8, True, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+    columns = column + tl.arange(0, D)
+    to = out + n.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(to, low, mask=(n < N)[:, None] & (columns < K)[None, :])
+    if NIBBLES:
+        tl.store(to + 64, high, mask=(n < N)[:, None] & (columns + 64 < K)[None, :])
+
+
+def product(
+    x: Float[Tensor, "B K"],
+    weight: QuantisedMatrix,
+    bias: Float[Tensor, "out"] | None,
+    gated: bool,
+    tile: ManyTile,
+    pdl: bool,
+    act: str = "silu",
+    asm: bool = False,
+) -> Float[Tensor, "B N"]:
+    """Compute `x @ weight.T + bias`, or `act(gate) * up` for a gate and an up projection stacked in `weight`.
+
+    All tensors are contiguous, `weight` has no order, and `tile.parts` is 1. `asm` is as in `triton_quantised_few.launch`.
+    """
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, y, outputs, gated, tile, pdl, act, asm)
+    return y
+
+
+def partial_product(
+    x: Float[Tensor, "B K"], weight: QuantisedMatrix, tile: ManyTile, pdl: bool, asm: bool = False
+) -> Float32[Tensor, "parts B N"]:
+    """Compute `x @ weight.T` as partial sums over parts of K; `tile.parts` is more than 1."""
+    y = torch.empty((tile.parts, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, y, weight.shape[0], False, tile, pdl, "silu", asm)
+    return y
+
+
+def _kind(weight: QuantisedMatrix) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int, bool]]:
+    """Return a matrix's tensors, and `GROUP`, `GROUPS`, `ROWS` and `ZEROS` of the kernels."""
+    codes = weight.codes if weight.bits == 4 else weight.codes.view(torch.int8)
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    return (codes, weight.scales, zeros), (weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None)
+
+
+def _launch(
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: ManyTile, pdl: bool, act: str,
+    asm: bool,
+) -> None:  # fmt: skip
+    (rows, columns), width = x.shape, weight.codes.shape[1]
+    tensors, kind = _kind(weight)
+    part = triton.cdiv(triton.cdiv(width, tile.depth), tile.parts) * tile.depth
+    whole = width == part * tile.parts and columns * weight.bits == width * 8
+    lines = 0 if rows > tile.rows or not whole else min(MOST_ASKED, part & -part) // LINE  # a power of two; 0 if programs share codes
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    kernel: Any = _product
+    with torch.cuda.device_of(x):
+        kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), tile.parts)](
+            x, *tensors, x if bias is None else bias, y, rows, outputs, columns, width, part, tile.rows, tile.outputs, tile.depth,
+            tile.stages, weight.bits == 4, weight.kind == "fp8", scale_form(weight, tile.depth), *kind, bias is not None, gated, act,
+            tile.parts, whole, lines, asm, pdl, **options,
+        )  # fmt: skip
+
+
+def dequantise(weight: QuantisedMatrix, first: int, out: Float[Tensor, "N K"], asm: bool = False) -> None:
+    """Donates `out`. Write rows `first` ... of the matrix in the dtype of `out`, with columns in the order of the codes."""
+    (rows, columns), width = out.shape, weight.codes.shape[1]
+    tensors, kind = _kind(weight)
+    kernel: Any = _dequantise
+    with torch.cuda.device_of(out):
+        kernel[(triton.cdiv(rows, HEIGHT), triton.cdiv(width, WRITTEN))](
+            *tensors, out, rows, first, columns, width, HEIGHT, WRITTEN, weight.bits == 4, weight.kind == "fp8", *kind, asm
+        )

@@ -1,0 +1,77 @@
+"""Quantised matrices for tests of kernels: every form, with codes and scales at their limits."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.models.common.params import Params
+from nanovllm.ops.linear.quantise import Kind, quantise
+from nanovllm.ops.linear.quantised import QuantisedMatrix, packed
+from nanovllm.types import Tensor
+
+
+def quantised_problem(
+    kind: Kind, outputs: int, columns: int, *, group: int | None = None, rows: int = 1, zeros: bool = False, order: bool = False,
+    scales: torch.dtype = torch.float32, spread: float = 1.0, device: str = "cpu",
+) -> QuantisedMatrix:  # fmt: skip
+    """Return a matrix of random codes, all values of which occur if it is large enough. Weights are about `1 / sqrt(columns)`.
+
+    Args:
+        kind: The kind of the codes.
+        outputs: Rows of the matrix.
+        columns: Columns of the matrix.
+        group: Columns of a scale; None means all.
+        rows: Rows of a scale.
+        zeros: Whether there are zero points.
+        order: Whether the columns are permuted.
+        scales: The dtype of the scales.
+        spread: The ratio of the largest scale to the smallest, about.
+        device: The device of the matrix.
+    """
+    random = torch.Generator().manual_seed(outputs * columns + (group or 0))
+    if kind == "fp8":
+        bits = torch.randint(0, 254, (outputs, columns), generator=random)
+        codes = (bits + (bits >= 127)).to(torch.uint8).view(torch.float8_e4m3fn)  # 127 and 255 are NaN
+        size = 150.0
+    elif kind == "int8":
+        codes, size = torch.randint(-128, 128, (outputs, columns), generator=random).to(torch.int8), 74.0
+    else:
+        codes, size = packed(torch.randint(-8, 8, (outputs, columns), generator=random).to(torch.int8)), 4.6
+    wide = min(columns, group or columns)
+    grid = (-(-outputs // rows), -(-columns // wide))
+    lowest = -128 if kind == "int8" else -8
+    matrix = QuantisedMatrix(
+        codes=codes,
+        scales=(spread ** (torch.rand(grid, generator=random) - 0.5) / size / columns**0.5).to(scales),
+        zeros=torch.randint(lowest, -lowest + 1, grid, generator=random).short() if zeros else None,
+        order=torch.randperm(columns, generator=random).int() if order else None,
+        columns=columns,
+        group=wide,
+        rows=rows,
+    )
+    return pytree.tree_map(lambda each: None if each is None else each.to(device), matrix)
+
+
+def rounded(params: Params[Tensor], kind: Kind, group: int | None = None) -> Params[Tensor]:
+    """Return a model's weights with the matrices of attention and MLP quantised, as `quantise` rounds them."""
+
+    def each(matrix: Tensor | None) -> Any:
+        return None if matrix is None else quantise(matrix, kind, group)
+
+    layers = tuple(
+        replace(w, qkv=each(w.qkv), o=each(w.o), gate_up=each(w.gate_up), down=each(w.down), experts=None if w.experts is None else
+                replace(w.experts, gate_up=each(w.experts.gate_up), down=each(w.experts.down)))
+        for w in params.layers
+    )  # fmt: skip
+    return replace(params, layers=layers)
+
+
+def dequantised(params: Params[Tensor], dtype: torch.dtype) -> Params[Tensor]:
+    """Return weights with each quantised matrix as the matrix that it stands for, in `dtype`."""
+    return pytree.tree_map(
+        lambda leaf: leaf.dequantised(dtype) if isinstance(leaf, QuantisedMatrix) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix),
+    )

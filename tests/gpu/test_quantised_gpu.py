@@ -1,0 +1,160 @@
+"""Products with quantised matrices on a GPU: every code, every form against float64, captured, and whole steps beside unquantised ones."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.entrypoints.cli.bench.graph_timer import captured
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.fast import fused
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.linear_add_norm import linear_add_norm
+from nanovllm.ops.linear.norm_linear import norm_linear
+from nanovllm.ops.linear.quantise import KINDS, Kind
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SUMMED, FewTile, ManyTile
+from nanovllm.state.kv_cache import KVState
+from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.problems import wide_norm_linear
+from nanovllm.testing.quantised_problems import dequantised, quantised_problem, rounded
+from tests.gpu.test_fused_gpu import error
+
+pytestmark = pytest.mark.gpu
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+# Checkpoints' usual forms at a model's sizes; then odd ones: other groups, rows that share scales, an order, sizes of no power of two.
+FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
+    ("int4", 2048, 1024, {"group": 128, "scales": BF16}), ("fp8", 1024, 3072, {"group": 128, "rows": 128, "scales": BF16}),
+    ("int8", 2048, 1024, {"group": None, "spread": 100.0}), ("int4", 1002, 1152, {"group": 32, "zeros": True, "scales": torch.float16}),
+    ("fp8", 514, 648, {"group": None, "spread": 100.0}), ("int4", 512, 768, {"group": 128, "order": True, "zeros": True}),
+]  # fmt: skip
+
+
+def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
+    """A row for each code that is a number, of equal columns, and the numbers, of both nibbles of 4-bit codes."""
+    bits = torch.arange(256).to(torch.uint8)
+    codes = bits if kind == "int4" else bits.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    codes = codes[codes.float().isfinite()]
+    columns = 128 if kind == "int4" else 64
+    whole = codes.view(torch.uint8)[:, None].repeat(1, 64).view(codes.dtype).cuda()
+    matrix = QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1, device=CUDA), columns=columns, group=columns)
+    return matrix, matrix.dequantised(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None:
+    """By assembly and by plain operations, in every place of a word."""
+    from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
+
+    matrix, numbers = every_code(kind)
+    ways = (False, True) if dependent_launch(CUDA) else (False,)
+    for asm in ways:
+        out = torch.empty(matrix.shape, dtype=dtype, device=CUDA)
+        triton_quantised_many.dequantise(matrix, 0, out, asm)
+        assert torch.equal(out.float(), numbers) and torch.equal(out.signbit(), numbers.signbit())
+        for half in (0, 64)[: matrix.columns // 64]:
+            x = torch.zeros(4, matrix.columns, dtype=dtype, device=CUDA)
+            x[range(4), range(half, half + 4)] = 1
+            want = numbers[:, half : half + 4].T
+            for tile in (FewTile(outputs=8, warps=1), FewTile(outputs=16, warps=1, depth=64)):
+                few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, False, asm=asm)
+                assert torch.equal(few.float(), want)
+            many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=64), False, asm=asm)
+            assert torch.equal(many.float(), want)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100, FUSED_ROWS + 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_products(form: tuple[Kind, int, int, dict[str, Any]], rows: int) -> None:
+    """No worse than torch over the dequantised matrix, by more than the order of sums; with a norm and a gate, and with a residual."""
+    kind, outputs, columns, more = form
+    matrix = quantised_problem(kind, outputs, columns, **more, device="cuda")
+    exact, plain = matrix.dequantised(torch.float64), matrix.dequantised(BF16)
+    x, gain = torch.randn(rows, columns, device=CUDA).to(BF16), (torch.rand(columns, device=CUDA) + 0.5).to(BF16)
+    gain[::37] = 9.5
+    want = wide_norm_linear(x, exact, gain, None, None, 1e-6, True)
+    theirs = norm_linear(x.cpu(), plain.cpu(), gain=gain.cpu(), eps=1e-6, gated=True).cuda()
+    assert error(norm_linear(x, matrix, gain=gain, eps=1e-6, gated=True), want) < 1.5 * error(theirs, want) + 2e-3
+    residual, bias = (torch.randn(*shape, outputs, device=CUDA).to(BF16) for shape in ((rows,), ()))
+    want = wide_norm_linear(x, exact, None, bias, residual, 0.0, False)
+    theirs = norm_linear(x.cpu(), plain.cpu(), bias=bias.cpu(), residual=residual.cpu()).cuda()
+    assert error(norm_linear(x, matrix, bias=bias, residual=residual), want) < 1.5 * error(theirs, want) + 2e-3
+    norm = (torch.rand(outputs, device=CUDA) + 0.5).to(BF16)
+    y, h = linear_add_norm(x, matrix, bias, residual, norm, 1e-6)
+    normed = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    assert error(y, want) < 1.5 * error(theirs, want) + 2e-3 and error(h, normed) < 2e-2
+    assert error(linear(x, matrix), wide_norm_linear(x, exact, None, None, None, 0.0, False)) < 1e-2
+
+
+@pytest.mark.parametrize("tile", [FewTile(outputs=8, warps=2), FewTile(outputs=16, warps=4, depth=64)])
+@pytest.mark.parametrize("rows", [2, 3, SUMMED])
+def test_several_rows_by_the_kernel_for_few(rows: int, tile: FewTile) -> None:
+    """By all of its forms, of which the default takes one, for fewer rows."""
+    from nanovllm.ops.linear import triton_quantised_few
+
+    for kind in KINDS:
+        matrix = quantised_problem(kind, 256, 1024, group=128, device="cuda")
+        x = torch.randn(rows, 1024, device=CUDA).to(BF16)
+        new = dependent_launch(CUDA)
+        got = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, new, asm=new)
+        one = triton_quantised_few.launch(x[:1], matrix, None, None, None, 0.0, False, tile, new, asm=new)
+        assert error(got, x.double() @ matrix.dequantised(torch.float64).T) < 5e-3 and torch.equal(got[:1], one)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100])
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_a_captured_product_gives_the_same_bits(form: tuple[Kind, int, int, dict[str, Any]], rows: int) -> None:
+    kind, outputs, columns, more = form
+    matrix = quantised_problem(kind, outputs, columns, **more, device="cuda")
+    x, norm = torch.randn(rows, columns, device=CUDA).to(BF16), torch.ones(outputs, device=CUDA, dtype=BF16)
+    residual, gain = torch.randn(rows, outputs, device=CUDA).to(BF16), torch.ones(columns, device=CUDA, dtype=BF16)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return norm_linear(x, matrix, gain=gain, residual=residual), *linear_add_norm(x, matrix, None, residual, norm, 1e-6)
+
+    want = call()
+    graph, got = captured(call)
+    for _ in range(3):
+        for each in got:
+            each.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("fp8", None)])
+def test_a_whole_step(kind: Kind, group: int | None, rows: int) -> None:
+    """A quantised model beside the model of the matrices that it stands for: logits, and what is likeliest where it leads."""
+    config = tiny_config(
+        num_layers=3, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=999, dtype="bfloat16"
+    )
+    model = random_model(config, device="cuda", dtype=BF16, std=0.05)
+    params = rounded(model.params, kind, group)
+    assert fused.unknown(params, config) == "" and fused.serves(params, config)
+    size, width = 16, 5
+    lens = torch.tensor([3 + 29 * (row % 3) for row in range(rows)], dtype=torch.int32)
+    tables = torch.randperm(rows * width).view(rows, width).int()
+    last = lens - 1
+    slots = (tables[torch.arange(rows), (last // size).long()] * size + last % size).int()
+    pages = torch.randn(3, rows * width + 1, 2, 2, size, config.head_dim, device=CUDA).to(BF16)
+    plan = FusedDecodePlan(rows, 4, 2, config.head_dim, CUDA)
+    batch = Batch(
+        input_ids=torch.randint(0, 999, (rows,), dtype=torch.int32).cuda(), positions=last.cuda(), slots=slots.cuda(),
+        page_tables=tables.cuda(), seq_lens=lens.cuda(), plan=plan.handle,
+    )  # fmt: skip
+
+    def run(weights: Any, forward: Any, handle: int) -> torch.Tensor:
+        kv = KVState(pools=tuple(pool.clone() for pool in pages.split(config.pool_sizes)))
+        return forward(weights, kv, replace(batch, plan=handle), config)[0]
+
+    got, theirs = run(params, fused.forward, plan.handle), run(dequantised(params, BF16), fused.forward, plan.handle)
+    plain = run(params, model.spec.forward, 0)
+    for other in (theirs, plain):
+        assert error(got, other.double()) < 3e-2
+    first, second = theirs.float().topk(2).values.unbind(1)
+    leads = first - second > 0.15
+    assert torch.equal(got.argmax(1)[leads], theirs.argmax(1)[leads])

@@ -1,0 +1,56 @@
+"""The kernels for quantised matrices compiled for GPUs that need not be there, with the tiles of models' shapes."""
+
+import os
+
+import pytest
+import torch
+
+from nanovllm.ops.linear.quantise import Kind
+from nanovllm.ops.linear.quantised_tiles import few_tile, many_tile
+from nanovllm.testing.quantised_problems import quantised_problem
+from tests.ops.test_kernels_compile import PROCESSORS, Compiled, compiled  # noqa: F401  (a fixture)
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")]
+BF16 = torch.bfloat16
+FORMS: list[tuple[Kind, int | None, int, bool, int, bool]] = [
+    ("int4", 128, 1, False, 4096, False), ("int4", 32, 1, True, 1024, True), ("fp8", 128, 128, False, 12288, False),
+    ("int8", None, 1, False, 1024, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products(compiled: Compiled, form: tuple[Kind, int | None, int, bool, int, bool]) -> None:  # noqa: F811
+    from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
+
+    (kind, group, rows, zeros, width, gated), outputs = form, 512
+    matrix = quantised_problem(kind, outputs, width, group=group, rows=rows, zeros=zeros, scales=BF16)
+    asm = compiled.capability >= 90
+    for count in (1, 2):
+        gain = torch.ones(width, dtype=BF16 if count == 1 else torch.float32) if width < 12288 else None
+        residual = None if gated else torch.zeros(count, outputs, dtype=BF16)
+        x = torch.zeros(count, width, dtype=BF16)
+        triton_quantised_few.launch(x, matrix, gain, None, residual, 1e-6, gated, few_tile(matrix, gated), compiled.pdl, asm=asm)
+    for count in (8, 256):
+        x = torch.zeros(count, width, dtype=BF16)
+        tile = many_tile(matrix, count, gated, PROCESSORS, compiled.memory)
+        triton_quantised_many.product(x, matrix, None, gated, tile, compiled.pdl, asm=asm)
+        if not gated:
+            tile = many_tile(matrix, count, gated, PROCESSORS, compiled.memory, split=True)
+            if tile.parts > 1:
+                triton_quantised_many.partial_product(x, matrix, tile, compiled.pdl, asm)
+    triton_quantised_many.dequantise(matrix, 0, torch.empty(outputs, width, dtype=BF16), asm)
+    compiled.check()
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int4", 100), ("fp8", None)])
+def test_odd_forms_in_float16(compiled: Compiled, kind: Kind, group: int | None) -> None:  # noqa: F811
+    from nanovllm.ops.linear import triton_quantised_many
+
+    matrix = quantised_problem(kind, 77, 331, group=group, zeros=kind != "fp8")
+    for count in (1, 100):
+        x = torch.zeros(count, 331, dtype=torch.float16)
+        tile = many_tile(matrix, count, False, PROCESSORS, compiled.memory)
+        triton_quantised_many.product(x, matrix, None, False, tile, compiled.pdl, asm=compiled.capability >= 90)
+    triton_quantised_many.dequantise(matrix, 0, torch.empty(77, 331, dtype=torch.float16), compiled.capability >= 90)
+    compiled.check()

@@ -1,0 +1,27 @@
+"""Packages are imported in a thread, which fails quietly."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from nanovllm.ops.import_ahead import import_ahead
+assert "triton.runtime" not in sys.modules
+import_ahead().join()
+from triton.runtime.cache import triton_key
+print(triton_key.cache_info().currsize)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_triton_is_imported_and_has_hashed_itself(tmp_path: Path) -> None:
+    """FlashInfer is a package that raises an error when it is imported."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").write_text("raise ZeroDivisionError")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
