@@ -34,7 +34,7 @@ def test_the_bytes_are_those_of_the_rounded_weights(name: str, kind: Kind | None
     assert found.kernels.against == ("experts" if name == "experts" else found.kernels.against)
 
 
-def test_what_is_rounded_already_is_not_rounded_again() -> None:
+def test_an_impossible_rounding_is_refused(untyped: None) -> None:
     with pytest.raises(InvalidRequestError, match="quantize_head=True needs quantization"):
         outlook("dense", CPU, None, shapes=SHAPES, quantize_head=True)
     with pytest.raises(InvalidRequestError, match="int2"):
