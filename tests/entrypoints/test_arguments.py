@@ -3,8 +3,12 @@
 import argparse
 from pathlib import Path
 
-from nanovllm.entrypoints.arguments import engine_limits, source
+import pytest
+
+from nanovllm.entrypoints.arguments import engine_limits, rounding, source
 from nanovllm.entrypoints.cli import main as cli
+from nanovllm.entrypoints.cli.load import load
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 
 
 def parsed(given: str = "") -> argparse.Namespace:
@@ -37,3 +41,19 @@ def test_every_option_of_the_source_arrives() -> None:
         ("--trust-remote-code", {"trust_remote_code": True}),
     ):
         assert source(parsed(given)) == {**usual, **changed}
+
+
+def test_the_options_for_rounding_arrive_at_the_model() -> None:
+    assert rounding(parsed()) == {"quantization": None, "quantize_head": False}
+    assert load(parsed("--device cpu")).quantization == ""
+    options = parsed("--device cpu --quantization int4 --quantize-head")
+    assert rounding(options) == {"quantization": "int4", "quantize_head": True}
+    model = load(options)
+    assert isinstance(model.params.head, QuantisedMatrix) and model.params.head.kind == "int4"
+    assert model.quantization == "int4 in groups of 128, rounded while loading, the head too"
+
+
+def test_another_kind_of_rounding_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed("--quantization int2")
+    assert "invalid choice: 'int2'" in capsys.readouterr().err

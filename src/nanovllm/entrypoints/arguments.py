@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from nanovllm.entrypoints.process import freeze
 from nanovllm.models.model import Model
+from nanovllm.ops.linear.quantise import KINDS
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 
 TUNING = "a file of `nanovllm tune`, or off for the default tile configurations (default: the file in the cache, if it exists)"
@@ -63,6 +64,18 @@ def source(options: argparse.Namespace) -> dict[str, Any]:
     return {"revision": options.revision, "download": options.download, "trust_remote_code": options.trust_remote_code}
 
 
+def add_quantization(parser: Any) -> None:
+    """Add the options for rounding weights to a parser or a group."""
+    kinds = "round the matrices to 8 or 4 bits while they are loaded; a checkpoint that is quantised already needs no option"
+    parser.add_argument("--quantization", choices=KINDS, help=kinds)
+    parser.add_argument("--quantize-head", action="store_true", help="with --quantization: round the output matrix, too")
+
+
+def rounding(options: argparse.Namespace) -> dict[str, Any]:
+    """The values of `add_quantization` as arguments of `load_model`."""
+    return {"quantization": options.quantization, "quantize_head": options.quantize_head}
+
+
 def tuning(text: str) -> Path | bool:
     """The argument `tuning` of `init_state`: False for "off", otherwise a file."""
     return Path(text) if text != "off" else False
@@ -96,6 +109,7 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     add_source(group)
     group.add_argument("--device", metavar="D", help=DEVICE)
     group.add_argument("--dtype", metavar="T", help=DTYPE)
+    add_quantization(group)
     group.add_argument("--num-pages", type=int, metavar="N", help=f"KV memory in pages of 16 tokens (default: {num_pages})")
     frames = "pages with KV in sliding-window layers, for models that have such layers (default: enough for all running requests)"
     group.add_argument("--num-frames", type=int, metavar="N", help=frames)

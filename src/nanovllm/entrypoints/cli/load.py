@@ -2,7 +2,7 @@
 
 import argparse
 
-from nanovllm.entrypoints.arguments import source
+from nanovllm.entrypoints.arguments import rounding, source
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.hub import is_local
 from nanovllm.loading.load_model import load_model
@@ -16,7 +16,8 @@ def load(options: argparse.Namespace) -> Model:
         CheckpointError: The model cannot be loaded. The message names the commands that take the name of a shape for random weights.
     """
     try:
-        return load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **source(options))
+        where = {**source(options), **rounding(options)}
+        return load_model(options.model, options.device, options.dtype, max_model_len=options.max_model_len, **where)
     except CheckpointError:
         if options.download or is_local(options.model):
             raise

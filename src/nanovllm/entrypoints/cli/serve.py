@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nanovllm.entrypoints.arguments import add_model_options, engine_limits, positive, source
+from nanovllm.entrypoints.arguments import add_model_options, engine_limits, positive, rounding, source
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.hub import resolve_folder
@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
     limits = {
         **engine_limits(options),
         **source(options),
+        **rounding(options),
         "download": False,
         "device": options.device,
         "dtype": options.dtype,

@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.models.common.params import ParamInfo, Params, matrices
-from nanovllm.ops.linear.quantise import GROUP, KINDS, Kind
+from nanovllm.models.common.params import Layer, ParamInfo, Params, matrices
+from nanovllm.ops.linear.quantise import GROUP, KINDS, Kind, quantise
+from nanovllm.types import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,20 @@ def require_rounding(quantization: object, quantize_head: object) -> Rounding | 
         if quantization == kind:
             return Rounding(kind=kind, head=quantize_head)
     raise InvalidRequestError(f"quantization={quantization!r} must be one of {', '.join(KINDS)}, or None")
+
+
+def rounded_params(params: Params[Tensor], rounding: Rounding) -> Params[Tensor]:
+    """Weights in memory with their matrices rounded, as `load_model` rounds those of a checkpoint."""
+
+    def kept(matrix: Tensor | None) -> Any:
+        return None if matrix is None else quantise(matrix, rounding.kind)
+
+    def layer(w: Layer[Tensor]) -> Layer[Tensor]:
+        experts = None if w.experts is None else replace(w.experts, gate_up=kept(w.experts.gate_up), down=kept(w.experts.down))
+        return replace(w, qkv=kept(w.qkv), o=kept(w.o), gate_up=kept(w.gate_up), down=kept(w.down), experts=experts)
+
+    head = kept(params.embed if params.head is None else params.head) if rounding.head else params.head
+    return replace(params, layers=tuple(map(layer, params.layers)), head=head)
 
 
 def quantisable(table: Params[ParamInfo], *, head: bool) -> Iterator[ParamInfo]:

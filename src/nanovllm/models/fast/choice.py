@@ -10,7 +10,7 @@ from nanovllm.models.common.params import Params, matrices
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
-QUANTISED, QUANTISED_EXPERTS = "quantised weights", "quantised experts"  # reasons against the fast forms
+QUANTISED_EXPERTS = "quantised experts"  # a reason against the fast forms
 LayerFunction = Callable[..., Tensor]  # with the signature of a model's `layer`
 HeadFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # with the signature of `layers.head`
 

@@ -1,12 +1,11 @@
 """A decode step on a CPU: one C call per layer and one for the head (`ops/cpu/kernels.c`), in place of dozens of small ops.
 
 The functions replace a model's `layer` and `layers.head`, and agree with them within rounding. The bits of a row do not depend on the
-other rows.
+other rows. Matrices may be quantised.
 """
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +13,21 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig
 from nanovllm.models.common.batch import Batch
-from nanovllm.models.common.params import Layer, Params
-from nanovllm.models.fast.choice import QUANTISED, beyond, quantised
-from nanovllm.ops import cpu as native
+from nanovllm.models.common.params import Layer, Params, matrices
+from nanovllm.models.fast.choice import beyond
 from nanovllm.ops.cpu.build import library
+from nanovllm.ops.cpu.native import DTYPES, SOURCE, SYMBOLS, Matrix, functions
+from nanovllm.ops.linear.cpu_product import as_struct, cells, unsupported
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Tensor
 
-SOURCE = Path(native.__file__).parent / "kernels.c"
-SYMBOLS = ("nanovllm_layer", "nanovllm_head", "nanovllm_layer_args_size")
-DTYPES = (torch.float32, torch.bfloat16)
+__all__ = ("DTYPES", "SOURCE", "SYMBOLS", "decode_layer", "head", "serves", "unknown")
 POINTERS = (
-    "x", "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
-    "cos", "sin", "tables", "seq_lens", "slots", "pages", "scratch", "out",
+    "x", "input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm", "gate_up_bias", "down_bias",
+    "cos", "sin", "tables", "seq_lens", "slots", "pages", "scratch", "cells", "out",
 )  # fmt: skip
+MATRICES = ("qkv", "o", "gate_up", "down")
 SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16", "window")
 
 
@@ -36,6 +36,7 @@ class LayerArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, Matrix) for name in MATRICES),
         *((name, ctypes.c_int64) for name in SIZES),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
     )
@@ -63,8 +64,10 @@ def unknown(params: Params[Any], config: ModelConfig) -> str:
     """The feature of a model that these functions do not support; empty if they support all. They support windows and soft caps."""
     if known := beyond(params, config):
         return known
-    if quantised(params):
-        return QUANTISED
+    weights = (params.head, *(matrix for layer in params.layers for matrix in matrices(layer)))
+    for matrix in weights if config.moe is None else ():
+        if isinstance(matrix, QuantisedMatrix) and (why := unsupported(matrix)):
+            return why
     layer = params.layers[0]
     if layer.input_norm.dtype != params.embed.dtype:
         return "norms that are rounded after their weight"
@@ -103,17 +106,17 @@ def decode_layer(
         IndexError: A slot or a page table points outside the pool. Nothing was written.
     """
     (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
-    assert w.down is not None
-    heads_dim, intermediate = config.num_heads * head_dim, w.down.shape[1]
+    assert w.gate_up is not None and w.down is not None
+    products = (w.qkv, w.o, w.gate_up, w.down)
+    heads_dim, intermediate = config.num_heads * head_dim, w.down.columns if isinstance(w.down, QuantisedMatrix) else w.down.shape[1]
     width, threads = batch.page_tables.shape[1], torch.get_num_threads()
     group = config.num_heads // num_kv_heads
-    a_row = 2 * hidden_size + w.qkv.shape[0] + heads_dim + 3 * intermediate
+    a_row = 2 * hidden_size + heads_dim + 2 * num_kv_heads * head_dim + heads_dim + 3 * intermediate
     a_thread = group * width * page_size + (group + 1) * head_dim
     scratch = torch.empty(num_rows * a_row + threads * a_thread, dtype=torch.float32, device="cpu")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    weights = (
-        x, w.input_norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.o, w.o_bias, w.post_norm, w.gate_up, w.gate_up_bias, w.down, w.down_bias
-    )  # fmt: skip
+    room = cells(num_rows, *products)
+    weights = (x, w.input_norm, w.qkv_bias, w.q_norm, w.k_norm, w.o_bias, w.post_norm, w.gate_up_bias, w.down_bias)
     memory = [
         *(_memory(tensor, x.dtype) for tensor in weights),
         *(tensor.to(torch.float32).contiguous() for tensor in (cos, sin)),
@@ -121,9 +124,10 @@ def decode_layer(
     ]
     if not len(batch.page_tables) == len(batch.seq_lens) == len(batch.slots) == len(cos) == num_rows:
         raise IndexError(f"{num_rows} rows, but seq_lens {tuple(batch.seq_lens.shape)} and slots {tuple(batch.slots.shape)}")
+    structs = [_matrix(product, x.dtype) for product in products]
     args = LayerArgs(
         *(None if tensor is None else tensor.data_ptr() for tensor in memory),
-        pages[index].data_ptr(), scratch.data_ptr(), out.data_ptr(),
+        pages[index].data_ptr(), scratch.data_ptr(), room.data_ptr(), out.data_ptr(), *(struct for struct, _ in structs),
         num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
         x.dtype == torch.bfloat16, batch.window, config.rms_norm_eps, config.scale, config.attention_softcap,
     )  # fmt: skip
@@ -135,15 +139,20 @@ def decode_layer(
     return out
 
 
-def head(x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"], eps: float) -> Float[Tensor, "R V"]:
+def head(
+    x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"] | QuantisedMatrix, eps: float
+) -> Float[Tensor, "R V"]:
     """The final norm and the logits, as `layers.head` computes them."""
     (num_rows, hidden_size), vocab_size = x.shape, weight.shape[0]
     scratch, out = torch.empty(num_rows * hidden_size, dtype=torch.float32, device="cpu"), x.new_empty(num_rows, vocab_size)
-    memory = [*(_memory(tensor, x.dtype) for tensor in (x, gain, weight)), out, scratch]
+    room, (struct, kept) = cells(num_rows, weight), _matrix(weight, x.dtype)
+    rows, gains = _memory(x, x.dtype), _memory(gain, x.dtype)
+    assert rows is not None and gains is not None and kept
     _functions().nanovllm_head(
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in memory if tensor is not None),
-        *map(ctypes.c_int64, (num_rows, hidden_size, vocab_size)), ctypes.c_float(eps), ctypes.c_int(x.dtype == torch.bfloat16),
-        ctypes.c_int64(torch.get_num_threads()),
+        ctypes.c_void_p(rows.data_ptr()), ctypes.c_void_p(gains.data_ptr()), ctypes.byref(struct),
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (out, scratch, room)),
+        *map(ctypes.c_int64, (num_rows, hidden_size, vocab_size, x.dtype == torch.bfloat16, torch.get_num_threads())),
+        ctypes.c_float(eps),
     )  # fmt: skip
     return out
 
@@ -157,9 +166,15 @@ def _memory(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.contiguous()
 
 
+def _matrix(weight: Tensor | QuantisedMatrix, dtype: torch.dtype) -> tuple[Matrix, tuple[Tensor, ...]]:
+    """A matrix as C reads it, and the tensors that must outlive the call. Raises `TypeError` for another dtype of plain weights."""
+    if not isinstance(weight, QuantisedMatrix) and weight.dtype != dtype:
+        raise TypeError(f"a weight is {weight.dtype} and the activations are {dtype}; both must have the same dtype")
+    return as_struct(weight)
+
+
 @functools.cache
 def _functions() -> ctypes.CDLL:
-    compiled = library(SOURCE, SYMBOLS)
-    assert compiled is not None, "call serves() first: the library was not compiled"
+    compiled = functions()
     assert compiled.nanovllm_layer_args_size() == ctypes.sizeof(LayerArgs)
     return compiled

@@ -2,7 +2,7 @@
 //
 // A row's bits depend on no other row, on no number of rows and of threads: every dot product runs down its K in 16 lanes with one
 // accumulator each and adds the lanes in a fixed tree; every row and every key/value head of a row is one thread's work.
-// Weights and pages are float32 or bfloat16 (`bf16` != 0); all arithmetic is float32.
+// Weights and pages are float32 or bfloat16 (`bf16` != 0); all arithmetic is float32, but for products with quantised matrices (quantised.h).
 #include <math.h>
 #ifdef _OPENMP
 #include <omp.h>
@@ -11,7 +11,7 @@
 #define THREAD 0
 #endif
 #include "exponential.h"
-#include "matmul.h"
+#include "quantised.h"
 
 // ---- rows -------------------------------------------------------------------------------------------------------------------------
 
@@ -104,15 +104,24 @@ INLINE void attend(float *q, int64_t G, struct pages p, int64_t b, int64_t head,
 
 // ---- entry points -----------------------------------------------------------------------------------------------------------------
 
+// x[T, K] @ w[N, K]^T, quantised or not. `cells`: room for T * blocks_of(K) cells if w is quantised.
+INLINE void multiply(const float *x, int64_t T, int64_t K, const struct matrix *w, int64_t N, struct target t, struct cell *cells, int bf16) {
+    if (w->kind == PLAIN) matmul(x, T, K, w->codes, N, t, bf16);
+    else quantised_matmul(x, T, K, w, N, t, cells, 0, bf16);
+}
+
 // The fields of `LayerArgs` in cpu.py, in its order. x, out [B, M]; cos, sin [B, D] float32; matrices [out, in]; absent ones are null.
-// scratch: B * (2 M + X + H D + 3 F) + threads * (G * width * page_size + (G + 1) * D) floats; X = (H + 2K) D, G = H / K.
+// scratch: B * (2 M + X + H D + 3 F) + threads * (G * width * page_size + (G + 1) * D) floats; X = (H + 2K) D, G = H / K. cells: as many as the
+// widest quantised matrix needs, on a border of 64 bytes.
 struct layer_args {
-    const void *x, *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    const void *x, *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
     const float *cos, *sin;
     const int32_t *tables, *seq_lens, *slots;
     char *pages;
     float *scratch;
+    struct cell *cells;
     void *out;
+    struct matrix qkv, o, gate_up, down;
     int64_t B, M, H, K, D, F, width, num_pages, page_size, threads, bf16, window;
     float eps, scale, softcap;
 };
@@ -128,7 +137,7 @@ INLINE void layer(const struct layer_args *a, int bf16) {
     {
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; b++) rms_norm(a->x, b * M, a->input_norm, hidden + b * M, M, a->eps, bf16, bf16);
-        matmul(hidden, B, M, a->qkv, X, (struct target){a->qkv_bias, 0, heads, 0, 0}, bf16);
+        multiply(hidden, B, M, &a->qkv, X, (struct target){a->qkv_bias, 0, heads, 0, 0}, a->cells, bf16);
 #pragma omp for schedule(static)  // all keys and values are written before any row attends, as the ops do it
         for (int64_t task = 0; task < B * a->K; task++) {
             int64_t b = task / a->K, head = task % a->K, page = a->slots[b] / a->page_size, slot = a->slots[b] % a->page_size;
@@ -147,14 +156,14 @@ INLINE void layer(const struct layer_args *a, int bf16) {
             attend(q, G, pages, b, head, limits, scratch + G * D, scratch, bf16);
             memcpy(mixed + b * HD + head * G * D, q, G * D * sizeof *q);
         }
-        matmul(mixed, B, HD, a->o, M, (struct target){a->o_bias, a->x, middle, bf16, 0}, bf16);
+        multiply(mixed, B, HD, &a->o, M, (struct target){a->o_bias, a->x, middle, bf16, 0}, a->cells, bf16);
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; b++) rms_norm(middle, b * M, a->post_norm, hidden + b * M, M, a->eps, 0, bf16);
-        matmul(hidden, B, M, a->gate_up, 2 * F, (struct target){a->gate_up_bias, 0, wide, 0, 0}, bf16);
+        multiply(hidden, B, M, &a->gate_up, 2 * F, (struct target){a->gate_up_bias, 0, wide, 0, 0}, a->cells, bf16);
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; b++)
             for (int64_t f = 0; f < F; f++) gated[b * F + f] = silu(wide[b * 2 * F + f]) * wide[b * 2 * F + F + f];
-        matmul(gated, B, F, a->down, M, (struct target){a->down_bias, middle, a->out, 0, bf16}, bf16);
+        multiply(gated, B, F, &a->down, M, (struct target){a->down_bias, middle, a->out, 0, bf16}, a->cells, bf16);
     }
 }
 
@@ -170,22 +179,32 @@ int nanovllm_layer(const struct layer_args *a) {
     return 0;
 }
 
-INLINE void head(const void *x, const void *gain, const void *w, void *out, float *scratch, int64_t R, int64_t M, int64_t V, float eps, int bf16,
-                 int64_t threads) {
+INLINE void head(const void *x, const void *gain, const struct matrix *w, void *out, float *scratch, struct cell *cells, int64_t R, int64_t M,
+                 int64_t V, float eps, int bf16, int64_t threads) {
     (void)threads;  // without OpenMP
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < R; r++) rms_norm(x, r * M, gain, scratch + r * M, M, eps, bf16, bf16);
-        matmul(scratch, R, M, w, V, (struct target){0, 0, out, 0, bf16}, bf16);
+        multiply(scratch, R, M, w, V, (struct target){0, 0, out, 0, bf16}, cells, bf16);
     }
 }
 
 // out[R, V] = rms_norm(x)[R, M] @ w[V, M]^T; scratch: R * M floats.
-void nanovllm_head(const void *x, const void *gain, const void *w, void *out, float *scratch, int64_t R, int64_t M, int64_t V, float eps, int bf16,
-                   int64_t threads) {
-    if (bf16) head(x, gain, w, out, scratch, R, M, V, eps, 1, threads); else head(x, gain, w, out, scratch, R, M, V, eps, 0, threads);
+void nanovllm_head(const void *x, const void *gain, const struct matrix *w, void *out, float *scratch, struct cell *cells, int64_t R, int64_t M,
+                   int64_t V, int64_t bf16, int64_t threads, float eps) {
+    if (bf16) head(x, gain, w, out, scratch, cells, R, M, V, eps, 1, threads);
+    else head(x, gain, w, out, scratch, cells, R, M, V, eps, 0, threads);
 }
 
-// So that the caller can see that both sides mean the same by `struct layer_args`.
+// out[T, N] = x[T, K] @ w[N, K]^T + bias for a quantised matrix; x, bias and out are bfloat16 or float32.
+void nanovllm_quantised_linear(const void *x, const struct matrix *w, const void *bias, void *out, struct cell *cells, int64_t T, int64_t K,
+                               int64_t N, int64_t bf16, int64_t threads) {
+    (void)threads;
+#pragma omp parallel num_threads(threads)
+    quantised_matmul(x, T, K, w, N, (struct target){bias, 0, out, 0, (int)bf16}, cells, (int)bf16, (int)bf16);
+}
+
+// So that the caller can see that both sides mean the same by the structs.
 int64_t nanovllm_layer_args_size(void) { return sizeof(struct layer_args); }
+int64_t nanovllm_cell_size(void) { return sizeof(struct cell); }

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.ops.linear import quantised_cuda
+from nanovllm.ops.linear import cpu_product, quantised_cuda
 from nanovllm.ops.linear.padded import padded_linear
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Float, Tensor
@@ -23,7 +23,9 @@ def quantised_linear(
 
     Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns,
     int group, int rows) -> Tensor`. The reference dequantises the matrix to the dtype of `x` and calls `torch.nn.functional.linear`. On a
-    CPU the bits of a row do not depend on the other rows. On a GPU with Triton, kernels read the codes, in bfloat16 and float16.
+    CPU the bits of a row do not depend on the other rows, and C computes the product if there is a compiler, `x` is float32 or bfloat16,
+    and a group is a multiple of 32 columns or a whole row. On a GPU with Triton, kernels read the codes, in bfloat16 and float16. Both
+    agree with the reference within the rounding of the dtype of `x`.
 
     Args:
         x: The activations, `[T, K]`.
@@ -63,6 +65,8 @@ def _product(
     matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
     if quantised_cuda.runs(x, matrix, bias):
         return quantised_cuda.product(x, matrix, bias)
+    if x.device.type == "cpu" and cpu_product.serves(x, matrix, bias):
+        return cpu_product.product(x, matrix, bias)
     weight = matrix.dequantised(x.dtype)
     return padded_linear(x, weight, bias) if x.device.type == "cpu" else F.linear(x, weight, bias)
 

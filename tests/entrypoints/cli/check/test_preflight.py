@@ -149,8 +149,16 @@ def test_the_options_reach_the_outlook_and_the_loader(folder: Path, monkeypatch:
     monkeypatch.setattr(command, "outlook", seen)
     monkeypatch.setattr(command, "loaded", loaded)
     flags = "--device cpu --dtype bfloat16 --max-model-len 100 --memory-fraction 1 --download --trust-remote-code"
+    flags += " --quantization int8 --quantize-head"
     assert cli.main(["check", str(folder), *flags.split()]) == 2
-    where = {"max_model_len": 100, "revision": None, "download": True, "trust_remote_code": True}
+    where = {
+        "max_model_len": 100,
+        "revision": None,
+        "download": True,
+        "trust_remote_code": True,
+        "quantization": "int8",
+        "quantize_head": True,
+    }
     assert looks == [{"memory_fraction": 1.0, **where}]
     assert loads == [((str(folder), "cpu", "bfloat16"), {**where, "download": False})]  # the outlook has downloaded the files
 

@@ -1,13 +1,17 @@
 """Models with random weights and the shapes of published models. They run as fast as the trained models."""
 
+from dataclasses import replace
+
 import torch
 
 from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import resolve_device, resolve_dtype
+from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.model import Model
 from nanovllm.models.registry import REGISTRY, fitted
+from nanovllm.ops.linear.quantise import Kind
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(
@@ -108,9 +112,22 @@ def require_no_revision(name: str, revision: str | None) -> None:
         raise InvalidRequestError(f"--revision {revision}: {name} has random weights and no revisions; omit --revision")
 
 
-def random_weights(name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0) -> Model:
-    """A model of one of `SHAPES` with random weights and without a tokenizer."""
-    return random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed)
+def random_weights(
+    name: str,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    quantization: Kind | None = None,
+    quantize_head: bool = False,
+) -> Model:
+    """A model of one of `SHAPES` with random weights and without a tokenizer. Its matrices are rounded as `load_model` rounds them."""
+    rounding = require_rounding(quantization, quantize_head)
+    model = random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed)
+    if rounding is None:
+        return model
+    params, mark = rounded_params(model.params, rounding), rounding.mark(model.fingerprint)
+    return replace(model, params=params, fingerprint=mark, quantization=rounding.summary)
 
 
 def random_model(

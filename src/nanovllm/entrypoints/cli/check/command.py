@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_source, positive, source, tuning
+from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_quantization, add_source, positive, rounding, source, tuning
 from nanovllm.entrypoints.cli.check.cost_text import cost_text
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     parser.add_argument("--device", metavar="D", help=DEVICE)
     parser.add_argument("--dtype", metavar="T", help=DTYPE)
+    add_quantization(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how the model will run; load no weights")
     length = "the maximum length of a request, prompt and reply, in tokens (default: the model's)"
     parser.add_argument("--max-model-len", type=positive, metavar="N", help=length)
@@ -50,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help=fraction)
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the compared text (default: %(default)s)")
     parser.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
-    beside = "another checkpoint of the same model: also say what other weights cost, layer by layer and in the next tokens' probabilities"
+    beside = (
+        "another checkpoint of the same model: also say what other weights cost, layer by layer and in the next tokens' probabilities "
+        "(default with --quantization: the same one, not rounded)"
+    )
     parser.add_argument("--against", metavar="NAME", help=beside)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the JSON object to this file")
@@ -73,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
     require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
-    where, limits = source(options), {"max_model_len": options.max_model_len}
+    where, limits = {**source(options), **rounding(options)}, {"max_model_len": options.max_model_len}
     look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)
     if not options.json:
         print(text(look), flush=True)
@@ -88,8 +92,9 @@ def main(options: argparse.Namespace) -> int:
         else:
             report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
             figures, shown, fallen = report.as_json(), table(report), bool(report.fallen)
-        if options.against is not None:
-            reference = loaded(options.against, options.device, options.dtype, **limits, **where)
+        unrounded = name if options.quantization else None
+        if (other := options.against or unrounded) is not None and not model.foreign:
+            reference = loaded(other, options.device, options.dtype, **limits, **source(options))
             found = cost(model, reference, sample_tokens(model, options.tokens))
             figures["cost"], shown = found.as_json(), f"{shown}\n\n{cost_text(found)}"
     written = json.dumps({**figures, "outlook": look.as_json()}, indent=1)
@@ -108,7 +113,13 @@ def _outlook(name: str, device: torch.device, dtype: str | None, **how: Any) -> 
 
 
 def loaded(name: str, device: str | None, dtype: str | None, **where: Any) -> Model:
-    """Load the model of this name, or make random weights of a shape that `bench` knows. `where` comes from `arguments.source`."""
+    """Load the model of this name, or make random weights of a shape that `bench` knows.
+
+    `where` comes from `arguments.source` and `arguments.rounding`.
+    """
     from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 
-    return random_weights(name, device=device, dtype=dtype) if name in SHAPES else load_model(name, device, dtype, **where)
+    if name not in SHAPES:
+        return load_model(name, device, dtype, **where)
+    how = {key: where[key] for key in ("quantization", "quantize_head") if key in where}
+    return random_weights(name, device=device, dtype=dtype, **how)

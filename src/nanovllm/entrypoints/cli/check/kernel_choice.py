@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import ModelConfig
-from nanovllm.models.fast.choice import QUANTISED, QUANTISED_EXPERTS
+from nanovllm.models.fast.choice import QUANTISED_EXPERTS
 from nanovllm.models.fast.path import against
 from nanovllm.models.init_params import without_memory
 from nanovllm.ops.backends import against_flashinfer
@@ -35,9 +35,7 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, fo
         how = "transformers' module, attention in plain torch"
         return Kernels(decode=how, prompts=how, against="the architecture is not built in")
     why = against(without_memory(config, dtype), config, device, dtype)
-    if quantised and device.type != "cuda":
-        why = QUANTISED
-    elif quantised and config.moe is not None:
+    if quantised and device.type == "cuda" and config.moe is not None:
         why = QUANTISED_EXPERTS
     if device.type != "cuda":
         return Kernels(decode="plain torch" if why else "C", prompts="plain torch", against=why)

@@ -1,5 +1,6 @@
 """The outlook of a model before any weight is read: whether it will run, in how much memory, and with which kernels."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,16 +20,18 @@ from nanovllm.executor.kv_budget import GRAPHS
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype, with_ends
 from nanovllm.loading.quantisation.config import Quantisation, read_quantisation
+from nanovllm.loading.quantisation.rounding import Rounding, quantisable, require_rounding
 from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.weights import header_faults, stored_head, wanted
 from nanovllm.models.check.report import device_name
-from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.common.params import ParamInfo, Params
 from nanovllm.models.init_params import num_params, without_memory
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.models.spec import ModelSpec
+from nanovllm.ops.linear.quantise import Kind, quantise
 from nanovllm.tokenizer.tokenizer import Tokenizer
 from nanovllm.types import FLOATS
 
@@ -122,6 +125,8 @@ def outlook(
     memory_fraction: float = 0.9,
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
+    quantization: Kind | None = None,
+    quantize_head: bool = False,
     **where: Any,
 ) -> Outlook:
     """Find out whether and how a model will run, from the headers of its weight files.
@@ -136,15 +141,18 @@ def outlook(
         memory_fraction: The fraction of the GPU's memory to use.
         max_model_len: The maximum length of a request in tokens; None for the model's.
         trust_remote_code: Whether code of the checkpoint may run, if its architecture is known to nobody else.
+        quantization: How matrices are rounded while they are loaded; None: they are not.
+        quantize_head: Whether the output matrix is rounded, too.
         **where: Further arguments of `resolve_folder`.
 
     Raises:
         CheckpointError: The folder or repository was not found.
-        InvalidRequestError: The dtype does not exist.
+        InvalidRequestError: The dtype does not exist, or `quantize_head` needs `quantization`.
     """
+    rounding = require_rounding(quantization, quantize_head)
     if name in shapes:
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]
-        return _outlook(f"{name} (random weights)", None, False, spec, config, device, dtype, memory_fraction, max_model_len)
+        return _outlook(f"{name} (random weights)", None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding)
     folder, called = resolve_folder(name, with_code=trust_remote_code, **where)
     hf: dict[str, Any] = {}
     try:
@@ -159,7 +167,8 @@ def outlook(
             model=called, architecture=architecture, file="", features=(), code=bool(hf.get("auto_map")), dtype="",
             device=device_name(device), config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
         )  # fmt: skip
-    return _outlook(called, folder, bool(hf.get("auto_map")), spec, config, device, dtype, memory_fraction, max_model_len)
+    code = bool(hf.get("auto_map"))
+    return _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding)
 
 
 def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> ModelConfig:
@@ -179,13 +188,18 @@ def _outlook(
     dtype: torch.dtype | str | None,
     memory_fraction: float,
     max_model_len: int | None,
+    rounding: Rounding | None,
 ) -> Outlook:
     config, problems, notes = for_length(read, max_model_len), list[str](), list[str]()
     chosen, foreign = resolve_dtype(dtype, config, device), isinstance(spec, TransformersSpec)
     config = fitted(config, device, chosen)
     quantisation = None if folder is None else read_quantisation(read_json(folder / "config.json"), folder)
-    weights = _weights(folder, spec, config, device, chosen, quantisation, problems)
-    how = kernels(config, device, chosen, foreign=foreign, quantised=quantisation is not None)
+    if rounding is not None and (foreign or quantisation is not None):
+        why = "the architecture is not built in" if quantisation is None else f"the checkpoint is quantised already ({quantisation.method})"
+        problems.append(f"quantization={rounding.kind!r} is not possible: {why}")
+        rounding = None
+    weights = _weights(folder, spec, config, device, chosen, quantisation, rounding, problems)
+    how = kernels(config, device, chosen, foreign=foreign, quantised=quantisation is not None or rounding is not None)
     memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
     _judge(config, weights, memory, device, problems, notes)
     if how.captured:
@@ -220,6 +234,7 @@ def _weights(
     device: torch.device,
     dtype: torch.dtype,
     quantisation: Quantisation | None,
+    rounding: Rounding | None,
     problems: list[str],
 ) -> Weights:
     headers: Mapping[str, TensorHeader] = {}
@@ -237,6 +252,8 @@ def _weights(
         pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))
         stored = stored_matrices(headers, table, quantisation)
         held = sum(_held(info, leaf.nbytes, stored, headers) for info, leaf in pairs if info is not None and leaf is not None)
+        if rounding is not None:
+            held += _saved(table, rounding, dtype)
         moved = max((leaf.nbytes for info, leaf in pairs if info is not None and (info.transposed or info.channels)), default=0)
         if headers:
             problems += shortened(header_faults(headers, table, config, stored))
@@ -248,6 +265,16 @@ def _weights(
         held=held,
         host=LOADING + (held + moved if foreign or device.type == "cpu" else 0),  # reordering a parameter needs a second copy of it
     )
+
+
+def _saved(table: Params[ParamInfo], rounding: Rounding, dtype: torch.dtype) -> int:
+    """The bytes that rounding adds to the weights: less than 0, except for a head that becomes a matrix of its own."""
+
+    def rounded(info: ParamInfo) -> int:
+        return quantise(torch.empty(info.shape, device="meta"), rounding.kind).nbytes
+
+    added = sum(rounded(info) - math.prod(info.shape) * (info.dtype or dtype).itemsize for info in quantisable(table, head=rounding.head))
+    return added + (rounded(table.embed) if rounding.head and table.head is None else 0)
 
 
 def _held(info: ParamInfo, whole: int, stored: StoredMatrices, headers: Mapping[str, TensorHeader]) -> int:

@@ -1,0 +1,78 @@
+"""The C form of `quantised_linear` (`ops/cpu/quantised.h`): which products it computes, and how it is called.
+
+With int8 and int4 codes, inputs become fixed point: integers of 16 bits for bfloat16 and of 32 bits for float32, with one power of two for
+128 columns. All bits of an input count if it is at least a 128th of the largest of its 128 columns; the error of a smaller one is at most
+2^-15 (2^-31) of that largest. The sums of products of a group are exact integers.
+"""
+
+import ctypes
+from types import MappingProxyType
+
+import torch
+
+from nanovllm.ops.cpu.build import library
+from nanovllm.ops.cpu.native import CELL, DTYPES, SOURCE, SYMBOLS, Matrix, functions
+from nanovllm.ops.linear.quantised import BLOCK, QuantisedMatrix
+from nanovllm.types import Tensor
+
+KINDS = MappingProxyType({torch.int8: 1, torch.uint8: 2, torch.float8_e4m3fn: 3})  # `enum kinds`; 0 is a matrix that is not quantised
+SCALES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})  # `enum types`
+SPAN = 32  # a group of columns must be a multiple of this number, or a whole row
+
+
+def unsupported(matrix: QuantisedMatrix) -> str:
+    """What of a matrix the C functions do not support, in words; empty if they support it. Asked for each matrix at each step."""
+    grouped = matrix.group % SPAN == 0 or matrix.group >= matrix.columns
+    if grouped and matrix.codes.dim() == 2 and matrix.codes.numel() > 0 and matrix.scales.dtype in SCALES:
+        return ""
+    if len(matrix.shape) != 2 or 0 in matrix.shape:
+        return f"quantised matrices of shape {tuple(matrix.shape)}"
+    scales = str(matrix.scales.dtype).removeprefix("torch.")
+    return f"scales of {scales}" if grouped else f"groups of {matrix.group} columns"
+
+
+def serves(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None) -> bool:
+    """Whether C computes the product `x @ matrix.T + bias`."""
+    return (
+        x.dtype in DTYPES
+        and x.shape[0] > 0
+        and (bias is None or bias.dtype == x.dtype)
+        and not unsupported(matrix)
+        and library(SOURCE, SYMBOLS) is not None
+    )
+
+
+def product(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+    """Compute `x @ matrix.T + bias`. `serves` must hold."""
+    num_rows, height = x.shape[0], matrix.shape[0]
+    rows, out, room = x.contiguous(), x.new_empty(num_rows, height), cells(num_rows, matrix)
+    given = None if bias is None else bias.contiguous()
+    struct, kept = as_struct(matrix)
+    functions().nanovllm_quantised_linear(
+        ctypes.c_void_p(rows.data_ptr()), ctypes.byref(struct), None if given is None else ctypes.c_void_p(given.data_ptr()),
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (out, room)),
+        *map(ctypes.c_int64, (num_rows, matrix.columns, height, x.dtype == torch.bfloat16, torch.get_num_threads())),
+    )  # fmt: skip
+    del kept  # not before the call
+    return out
+
+
+def as_struct(weight: Tensor | QuantisedMatrix) -> tuple[Matrix, tuple[Tensor, ...]]:
+    """A matrix as C reads it, and the tensors whose memory must outlive the call."""
+    if not isinstance(weight, QuantisedMatrix):
+        kept = weight.contiguous()
+        return Matrix(codes=kept.data_ptr()), (kept,)
+    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+    kind, scale_type = KINDS[codes.dtype], SCALES[scales.dtype]
+    if weight.zeros is None and weight.order is None:
+        return Matrix(codes.data_ptr(), scales.data_ptr(), None, None, kind, scale_type, weight.group, weight.rows), (codes, scales)
+    more = [None if each is None else each.contiguous() for each in (weight.zeros, weight.order)]
+    pointers = (None if each is None else each.data_ptr() for each in more)
+    struct = Matrix(codes.data_ptr(), scales.data_ptr(), *pointers, kind, scale_type, weight.group, weight.rows)
+    return struct, (codes, scales, *(each for each in more if each is not None))
+
+
+def cells(rows: int, *weights: Tensor | QuantisedMatrix) -> Tensor:
+    """Memory for the inputs of the widest quantised matrix, as C keeps them."""
+    widest = max((weight.columns for weight in weights if isinstance(weight, QuantisedMatrix)), default=0)
+    return torch.empty(rows * -(-widest // BLOCK) * CELL, dtype=torch.uint8, device="cpu")

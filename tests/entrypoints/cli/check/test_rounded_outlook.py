@@ -1,0 +1,41 @@
+"""The outlook of a model that is rounded while it is loaded: its bytes, its kernels, and what is not possible."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.config import ModelConfig
+from nanovllm.entrypoints.cli.bench import model_shapes
+from nanovllm.entrypoints.cli.bench.model_shapes import random_weights
+from nanovllm.entrypoints.cli.check.preflight import outlook
+from nanovllm.errors import InvalidRequestError
+from nanovllm.ops.linear.quantise import KINDS, Kind
+from nanovllm.testing.models import tiny_config
+
+CPU = torch.device("cpu")
+SHAPES: dict[str, ModelConfig] = {
+    "dense": tiny_config("Qwen3ForCausalLM"),
+    "tied": tiny_config("Qwen3ForCausalLM", tie_word_embeddings=True),
+    "experts": tiny_config("Qwen3MoeForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_bytes_are_those_of_the_rounded_weights(name: str, kind: Kind | None, head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_shapes, "SHAPES", SHAPES)
+    how = {"quantization": kind, "quantize_head": head and kind is not None}
+    model = random_weights(name, device=CPU, dtype="bfloat16", **how)
+    found = outlook(name, CPU, "bfloat16", shapes=SHAPES, **how)
+    assert found.weights is not None and found.kernels is not None
+    assert found.weights.held == sum(leaf.nbytes for leaf in pytree.tree_leaves(model.params) if leaf is not None)
+    assert bool(model.quantization) == (kind is not None)
+    assert found.kernels.against == ("experts" if name == "experts" else found.kernels.against)
+
+
+def test_what_is_rounded_already_is_not_rounded_again() -> None:
+    with pytest.raises(InvalidRequestError, match="quantize_head=True needs quantization"):
+        outlook("dense", CPU, None, shapes=SHAPES, quantize_head=True)
+    with pytest.raises(InvalidRequestError, match="int2"):
+        outlook("dense", CPU, None, shapes=SHAPES, quantization="int2")  # pyright: ignore[reportArgumentType]
