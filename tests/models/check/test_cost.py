@@ -103,5 +103,8 @@ def test_the_command_compares_with_another_checkpoint(tmp_path: Path, capsys: py
     models = [nv.load_model(where, "cpu") for where in (tmp_path / "copy", folder)]
     want = cost(models[0], models[1], sample_tokens(models[0], 20))
     assert told == json.loads(json.dumps(want.as_json()))
+    assert main(["check", str(folder), "--quantization", "int8", "--device", "cpu", "--tokens", "20", "--json"]) == 0
+    rounded_there = json.loads(capsys.readouterr().out)["cost"]
+    assert {**rounded_there, "model": "copy", "quantization": told["quantization"]} == told
     assert main([*common[:3], "tiny", "--device", "cpu"]) == 2
     assert "cannot be compared" in capsys.readouterr().err

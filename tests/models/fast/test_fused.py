@@ -87,7 +87,7 @@ def test_products_whose_norm_comes_behind_are_of_many_rows_from_three_on(rows: i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel"])
 def test_quantised_dense_models_are_served(architecture: str, kind: Kind) -> None:
-    """Quantised experts are not, and rounding takes no reason away that a model has besides."""
+    """On a GPU and on a CPU. Quantised experts are not, and on a CPU no activation but silu."""
     model = random_model(tiny_config(architecture))
     params = rounded(model.params, kind)
     reasons = {"Qwen3MoeForCausalLM": "quantised experts", "GPT2LMHeadModel": "layer norms with biases"}

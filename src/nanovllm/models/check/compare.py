@@ -149,14 +149,14 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     forms = [model.spec.layer] if fast is None else [model.spec.layer, fast.layer]
     x_TM, errors = layers.embed(params, text, config).double(), []
     for w, (cos, sin, view) in zip(params.layers, layers.given_each(params, text, config), strict=True):
-        wide = pytree.tree_map(_wide, w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+        exact = pytree.tree_map(wide, w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
-        y_TM = model.spec.layer(wide, x_TM, pages, 0, cos, sin, view, config)
+        y_TM = model.spec.layer(exact, x_TM, pages, 0, cos, sin, view, config)
         for every, group, planned in zip(unions, groups, plans, strict=True):
             given = [_inputs(x_TM, pages, each, model.dtype) for each in group]  # first: fused kernels read old keys before they wait
             all_RM, own = _inputs(x_TM, pages, every, model.dtype)
             angles = (cos[every.tokens], sin[every.tokens])
-            want, want_kv = _run(model.spec.layer, wide, all_RM.double(), own.double(), every, angles, config, view.window)
+            want, want_kv = _run(model.spec.layer, exact, all_RM.double(), own.double(), every, angles, config, view.window)
             want_by = want - all_RM.double()
             plain = _run(model.spec.layer, w, all_RM, own, every, angles, config, view.window)
             ends = accumulate(len(each.tokens) for each in group)
@@ -172,7 +172,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
                         relative_error(got_kv, want_kv[its], want_kv[its]),
                     ]
         x_TM = y_TM
-        del wide  # before the next layer: two layers in float64 would take twice the memory
+        del exact  # before the next layer: two layers in float64 would take twice the memory
     heads = [model.spec.head] if fast is None else [model.spec.head, fast.head]
     head_errors = _head_errors(model, heads, [x_TM[each.tokens].to(model.dtype) for each in batches])
     by_layer = torch.stack(errors).view(len(params.layers), len(batches), len(forms), 2).amax(1)  # amax keeps NaN
@@ -226,13 +226,13 @@ def wide_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor,
     whole = params.embed if params.head is None else params.head
     for first in range(0, whole.shape[0], BLOCK):
         last = min(first + BLOCK, whole.shape[0])
-        weight = _wide(by_row(whole).row_range(first, last) if isinstance(whole, QuantisedMatrix) else whole[first:last])
+        weight = wide(by_row(whole).row_range(first, last) if isinstance(whole, QuantisedMatrix) else whole[first:last])
         assert weight is not None
         logits = model.spec.head(x, gains[0], weight, model.config.rms_norm_eps, *gains[1:])
         yield soft_cap(logits, model.config.logit_softcap)
 
 
-def _wide(weight: Tensor | QuantisedMatrix | None) -> Tensor | None:
+def wide(weight: Tensor | QuantisedMatrix | None) -> Tensor | None:
     """A weight in float64; a quantised matrix as the matrix that it stands for."""
     if isinstance(weight, QuantisedMatrix):
         return weight.dequantised(torch.float64)

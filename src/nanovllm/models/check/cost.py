@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.models.check.compare import text_batch, wide_logits
+from nanovllm.models.check.compare import text_batch, wide, wide_logits
 from nanovllm.models.common import layers
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.model import Model
@@ -88,10 +88,10 @@ def cost(model: Model, reference: Model, token_ids: Seq[int]) -> Cost:
     errors: list[Tensor] = []
     angles = layers.given_each(reference.params, text, reference.config)
     for mine, theirs, (cos, sin, view) in zip(model.params.layers, reference.params.layers, angles, strict=True):
-        wide = [pytree.tree_map(_wide, w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix)) for w in (mine, theirs)]
-        want = _layer(reference, wide[1], right, cos, sin, view)
-        errors.append((_layer(model, wide[0], right, cos, sin, view) - want).norm() / (want - right).norm())
-        own, right = _layer(model, wide[0], own, cos, sin, view), want
+        both = [pytree.tree_map(wide, w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix)) for w in (mine, theirs)]
+        want = _layer(reference, both[1], right, cos, sin, view)
+        errors.append((_layer(model, both[0], right, cos, sin, view) - want).norm() / (want - right).norm())
+        own, right = _layer(model, both[0], own, cos, sin, view), want
     divergences, agreed, own_surprise, surprise = [], 0, 0.0, 0.0
     for first in range(0, len(ids), ROWS):
         at = slice(first, first + ROWS)
@@ -125,13 +125,6 @@ def _layer(model: Model, w: Any, x: Float[Tensor, "T M"], cos: Tensor, sin: Tens
 
 def _logprobs(model: Model, x: Float[Tensor, "R M"]) -> Float[Tensor, "R V"]:
     return torch.cat([*wide_logits(model, x)], -1).log_softmax(-1)
-
-
-def _wide(weight: Tensor | QuantisedMatrix | None) -> Tensor | None:
-    """A weight in float64; a quantised matrix as the matrix that it stands for."""
-    if isinstance(weight, QuantisedMatrix):
-        return weight.dequantised(torch.float64)
-    return None if weight is None else weight.double()
 
 
 def _leaves(model: Model) -> list[Tensor | QuantisedMatrix]:

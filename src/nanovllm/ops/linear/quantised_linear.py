@@ -24,8 +24,8 @@ def quantised_linear(
     Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns,
     int group, int rows) -> Tensor`. The reference dequantises the matrix to the dtype of `x` and calls `torch.nn.functional.linear`. On a
     CPU the bits of a row do not depend on the other rows, and C computes the product if there is a compiler, `x` is float32 or bfloat16,
-    and a group is a multiple of 32 columns or a whole row; it agrees with the reference within the rounding of the dtype of `x`. On a GPU
-    with Triton, kernels read the codes, in bfloat16 and float16.
+    and a group is a multiple of 32 columns or a whole row. On a GPU with Triton, kernels read the codes, in bfloat16 and float16. Both
+    agree with the reference within the rounding of the dtype of `x`.
 
     Args:
         x: The activations, `[T, K]`.

@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help=fraction)
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="tokens of the compared text (default: %(default)s)")
     parser.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
-    beside = "another checkpoint of the same model: also say what other weights cost, layer by layer and in the next tokens' probabilities"
+    beside = (
+        "another checkpoint of the same model: also say what other weights cost, layer by layer and in the next tokens' probabilities "
+        "(default with --quantization: the same one, not rounded)"
+    )
     parser.add_argument("--against", metavar="NAME", help=beside)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the JSON object to this file")
@@ -89,8 +92,9 @@ def main(options: argparse.Namespace) -> int:
         else:
             report = examine(model, options.tokens, cuts=cuts_for(model, options.tuning))
             figures, shown, fallen = report.as_json(), table(report), bool(report.fallen)
-        if options.against is not None:
-            reference = loaded(options.against, options.device, options.dtype, **limits, **where)
+        unrounded = name if options.quantization else None
+        if (other := options.against or unrounded) is not None and not model.foreign:
+            reference = loaded(other, options.device, options.dtype, **limits, **source(options))
             found = cost(model, reference, sample_tokens(model, options.tokens))
             figures["cost"], shown = found.as_json(), f"{shown}\n\n{cost_text(found)}"
     written = json.dumps({**figures, "outlook": look.as_json()}, indent=1)
