@@ -228,7 +228,10 @@ def test_unknown_keywords_are_explained():
         (lambda state: nv.init_state(MODEL, num_page=8), "'num_page': did you mean 'num_pages'"),
         (lambda state: nv.load_model("tiny", devise="cpu"), "'devise': did you mean 'device'"),
         (lambda state: nv.begin(MODEL, state, ["a"], rooms=1), "'rooms': did you mean 'room'"),
-        (lambda state: nv.compose(MODEL, state, [], again=1), "unknown option 'again'. Valid options: model, state, chunks, recompute$"),
+        (
+            lambda state: nv.compose(MODEL, state, [], again=1),
+            "unknown option 'again'. Valid options: model, state, chunks, recompute, namespace$",
+        ),
         (lambda state: nv.drop(MODEL, state, None, 0, 1, how="gap"), "unknown option 'how'"),
         (lambda state: nv.memory(state, name={}), "'name': did you mean 'names'"),
     ],

@@ -1347,7 +1347,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "entrypoints/cli/load.py",
         COMMANDS,
-        ("generate loads for the usual length", ", max_model_len=options.max_model_len, **source(options))", ", **source(options))"),
+        ("generate loads for the usual length", ", max_model_len=options.max_model_len, **where)", ", **where)"),
     ),
     *bugs(
         "entrypoints/cli/main.py",
