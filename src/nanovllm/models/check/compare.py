@@ -9,6 +9,7 @@ Legend of shape suffixes: T tokens of the text · R rows of the decode batch · 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -150,6 +151,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     x_TM, errors = layers.embed(params, text, config).double(), []
     for w, (cos, sin, view) in zip(params.layers, layers.given_each(params, text, config), strict=True):
         exact = pytree.tree_map(wide, w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+        stands = pytree.tree_map(partial(_stands, model), w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
         pages = torch.zeros(shape, dtype=torch.float64, device=device)
         y_TM = model.spec.layer(exact, x_TM, pages, 0, cos, sin, view, config)
         for every, group, planned in zip(unions, groups, plans, strict=True):
@@ -158,7 +160,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
             angles = (cos[every.tokens], sin[every.tokens])
             want, want_kv = _run(model.spec.layer, exact, all_RM.double(), own.double(), every, angles, config, view.window)
             want_by = want - all_RM.double()
-            plain = _run(model.spec.layer, w, all_RM, own, every, angles, config, view.window)
+            plain = _run(model.spec.layer, stands, all_RM, own, every, angles, config, view.window)
             ends = accumulate(len(each.tokens) for each in group)
             for each, plan, (x_RM, copied), end in zip(group, planned, given, ends, strict=True):
                 its = slice(end - len(each.tokens), end)
@@ -172,7 +174,7 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
                         relative_error(got_kv, want_kv[its], want_kv[its]),
                     ]
         x_TM = y_TM
-        del exact  # before the next layer: two layers in float64 would take twice the memory
+        del exact, stands  # before the next layer: two layers in float64 would take twice the memory
     heads = [model.spec.head] if fast is None else [model.spec.head, fast.head]
     head_errors = _head_errors(model, heads, [x_TM[each.tokens].to(model.dtype) for each in batches])
     by_layer = torch.stack(errors).view(len(params.layers), len(batches), len(forms), 2).amax(1)  # amax keeps NaN
@@ -239,9 +241,16 @@ def wide(weight: Tensor | QuantisedMatrix | None) -> Tensor | None:
     return None if weight is None else weight.double()
 
 
+def _stands(model: Model, weight: Tensor | QuantisedMatrix | None) -> Tensor | None:
+    """A weight for the plain form, which must not run the kernels that it is compared with: a quantised matrix, dequantised."""
+    return weight.dequantised(model.dtype) if isinstance(weight, QuantisedMatrix) else weight
+
+
 def _head_errors(model: Model, heads: Seq[HeadFunction], batches: Seq[Tensor]) -> Tensor:
-    """The worst relative error of each head over all batches of hidden states, `[heads]`."""
-    got = [torch.cat([decoder.logits(head, x, model.params, model.config) for x in batches]) for head in heads]
+    """The worst relative error of each head over all batches of hidden states, `[heads]`. The first head is the plain one."""
+    plain = replace(model.params, head=_stands(model, model.params.head))
+    each = [plain, *(model.params for _ in heads[1:])]
+    got = [torch.cat([decoder.logits(head, x, own, model.config) for x in batches]) for head, own in zip(heads, each, strict=True)]
     blocks = zip(wide_logits(model, torch.cat(list(batches))), *(logits.split(BLOCK, dim=-1) for logits in got), strict=True)
     return torch.stack([torch.stack([relative_error(mine, want, want) for mine in given]) for want, *given in blocks]).amax(0)
 
