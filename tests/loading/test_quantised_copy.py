@@ -183,3 +183,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert load(out).quantization == "fp8 with a scale per row (compressed-tensors)"
     assert main(["quantize", str(folder), str(out), "--format", "fp8", "--device", "cpu"]) == 2
     assert f"{out} exists" in capsys.readouterr().err
+
+
+def test_permissions_are_those_of_new_files(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
+    before = os.umask(0o077)
+    try:
+        write_quantised(folder, tmp_path / "copy", "fp8")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "copy").iterdir()} == {0o600}
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_or_the_current_folder_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, here = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES)), tmp_path / "here"
+    here.mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.chdir(here)
+    for out in (Path("."), here, tmp_path / "link"):
+        with pytest.raises(InvalidRequestError, match="exists: give the name of a new folder"):
+            write_quantised(folder, out, "fp8")
+    assert os.listdir(here) == []

@@ -14,7 +14,7 @@ from nanovllm import ops
 from nanovllm.chunks.handles import chunk_of, cut, cut_live, fork
 from nanovllm.chunks.layout import Layout, gapped, joined, shifted, slots_of
 from nanovllm.chunks.prefill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
-from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_live
+from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_live, require_namespace
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
@@ -74,6 +74,7 @@ def compose(
         ' Velmora'
     """
     state = enter_with(model, state)
+    require_namespace(namespace)
     if not isinstance(chunks, list | tuple) or not chunks:
         raise InvalidRequestError(f"chunks={reprlib.repr(chunks)} must be a list of at least one chunk")
     for place, chunk in enumerate(chunks):
@@ -147,6 +148,7 @@ def drop(
         'approximate: dropped by shift'
     """
     state = enter_with(model, state)
+    require_namespace(namespace)
     with guarded(state) as taken:
         state, kept = dropped(model, state, chunk, start, stop, mode, taken, namespace)
         return commit_state(state), kept

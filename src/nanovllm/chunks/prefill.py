@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.chunks.handles import chunk_of
-from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk
+from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_namespace
 from nanovllm.engine.output import counted
 from nanovllm.engine.prompt import parts_of, resolve
 from nanovllm.engine.requests import begin_sequence, capacity
@@ -213,6 +213,7 @@ def prefill(
         'The king of Aistonia is Oswin. The capital is Velmora.'
     """
     state = enter_with(model, state)
+    require_namespace(namespace)
     if after is not None:
         require_chunk(after, "after")
         text_or_ids = [after, *parts_of(text_or_ids)]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.chunks.prefill import adopt, plain_request, plain_sequence, reserve_all
-from nanovllm.engine.donation import commit_state, enter_with, guarded
+from nanovllm.engine.donation import commit_state, enter_with, guarded, require_namespace
 from nanovllm.engine.prompt import Context, encode, resolve, token_array
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -119,6 +119,7 @@ def score(
         [' upon', ' a', ' time', ',', ' a']
     """
     state, num_top = enter_with(model, state), num_top_of("top_logprobs", top_logprobs)
+    require_namespace(namespace)
     tasks, token_ids = _tasks(model, state, contexts, continuations, namespace)
     for task in tasks:
         _admitted(state, [task])  # raises before anything is written

@@ -29,6 +29,12 @@ def require_chunk(chunk: Any, name: str = "chunk") -> None:
         raise InvalidRequestError(f"{name}={reprlib.repr(chunk)} must be a chunk, not {type(chunk).__name__}")
 
 
+def require_namespace(namespace: object) -> None:
+    """Raise `InvalidRequestError` unless a namespace is an integer of at least 0."""
+    if isinstance(namespace, bool) or not isinstance(namespace, int) or namespace < 0:
+        raise InvalidRequestError(f"namespace={reprlib.repr(namespace)} must be an integer of at least 0")
+
+
 def require_live(state: EngineState, chunk: Chunk) -> None:
     """Require a chunk of this engine that was not released.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.config import loaded_for_short
 from nanovllm.engine.constrained import compiled_for
-from nanovllm.engine.donation import commit_state, enter, enter_with
+from nanovllm.engine.donation import commit_state, enter, enter_with, require_namespace
 from nanovllm.engine.prompt import Context, resolve
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model
@@ -140,6 +140,7 @@ def new_sequence(
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"sampling_params must be SamplingParams or None, not {type(params).__name__}")
     validate_for(params, model.config.vocab_size)
+    require_namespace(namespace)
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= MOST_PRIORITY:
         given = reprlib.repr(priority)
         raise InvalidRequestError(f"priority={given} must be an integer between -2**53 and 2**53; requests of lower numbers run first")

@@ -4,13 +4,13 @@ Matrices are read, rounded and written one after the other: the host holds one m
 """
 
 import json
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from nanovllm.loading.hub import read_json
 from nanovllm.loading.load_model import read_config
 from nanovllm.loading.quantisation.config import read_quantisation
 from nanovllm.loading.quantisation.rounding import quantisable
-from nanovllm.loading.safetensors_headers import INDEX, PICKLED, TensorHeader, read_headers
+from nanovllm.loading.safetensors_headers import PICKLED, TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
 from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.ops.linear.quantise import GROUP, Kind, quantise
@@ -133,7 +133,7 @@ def write_quantised(
             bar.update(header.stop - header.start)
         shards.end()
         for file in sorted(folder.iterdir()):
-            if file.is_file() and file.suffix not in OTHER_WEIGHTS and file.name not in (INDEX, "config.json"):
+            if file.is_file() and file.suffix not in OTHER_WEIGHTS and file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, made / file.name)
         (made / "config.json").write_text(json.dumps({**hf, "quantization_config": _config(scheme, kept)}, indent=2) + "\n")
         return Written(matrices=len(chosen), kept=kept, before=before, after=shards.size)
@@ -221,14 +221,14 @@ def _config(scheme: Scheme, kept: tuple[str, ...]) -> dict[str, Any]:
 @contextmanager
 def _complete(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` at the end of the block, and is removed if the block fails."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.is_symlink() or out.resolve() == Path.cwd() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise InvalidRequestError(f"{out} exists: give the name of a new folder")
     made = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        made = out.parent / f".{out.name}-{secrets.token_hex(4)}"
+        made.mkdir()
         yield made
-        made.chmod(0o755)
         made.replace(out)
     except (OSError, SafetensorError) as error:
         raise InvalidRequestError(f"{out} cannot be written: {error}") from error

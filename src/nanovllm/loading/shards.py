@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from safetensors.torch import save_file
 
@@ -39,6 +40,16 @@ class Shards:
         if self._part:
             file = f"model-{len(set(self._places.values())) + 1:05}.safetensors"
             save_file(self._part, self._folder / file, metadata={"format": "pt"})
-            (self._folder / file).chmod(0o644)  # safetensors makes files that only their owner can read
+            (self._folder / file).chmod(_usual_mode(self._folder))  # safetensors makes files that only their owner can read
             self._places |= dict.fromkeys(self._part, file)
             self._part = {}
+
+
+def _usual_mode(folder: Path) -> int:
+    """The permissions of a new file, which the process's mask decides. Reading the mask would change it for a moment."""
+    with NamedTemporaryFile(dir=folder, prefix=".mode-") as taken:
+        probe = Path(f"{taken.name}-probe")
+        probe.touch()
+        mode = probe.stat().st_mode & 0o777
+        probe.unlink()
+        return mode

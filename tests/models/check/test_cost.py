@@ -108,3 +108,13 @@ def test_the_command_compares_with_another_checkpoint(tmp_path: Path, capsys: py
     assert {**rounded_there, "model": "copy", "quantization": told["quantization"]} == told
     assert main([*common[:3], "tiny", "--device", "cpu"]) == 2
     assert "cannot be compared" in capsys.readouterr().err
+
+
+def test_figures_that_are_not_finite_are_null_in_json() -> None:
+    layers = tuple(pytree.tree_map(lambda t: t * 0 if isinstance(t, torch.Tensor) else t, w) for w in MODEL.params.layers)
+    params = replace(MODEL.params, layers=layers, final_norm=MODEL.params.final_norm * 1000)
+    nothing = replace(MODEL, params=params)
+    same, other = cost(nothing, nothing, TEXT), cost(MODEL, nothing, TEXT)
+    assert same.layers == (0.0,) * 3 and other.layers[0] == math.inf
+    assert json.loads(json.dumps(same.as_json(), allow_nan=False))["perplexity"] is None
+    assert json.loads(json.dumps(other.as_json(), allow_nan=False))["layers"][0] is None

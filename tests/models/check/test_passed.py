@@ -64,6 +64,21 @@ def test_a_digest_tells_places_shapes_dtypes_and_order(monkeypatch: pytest.Monke
     assert len(pieces) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_changed_signs_do_not_cancel(dtype: torch.dtype) -> None:
+    """The sign of every number that has the highest bit of a word of 8 bytes."""
+    weight = (torch.randn(64, 64) * 50).to(dtype)
+    each = 8 // dtype.itemsize
+    for step in (each, 2 * each):
+        changed = weight.clone()
+        changed[:, each - 1 :: step] *= -1
+        assert weights_digest(changed) != weights_digest(weight)
+
+
+def test_a_tensor_may_be_empty() -> None:
+    assert weights_digest([torch.empty(0)]) != weights_digest([torch.empty(0, 3)]) != weights_digest([])
+
+
 def test_quantised_weights_are_part_of_the_digest() -> None:
     codes = quantise(torch.randn(8, 128), "int4")
     other = replace(codes, scales=codes.scales * 2)

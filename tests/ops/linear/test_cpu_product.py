@@ -196,3 +196,26 @@ def test_other_processors_compute_the_same(flags: tuple[str, ...], tmp_path: Pat
                 assert kept
                 loose = {"rtol": 2.0**-7, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
                 torch.testing.assert_close(out, product(x, matrix, None), **loose)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_inputs_just_below_a_power_of_two_keep_their_bits(kind: Kind, sign: float) -> None:
+    matrix = quantise(drawn(1, 8, 1024), kind)
+    for power in (1.0, 2.0, 2.0**20, 2.0**-20):
+        below = float(torch.nextafter(torch.tensor(power), torch.tensor(0.0)))
+        x = torch.full((1, 1024), sign * below)
+        x[:, ::3] = sign * power * (1 - 2.0**-16)
+        want = x.double() @ matrix.dequantised(torch.float64).T
+        size = x.double().abs() @ matrix.dequantised(torch.float64).abs().T
+        assert ((quantised_linear(x, matrix).double() - want).abs() <= 2.0**-22 * size).all()
+
+
+def test_shapes_that_are_no_product_are_refused() -> None:
+    matrix = quantise(drawn(1, 8, 128), "int8")
+    wrong = [(torch.ones(2, 3), None), (torch.ones(2, 300), None), (torch.ones(128), None), (torch.ones(2, 3, 128), None)]
+    for x, bias in [*wrong, (torch.ones(2, 128), torch.ones(2))]:
+        with pytest.raises(ValueError, match=r"cannot be multiplied with a quantised matrix \(8, 128\)"):
+            torch.ops.nanovllm.quantised_linear.default(x, matrix.codes, matrix.scales, None, None, bias, 128, 128, 1)
+    with pytest.raises(ValueError, match=r"has scales \(4, 1\), expected \(8, 1\)"):
+        quantised_linear(torch.ones(2, 128), replace(matrix, scales=matrix.scales[:4]))

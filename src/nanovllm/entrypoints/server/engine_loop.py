@@ -355,7 +355,7 @@ class EngineLoop:
     def _flush(self) -> None:
         """Send what was said, as much as front ends take now."""
         for peer in [*self._spoken_to.values()]:
-            if not peer.blocked:
+            if not peer.blocked or peer.stalled:  # a long step may have kept it from what it could have taken
                 try:
                     peer.flush()
                 except OSError:  # it has gone

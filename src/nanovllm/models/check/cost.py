@@ -3,6 +3,7 @@
 Both models compute in float64 with plain layers, so that the figures are those of the weights alone, and not of a kernel or a dtype.
 """
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -57,8 +58,9 @@ class Cost:
     reference_perplexity: float
 
     def as_json(self) -> dict[str, Any]:
-        """The figures for JSON."""
-        return asdict(self)
+        """The figures for JSON. None takes the place of a number that is not finite."""
+        figures = {**asdict(self), "layers": [_finite(error) for error in self.layers]}
+        return {name: _finite(value) if isinstance(value, float) else value for name, value in figures.items()}
 
 
 @torch.no_grad()
@@ -90,7 +92,8 @@ def cost(model: Model, reference: Model, token_ids: Seq[int]) -> Cost:
     for mine, theirs, (cos, sin, view) in zip(model.params.layers, reference.params.layers, angles, strict=True):
         both = [pytree.tree_map(wide, w, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix)) for w in (mine, theirs)]
         want = _layer(reference, both[1], right, cos, sin, view)
-        errors.append((_layer(model, both[0], right, cos, sin, view) - want).norm() / (want - right).norm())
+        apart, added = (_layer(model, both[0], right, cos, sin, view) - want).norm(), (want - right).norm()
+        errors.append(torch.where(apart == 0, 0.0, apart / added))
         own, right = _layer(model, both[0], own, cos, sin, view), want
     divergences, agreed, own_surprise, surprise = [], 0, 0.0, 0.0
     for first in range(0, len(ids), ROWS):
@@ -112,9 +115,20 @@ def cost(model: Model, reference: Model, token_ids: Seq[int]) -> Cost:
         divergence=sum(divergences) / len(ids),
         worst_divergence=max(divergences),
         agreement=agreed,
-        perplexity=float(torch.tensor(own_surprise / (len(ids) - 1)).exp()),
-        reference_perplexity=float(torch.tensor(surprise / (len(ids) - 1)).exp()),
+        perplexity=_exp(own_surprise / (len(ids) - 1)),
+        reference_perplexity=_exp(surprise / (len(ids) - 1)),
     )
+
+
+def _exp(nats: float) -> float:
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _layer(model: Model, w: Any, x: Float[Tensor, "T M"], cos: Tensor, sin: Tensor, view: Batch) -> Float[Tensor, "T M"]:

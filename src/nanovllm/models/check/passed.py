@@ -19,6 +19,7 @@ from nanovllm.types import Tensor
 
 FOLDER = "checked"  # in the user's cache
 WORDS = 1 << 22  # 64-bit words of a tensor that are read at once
+LOW = 0xFFFFFFFF  # the lower half of a word
 MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
 
@@ -50,19 +51,23 @@ def weights_digest(params: Any) -> str:
     It finds weights that changed by accident. It is no protection against somebody who makes others with the same hash.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)]
-    sums = [each for leaf in leaves for each in _sums(leaf)]
+    sums = [each for leaf in leaves if leaf.numel() for each in _sums(leaf)]
     hashed = hashlib.sha256(repr([(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]).encode())
     hashed.update(json.dumps(torch.stack(sums).tolist() if sums else []).encode())
     return hashed.hexdigest()
 
 
 def _sums(leaf: Tensor) -> Iterator[Tensor]:
-    """For each piece of a tensor, the sum of its words times an odd number for each place, modulo 2 ** 64."""
+    """For each piece of a tensor, the sum of its words modulo 2 ** 64, each multiplied by an odd number for its place and mixed.
+
+    Without the mixing, two words whose highest bits change would leave the sum as it is: odd numbers move no highest bit.
+    """
     data = leaf.detach().contiguous().flatten().view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -len(data) % 8)) if len(data) % 8 or data.storage_offset() % 8 else data
     for words in data.view(torch.int64).split(WORDS):
         places = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=leaf.device)
-        yield (words * (places * MULTIPLIER)).sum()
+        mixed = words * (places * MULTIPLIER)
+        yield ((mixed ^ ((mixed >> 32) & LOW)) * MULTIPLIER).sum()
 
 
 def _path(model: Model, page_size: int, cuts: Cuts | None) -> Path:

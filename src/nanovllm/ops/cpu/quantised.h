@@ -2,7 +2,7 @@
 //
 // A vector has one lane per row of the matrix: WIDE rows are transposed in registers, four codes of a row per lane, and meet inputs that all
 // lanes share. Integer codes meet inputs in fixed point, 16 bits for bfloat16 and 32 for float32, with one power of two for 128 columns: the
-// error of an input is at most 2^-15 (2^-31) of the largest of its 128, and the sums of products of a group are exact. fp8 codes become
+// error of an input is at most 2^-15 (2^-29) of the largest of its 128, and the sums of products of a group are exact. fp8 codes become
 // float32. So a row's bits depend on no other row and on no number of threads.
 #pragma once
 #include "matmul.h"
@@ -101,8 +101,9 @@ INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int par
     }
     int32_t largest = 0;
     for (int i = 0; i < 16; i++) largest = top[i] > largest ? top[i] : largest;
-    // The largest lies in 2^14 ... 2^15 units. A unit is at least 2^-126, so that its inverse is finite.
-    int32_t exponent = (largest >> 23) - 14;
+    // The largest lies in 2^14 ... 2^15 units, with two parts in 2^13 ... 2^14, so that the upper part needs no bound. A unit is at least
+    // 2^-126, so that its inverse is finite.
+    int32_t exponent = (largest >> 23) - (parts < 2 ? 14 : 13);
     exponent = exponent < 1 ? 1 : exponent;
     int32_t unit_bits = exponent << 23, inverse_bits = (254 - exponent) << 23;
     float unit, inverse;

@@ -35,6 +35,9 @@ def quantised_linear(
     Returns:
         The product `[T, N]`, in the dtype of `x`.
 
+    Raises:
+        ValueError: The shapes are not those of a product.
+
     Examples:
         >>> from nanovllm.ops.linear.quantise import quantise
         >>> from nanovllm.ops.linear.quantised_linear import quantised_linear
@@ -55,7 +58,20 @@ def _fake(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
     rows: int,
 ) -> Tensor:  # fmt: skip
+    _require(x, QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows), bias)
     return x.new_empty(x.shape[0], codes.shape[0])
+
+
+def _require(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None) -> None:
+    """Raise `ValueError` for shapes that are not those of a product: kernels read memory by them."""
+    if len(matrix.shape) != 2 or x.dim() != 2 or x.shape[1] != matrix.columns or (bias is not None and bias.shape != matrix.shape[:1]):
+        given = "" if bias is None else f" and a bias {tuple(bias.shape)}"
+        raise ValueError(f"x {tuple(x.shape)}{given} cannot be multiplied with a quantised matrix {tuple(matrix.shape)}")
+    grid = -(-matrix.shape[0] // matrix.rows), -(-matrix.columns // matrix.group)
+    parts = {"scales": (matrix.scales, grid), "zeros": (matrix.zeros, grid), "order": (matrix.order, (matrix.columns,))}
+    for name, (part, shape) in parts.items():
+        if part is not None and tuple(part.shape) != shape:
+            raise ValueError(f"a quantised matrix {tuple(matrix.shape)} has {name} {tuple(part.shape)}, expected {shape}")
 
 
 def _product(
@@ -63,6 +79,7 @@ def _product(
     rows: int,
 ) -> Tensor:  # fmt: skip
     matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
+    _require(x, matrix, bias)
     if quantised_cuda.runs(x, matrix, bias):
         return quantised_cuda.product(x, matrix, bias)
     if x.device.type == "cpu" and cpu_product.serves(x, matrix, bias):
