@@ -81,7 +81,8 @@ def test_a_stream_is_the_same_response(client: openai.OpenAI):
         "response.incomplete",
     ]
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert len(deltas) > 5 and "".join(event.delta for event in deltas) == whole.output_text
+    # Tokens that come faster than events are written share one.
+    assert len(deltas) > 1 and "".join(event.delta for event in deltas) == whole.output_text
     last = events[-1]
     assert last.type == "response.incomplete" and stripped(last.response) == stripped(whole)
 
