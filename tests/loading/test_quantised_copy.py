@@ -54,7 +54,9 @@ def test_the_copy_holds_what_loading_would_round(architecture: str, form: Format
     assert made.matrices > 0 and made.after < made.before
     assert os.listdir(tmp_path / "made") == ["copy"]
     kinds = {
-        leaf.kind for leaf in pytree.tree_leaves(copy.params, is_leaf=lambda x: isinstance(x, QuantisedMatrix)) if hasattr(leaf, "kind")
+        leaf.kind
+        for leaf in pytree.tree_leaves(copy.params, is_leaf=lambda x: isinstance(x, QuantisedMatrix))
+        if isinstance(leaf, QuantisedMatrix)
     }
     assert kinds == {SCHEMES[form].kind}
 
@@ -68,7 +70,7 @@ def test_transformers_reads_the_copy(form: Format, tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
     write_quantised(folder, tmp_path / "copy", form)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32).eval()
-    schemes = [module.quantization_scheme for module in theirs.modules() if hasattr(module, "quantization_scheme")]
+    schemes = [scheme for module in theirs.modules() if (scheme := getattr(module, "quantization_scheme", None)) is not None]
     assert len(schemes) == 7 * theirs.config.num_hidden_layers
     for scheme in schemes:
         scheme.input_activations = None

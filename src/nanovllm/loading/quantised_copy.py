@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -53,7 +54,7 @@ class Scheme:
 
 
 # Named FP8_DYNAMIC, W8A8 and W4A16 by compressed-tensors (`quantization/quant_scheme.py`).
-SCHEMES: Mapping[Format, Scheme] = {
+_SCHEMES: dict[Format, Scheme] = {
     "fp8": Scheme(
         kind="fp8",
         stored="float-quantized",
@@ -68,6 +69,7 @@ SCHEMES: Mapping[Format, Scheme] = {
     ),
     "w4a16": Scheme(kind="int4", stored="pack-quantized", weights={"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}),
 }
+SCHEMES: Mapping[Format, Scheme] = MappingProxyType(_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,8 @@ def write_quantised(
     scheme, hf = SCHEMES[form], read_json(folder / "config.json", required=True)
     if (found := read_quantisation(hf, folder)) is not None:
         raise CheckpointError(f"{folder}: is quantised already ({found.method}): give the unquantised checkpoint")
-    headers, chosen = read_headers(folder), _chosen(folder, scheme, trust_remote_code)
+    headers = read_headers(folder)
+    chosen = _chosen(folder, headers, scheme, trust_remote_code)
     kept = tuple(sorted({_module(name) for name, header in headers.items() if _is_linear(name, header)} - chosen | {"lm_head"}))
     hide = not (sys.stderr.isatty() if progress is None else progress)
     before = sum(header.stop - header.start for header in headers.values())
@@ -127,9 +130,7 @@ def write_quantised(
         shards = Shards(made)
         for name, header in headers.items():
             module, tensor = _module(name), _tensor(header, name)
-            shards.add(
-                _encoded(module, tensor.to(device), scheme, name) if module in chosen and _is_linear(name, header) else {name: tensor}
-            )
+            shards.add(_encoded(module, tensor.to(device), scheme, name) if module in chosen else {name: tensor})
             bar.update(header.stop - header.start)
         shards.end()
         for file in sorted(folder.iterdir()):
@@ -139,7 +140,7 @@ def write_quantised(
         return Written(matrices=len(chosen), kept=kept, before=before, after=shards.size)
 
 
-def _chosen(folder: Path, scheme: Scheme, trust_remote_code: bool) -> set[str]:
+def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, trust_remote_code: bool) -> set[str]:
     """The modules to quantise, by their names in the checkpoint."""
     spec, config = read_config(folder, trust_remote_code=trust_remote_code)
     if isinstance(spec, TransformersSpec):
@@ -154,7 +155,7 @@ def _chosen(folder: Path, scheme: Scheme, trust_remote_code: bool) -> set[str]:
         shapes |= dict(zip(info.sources, info.source_shapes, strict=True))
     group = scheme.weights["group_size"] or 1
     wanted = {name for name, shape in shapes.items() if shape[1] % group == 0}
-    found = {name: header.dtype for name, header in read_headers(folder).items() if spec.checkpoint_name(name) in wanted}
+    found = {name: header.dtype for name, header in headers.items() if spec.checkpoint_name(name) in wanted}
     if missing := wanted - {spec.checkpoint_name(name) for name in found}:
         raise CheckpointError(f"{folder}: the checkpoint lacks the tensor {min(missing)}")
     if odd := sorted(name for name, dtype in found.items() if dtype not in FLOATS):

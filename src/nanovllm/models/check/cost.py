@@ -85,7 +85,7 @@ def cost(model: Model, reference: Model, token_ids: Seq[int]) -> Cost:
         raise InvalidRequestError(f"a text of {len(token_ids)} tokens is too short to compare models on: give at least 2")
     ids = torch.tensor(token_ids, dtype=torch.int32, device=model.device)
     text = text_batch(ids, PAGE)
-    own = right = layers.embed(reference.params, text, reference.config).double()
+    right = layers.embed(reference.params, text, reference.config).double()
     own = layers.embed(model.params, text, model.config).double()
     errors: list[Tensor] = []
     angles = layers.given_each(reference.params, text, reference.config)
