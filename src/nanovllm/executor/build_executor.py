@@ -25,6 +25,7 @@ from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for, plain
 from nanovllm.ops.backends import attention_backend, own_kernels
 from nanovllm.ops.compile_ahead import FirstStart
+from nanovllm.ops.import_ahead import wait_for_triton
 from nanovllm.sampling.row_options import KINDS
 from nanovllm.state.kv_cache import KVState
 
@@ -69,6 +70,8 @@ def first_start(
 
     Mixtures of experts are left out: they index tensors with the results of kernels, which a rehearsal leaves out.
     """
+    if model.device.type == "cuda":
+        wait_for_triton()  # kernels are launched from here on
     ahead = _captures(model, limits, compile) and model.config.moe is None and own_kernels(model.device, model.dtype)
     if not ahead:
         return FirstStart(None)

@@ -18,6 +18,12 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU. PyTorch takes microseconds for each call, which add up while graphs are captured."""
+    return torch.cuda.get_device_capability(device)
+
+
 def own_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether our own kernels for captured steps run in this dtype on this device: a GPU of compute capability 8.0 or more."""
     return not against_own_kernels(device, dtype)
@@ -29,20 +35,20 @@ def against_own_kernels(device: torch.device, dtype: torch.dtype) -> str:
         return "no CUDA GPU"
     if dtype not in HALVES:
         return f"the dtype {str(dtype).removeprefix('torch.')}"
-    return "" if installed("triton") and torch.cuda.get_device_capability(device) >= (8, 0) else _missing(device, ("triton",))
+    return "" if installed("triton") and capability(device) >= (8, 0) else _missing(device, ("triton",))
 
 
 def _missing(device: torch.device, packages: tuple[str, ...]) -> str:
     absent = [package for package in packages if not installed(package)]
     if absent:
         return f"{' and '.join(absent)} cannot be imported"
-    return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+    return f"compute capability {'.'.join(map(str, capability(device)))}"
 
 
 @functools.cache
 def dependent_launch(device: torch.device) -> bool:
     """Return whether the GPU can start a kernel before the previous kernel has ended (compute capability 9.0 or more)."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -77,5 +83,5 @@ def against_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int, 
     if page_size < 1:
         return f"page_size {page_size}"
     needed = ("flashinfer", "triton")
-    available = all(map(installed, needed)) and torch.cuda.get_device_capability(device) >= (8, 0)
+    available = all(map(installed, needed)) and capability(device) >= (8, 0)
     return "" if available else _missing(device, needed)

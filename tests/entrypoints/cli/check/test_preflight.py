@@ -233,7 +233,7 @@ def test_too_little_memory(folder: Path, capsys: pytest.CaptureFixture[str], mon
 def test_memory_of_a_gpu_is_what_the_fraction_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "room", lambda _: Room(total=1000 << 20, free=900 << 20))
     monkeypatch.setattr(preflight, "device_name", lambda _: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backends, "capability", lambda _: (9, 0))
     monkeypatch.setattr(kv_memory, "default_tokens", lambda _: 8192)
     found = preflight.outlook(str(folder), CUDA, None, shapes={}, memory_fraction=0.5)
     assert found.weights is not None and found.memory is not None
@@ -247,7 +247,7 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return found.decode, found.against
 
     monkeypatch.setattr(backends, "installed", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(backends, "capability", lambda _: (8, 0))
     assert of("LlamaForCausalLM", "bfloat16") == ("fused kernels in CUDA graphs", "")
     assert of("Gemma2ForCausalLM", "float16") == ("fused kernels in CUDA graphs", "")
     assert of("GPT2LMHeadModel", "float16") == ("compiled layers in CUDA graphs", "layer norms with biases")
@@ -259,7 +259,7 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     padded = fitted(tiny_config("Phi3ForCausalLM", head_dim=96), CUDA, torch.bfloat16)
     assert kernels(padded, CUDA, torch.bfloat16).captured and "heads of 96 channels padded to 128" in features(padded)
     assert not any("rotated" in feature for feature in features(padded))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(backends, "capability", lambda _: (7, 5))
     assert of("LlamaForCausalLM", "float16") == (plain, "FlashInfer does not support it: compute capability 7.5")
     monkeypatch.setattr(backends, "installed", lambda package: package == "triton")
     assert of("LlamaForCausalLM", "float16")[1] == "FlashInfer does not support it: flashinfer cannot be imported"
