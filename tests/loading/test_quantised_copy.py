@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +128,13 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "original").mkdir()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     write_quantised(folder, tmp_path / "copy", "int8")
     names = set(os.listdir(tmp_path / "copy"))
     assert {"chat_template.jinja", "config.json", "tokenizer.json", "model-00001.safetensors"} <= names
     assert not names & {"pytorch_model.bin", "original", "model.safetensors"}
+    assert (tmp_path / "copy" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert all((tmp_path / "copy" / name).stat().st_mode & 0o044 for name in names)
 
 
@@ -185,6 +190,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert load(out).quantization == "fp8 with a scale per row (compressed-tensors)"
     assert main(["quantize", str(folder), str(out), "--format", "fp8", "--device", "cpu"]) == 2
     assert f"{out} exists" in capsys.readouterr().err
+
+
+def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr(shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folder), str(tmp_path / "made" / "copy"), "--format", "fp8", "--device", "cpu"])
+    assert ended.value.code == 128 + signal.SIGTERM and os.listdir(tmp_path / "made") == []
 
 
 def test_permissions_are_those_of_new_files(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""A program that runs an engine: Ctrl-C only between calls that donate a state, and a garbage collector that leaves the engine alone."""
+"""A program that runs an engine: Ctrl-C only between calls that donate a state, SIGTERM in order, and a garbage collector that leaves the
+engine alone."""
 
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +54,19 @@ def uninterrupted() -> Iterator[None]:
     finally:
         if came:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Turn SIGTERM into `SystemExit` inside this block, so that temporary files are removed and processes that were started end too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may install a signal handler
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def freeze() -> None:

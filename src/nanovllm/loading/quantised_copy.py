@@ -34,6 +34,7 @@ Format = Literal["fp8", "int8", "w4a16"]
 WORD = 32  # bits of compressed-tensors' words of packed codes
 OTHER_WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")  # suffixes of files that are not copied
 SUFFIX = ".weight"
+TEMPLATES = "additional_chat_templates"  # the folder of a checkpoint's chat templates that have names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def write_quantised(
     """Write a copy of a checkpoint whose matrices of attention, MLP and experts are rounded to the nearest codes, without calibration.
 
     Embeddings, norms, routers and the head stay as they are, and so do matrices whose width is no multiple of 128 if `form` is `"w4a16"`.
-    Files that hold no weights are copied.
+    Files that hold no weights are copied, and so are chat templates in a folder of their own.
 
     Args:
         folder: The checkpoint.
@@ -136,6 +137,8 @@ def write_quantised(
         for file in sorted(folder.iterdir()):
             if file.is_file() and file.suffix not in OTHER_WEIGHTS and file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, made / file.name)
+        if (folder / TEMPLATES).is_dir():
+            shutil.copytree(folder / TEMPLATES, made / TEMPLATES)
         (made / "config.json").write_text(json.dumps({**hf, "quantization_config": _config(scheme, kept)}, indent=2) + "\n")
         return Written(matrices=len(chosen), kept=kept, before=before, after=shards.size)
 

@@ -108,6 +108,9 @@ def test_the_command_compares_with_another_checkpoint(tmp_path: Path, capsys: py
     assert {**rounded_there, "model": "copy", "quantization": told["quantization"]} == told
     assert main([*common[:3], "tiny", "--device", "cpu"]) == 2
     assert "cannot be compared" in capsys.readouterr().err
+    assert main([*common[:3], str(tmp_path / "nowhere"), "--device", "cpu"]) == 2
+    told_late, error = capsys.readouterr()
+    assert not told_late and "nowhere" in error  # before the report of the model itself
 
 
 def test_figures_that_are_not_finite_are_null_in_json() -> None:

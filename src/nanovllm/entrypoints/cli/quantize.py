@@ -4,7 +4,9 @@ import argparse
 from pathlib import Path
 
 from nanovllm.entrypoints.arguments import DEVICE, add_source
+from nanovllm.entrypoints.display.tables import size
 from nanovllm.entrypoints.display.terminal import note
+from nanovllm.entrypoints.process import ended_in_order
 from nanovllm.loading.hub import require_whole, resolve_folder
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.loading.quantised_copy import SCHEMES, write_quantised
@@ -36,8 +38,9 @@ def run(options: argparse.Namespace) -> int:
     folder, name = resolve_folder(options.model, **how)
     require_whole(folder)
     device = resolve_device(options.device)
-    made = write_quantised(folder, options.out, options.format, device=device, trust_remote_code=options.trust_remote_code)
-    sizes = f"{made.before / 1e9:,.2f} GB became {made.after / 1e9:,.2f} GB"
+    with ended_in_order():  # an unfinished folder is removed
+        made = write_quantised(folder, options.out, options.format, device=device, trust_remote_code=options.trust_remote_code)
+    sizes = f"{size(made.before)} became {size(made.after)}"
     note(f"{name} in {options.out}: {made.matrices} matrices in {options.format}, {sizes}; as before: {_some(made.kept)}")
     return 0
 

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from safetensors import SafetensorError
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, random_tokens
+from nanovllm.entrypoints.process import ended_in_order
 from nanovllm.errors import NanoVLLMError
 from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.weights import save_params
@@ -92,7 +91,7 @@ def measure_start(model: Model, name: str, tuning: Path | bool | None = None, *,
     Raises:
         StartError: The weights could not be written, or the process gave no token.
     """
-    with _ended_in_order(), _folder(model, name) as folder:
+    with ended_in_order(), _folder(model, name) as folder:
         if bare:
             with tempfile.TemporaryDirectory(prefix="nanovllm-bare-", ignore_cleanup_errors=True) as empty:
                 return _run(model, folder, tuning, os.environ | dict.fromkeys(CACHES, empty))
@@ -112,19 +111,6 @@ def too_large(name: str, config: ModelConfig) -> str | None:
     if size + SPARE <= free:
         return None
     return f"its weights take {size / 1e9:,.1f} GB of disk, {where} has {free / 1e9:,.1f} GB free; set TMPDIR to another folder"
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Turn SIGTERM into an exception inside this block, so that temporary files are removed and the new process ends too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may install a signal handler
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

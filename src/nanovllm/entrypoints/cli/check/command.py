@@ -14,6 +14,7 @@ from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.entrypoints.cli.check.report_text import table
 from nanovllm.entrypoints.outputs import require_output, write
 from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.check.cost import cost
 from nanovllm.models.check.examine import examine
@@ -78,6 +79,8 @@ def main(options: argparse.Namespace) -> int:
     require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     where, limits = {**source(options), **rounding(options)}, {"max_model_len": options.max_model_len}
+    if options.against is not None:
+        _require(options.against, **source(options))  # before minutes of work
     look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)
     if not options.json:
         print(text(look), flush=True)
@@ -103,6 +106,14 @@ def main(options: argparse.Namespace) -> int:
     if options.output is not None:
         write(options.output, written + "\n")
     return 1 if look.problems or fallen else 0
+
+
+def _require(name: str, *, trust_remote_code: bool, **where: Any) -> None:
+    """Raise `CheckpointError` if there is no model of this name."""
+    from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+
+    if name not in SHAPES:
+        resolve_folder(name, with_code=trust_remote_code, **where)
 
 
 def _outlook(name: str, device: torch.device, dtype: str | None, **how: Any) -> Outlook:
