@@ -99,11 +99,12 @@ class Asked:
 def expected(tokenizer: Tokenizer, asked: Asked) -> tuple[list[int], str, str]:
     """The tokens, the text and the finish reason, by decoding all tokens anew after each."""
     ids, most = asked.tokens[: asked.options["max_tokens"]], asked.options["max_tokens"]
+    skip = asked.options["skip_special_tokens"]
     for count in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:count])
+        text = tokenizer.decode(ids[:count], skip_special_tokens=skip)
         places = [text.find(stop) for stop in asked.options["stop"] if stop in text]
         if places or ids[count - 1] in asked.options["stop_token_ids"]:
-            text = tokenizer.decode(ids[: count - 1]) if not places else text[: min(places)]
+            text = tokenizer.decode(ids[: count - 1], skip_special_tokens=skip) if not places else text[: min(places)]
             return ids[:count], text, "stop"
         if count == most:
             return ids[:count], text, "length"
@@ -144,6 +145,7 @@ def workloads(draw: st.DrawFn, kind: str, letters: str) -> list[Asked]:
             "stop": draw(st.lists(st.text(letters, min_size=1, max_size=4), max_size=2)),
             "stop_token_ids": draw(st.lists(st.integers(0, 12), max_size=1)),
             "logprobs": draw(st.sampled_from([None, 0, 1, TOP])),
+            "skip_special_tokens": draw(st.booleans()),
         }
         tokens = draw(st.lists(st.sampled_from(draw(few)), min_size=LONGEST, max_size=LONGEST))
         requests.append(Asked(tokens, arrival, options))
@@ -154,7 +156,7 @@ def workloads(draw: st.DrawFn, kind: str, letters: str) -> list[Asked]:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_replies_are_those_of_a_search_after_every_token(kind: str, data: st.DataObject) -> None:
-    requests, num_pages = data.draw(workloads(kind, "abé ")), data.draw(st.integers(8, 40))
+    requests, num_pages = data.draw(workloads(kind, "abé <>")), data.draw(st.integers(8, 40))
     outputs = serve(kind, requests, num_pages, data.draw(st.frozensets(st.integers(0, 30), max_size=4)))
     for rid, (asked, output) in enumerate(zip(requests, outputs, strict=True)):
         tokens, text, reason = expected(TOKENIZERS[kind], asked)
@@ -172,7 +174,7 @@ def test_replies_are_those_of_a_search_after_every_token(kind: str, data: st.Dat
 @given(data=st.data())
 def test_a_schedule_at_every_step_changes_nothing(kind: str, data: st.DataObject) -> None:
     """The same for stop strings with U+FFFD, which are searched in text that is certain."""
-    requests = data.draw(workloads(kind, "ab\ufffdé"))
+    requests = data.draw(workloads(kind, "ab\ufffdé>"))
     with patch.object(step_module, "steady", lambda *_: None):
         wanted = serve(kind, requests, 40)
     assert list(map(seen, serve(kind, requests, 40))) == list(map(seen, wanted))
@@ -190,6 +192,21 @@ def test_rows_with_stops_and_logprobs_need_no_schedule(monkeypatch: pytest.Monke
     read = [tokens[-1] for tokens in scans]
     assert read.count(1) >= 4 * 18 and len(read) - read.count(1) <= 4 * 3  # only "b" can end one; all are searched where pages were taken
     assert sum(map(len, scans)) <= 4 * 60
+
+
+@pytest.mark.parametrize("kind", ["bytes", "runs"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_each_row_reads_special_tokens_in_its_own_way(kind: str, first: int) -> None:
+    """For one row a special token is text, in which its stop string is. For the row beside it, which knows the token, it is nothing."""
+    special = TOKENIZERS[kind].backend.token_to_id("<s>")
+    common = {"max_tokens": LONGEST, "stop_token_ids": [], "logprobs": None}
+    shows = Asked([0] * 6 + [special] * 8, 0, {**common, "stop": ["s><s"], "skip_special_tokens": False})
+    skips = Asked([special, 0] * 7, 0, {**common, "stop": ["zz"], "skip_special_tokens": True})
+    requests = [skips, shows] if first else [shows, skips]
+    outputs = serve(kind, requests, 40)
+    for asked, output in zip(requests, outputs, strict=True):
+        assert (output.token_ids, output.text, output.finish_reason) == expected(TOKENIZERS[kind], asked)
+    assert outputs[first].finish_reason == "stop"
 
 
 def test_work_of_a_search_does_not_grow_with_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:

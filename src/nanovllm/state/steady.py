@@ -34,7 +34,8 @@ class Steady(Seq):
         num_top: For each row how many of the most probable tokens it asked for, None if it asked for no log-probabilities. () if no row
             asked for some.
         ends: For each row the bytes with which its stop strings end, `[rows, 4]`; None if no row has stop strings.
-        absent: The bytes that each token lacks (`TokenTexts`), if a row has stop strings.
+        absent: The bytes that each token lacks (`TokenTexts`), of the rows with stop strings: a table for each way to read special tokens.
+        tables: For each row the index of its table in `absent`; None if there is at most one.
         masked: The rows whose steps may not sample every token.
         age: Steps since `base`.
         log: The tokens that were sampled since, and their log-probabilities if `scored`: the first `age` steps.
@@ -53,7 +54,8 @@ class Steady(Seq):
     waiting: Queue
     num_top: tuple[int | None, ...] = ()
     ends: np.ndarray | None = None
-    absent: np.ndarray | None = None
+    absent: tuple[np.ndarray, ...] = ()
+    tables: np.ndarray | None = None
     masked: tuple[int, ...] = ()
     age: int = 0
     log: StepLog | None = None
@@ -69,14 +71,16 @@ class Steady(Seq):
         """Begin with sequences that need no schedule for so many steps."""
         left = np.array([s.request.max_len - s.tokens.length for s in running], np.int32)
         stops = [s.stops for s in running]
-        searched = next((one for one in stops if one is not None), None)
+        absent = {id(one.absent): one.absent for one in stops if one is not None}
+        place = {key: at for at, key in enumerate(absent)}
+        tables = None if len(absent) < 2 else np.array([0 if one is None else place[id(one.absent)] for one in stops])
         none, num_top = np.zeros(4, np.uint64), tuple([s.request.sampling.logprobs for s in running])
         return Steady(
             base=running, ids=tuple([s.request.request_id for s in running]), left=left, first_end=int(left.min()), steps=steps, pool=pool,
             waiting=waiting, stop_ids=frozenset[int]().union(*{s.request.stop_ids for s in running}),
             num_top=() if all(asked is None for asked in num_top) else num_top,
-            ends=None if searched is None else np.array([none if one is None else one.ends for one in stops]),
-            absent=None if searched is None else searched.detokenizer.texts.absent,
+            ends=np.array([none if one is None else one.ends for one in stops]) if absent else None, absent=tuple(absent.values()),
+            tables=tables,
             masked=tuple([row for row, s in enumerate(running) if is_masked(s.request.sampling)]),
         )  # fmt: skip
 
@@ -103,8 +107,9 @@ class Steady(Seq):
             base, left, first_end, age, log, columns, scans = self.sequences(), left - age, first_end - age, 0, None, None, {}
         return Steady(
             base=base, ids=self.ids, stop_ids=self.stop_ids, left=left, first_end=first_end, steps=self.steps - 1, pool=self.pool,
-            waiting=self.waiting, num_top=self.num_top, ends=self.ends, absent=self.absent, masked=self.masked,
-            age=age + 1, scans=scans, columns=columns, log=StepLog.of(results) if log is None else log.append(age, columns, results),
+            waiting=self.waiting, num_top=self.num_top, ends=self.ends, absent=self.absent, tables=self.tables,
+            masked=self.masked, age=age + 1, scans=scans, columns=columns,
+            log=StepLog.of(results) if log is None else log.append(age, columns, results),
         )  # fmt: skip
 
     def suspects(self, token_ids: np.ndarray) -> list[int]:
@@ -112,9 +117,13 @@ class Steady(Seq):
 
         The text of such a token has the last byte of a stop string, or is not known yet.
         """
-        if self.ends is None or self.absent is None:
+        if self.ends is None:
             return []
-        known = self.absent[np.minimum(token_ids, len(self.absent) - 1)]
+        places = np.minimum(token_ids, len(self.absent[0]) - 1)
+        known = self.absent[0][places]
+        for table, absent in enumerate(self.absent[1:], 1):
+            rows = self.tables == table
+            known[rows] = absent[places[rows]]
         return np.flatnonzero((self.ends & ~known).any(1)).tolist()
 
     def stops(self, row: int) -> StopScan:
@@ -159,7 +168,7 @@ class Steady(Seq):
         scans = {new: self.scans[row] for new, row in enumerate(kept.tolist()) if row in self.scans}
         rest = replace(
             self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans, made=[],
-            ends=None if self.ends is None else self.ends[kept],
+            ends=None if self.ends is None else self.ends[kept], tables=None if self.tables is None else self.tables[kept],
             num_top=tuple([self.num_top[row] for row in kept.tolist()]) if self.num_top else (),
             masked=tuple([new for new, row in enumerate(kept.tolist()) if row in self.masked]) if self.masked else (),
         )  # fmt: skip

@@ -48,6 +48,11 @@ class StopScan:
             return StopScan(detokenizer=detokenizer, ends=byte_set(bytes(range(256))))
         return StopScan(detokenizer=detokenizer, ends=byte_set(bytes([string[-1] for string in each])), strings=each)
 
+    @property
+    def absent(self) -> np.ndarray:
+        """The bytes that each token lacks (`TokenTexts`), as this search reads special tokens."""
+        return self.detokenizer.texts.absent
+
     def may_end_with(self, token: int) -> bool:
         """Whether a token can complete a stop string: it has one, or begins with the end of one. This looks at the token alone."""
         if not self.strings:
