@@ -1,9 +1,11 @@
 """The shell: forms of prompts, streams, chats, and what is left after faults and interruptions."""
 
+import gc
 import inspect
 import signal
 import sys
 from itertools import zip_longest
+from threading import Thread
 from unittest.mock import patch
 
 import numpy as np
@@ -446,6 +448,51 @@ def work_per_token(num_streams):
 
 
 @pytest.mark.unhooked
+def drop_in_a_cycle(llm: LLM) -> None:
+    """Begin a stream, and leave it to the garbage collector."""
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    cycle: list[object] = [stream]
+    cycle.append(cycle)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_stream_that_is_collected_in_the_middle_of_a_call_disturbs_nobody(thread: bool) -> None:
+    """The collector closes it while a step runs, in the thread of the step or in another one."""
+
+    def collects(logits):
+        if thread:
+            other = Thread(target=gc.collect)
+            other.start()
+            other.join()
+        else:
+            gc.collect()
+        return logits
+
+    llm, want = make(), make().generate("xyz", GREEDY)[0].token_ids
+    gc.disable()
+    try:
+        drop_in_a_cycle(llm)
+        (out,) = llm.generate("xyz", GREEDY, process_logits=collects)
+    finally:
+        gc.enable()
+    assert (out.token_ids, out.error) == (want, None)
+    require_idle(llm)
+
+
+def test_a_dropped_stream_waits_for_a_state_that_can_be_changed():
+    llm = make()
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    after, chunk = nv.prefill(llm.model, llm.state, "xyz")
+    del stream
+    assert llm.state.epoch == after.epoch - 1 and llm.inbox  # donated: nothing can be cancelled
+    llm.state = after
+    assert not llm.state.running
+    llm.state = nv.release(llm.state, chunk)
+    assert not llm.inbox and not llm.state.running
+
+
 def test_a_token_costs_the_same_in_any_number_of_streams():
     few, many = work_per_token(8), work_per_token(64)
     assert many < 1.1 * few

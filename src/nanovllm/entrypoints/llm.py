@@ -2,6 +2,7 @@
 
 import os
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from nanovllm.engine.requests import cancel, new_sequence, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.process import uninterrupted
-from nanovllm.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from nanovllm.errors import DonatedStateError, EngineDeadError, InvalidRequestError, RequestFailedError
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
@@ -72,7 +73,7 @@ class LLM:
 
     Attributes:
         model: The model.
-        state: The engine's state. Every call donates it and replaces it.
+        state: The engine's state. Every call donates it and replaces it. Requests whose stream was dropped are cancelled when it is read.
         inbox: Requests for which a call of this object waits, with their outputs once they have ended. A step of one call may end a request
             of another, which then finds its output here. It is a persistent map and is replaced together with `state`.
 
@@ -82,7 +83,7 @@ class LLM:
         '! How can I help you?'
     """
 
-    __slots__ = ("inbox", "model", "state")
+    __slots__ = ("_dropped", "_inbox", "_state", "model")
 
     @explain_unknown_keywords
     def __init__(
@@ -156,7 +157,9 @@ class LLM:
         if not isinstance(model, Model):
             model = load_model(model, device, dtype, max_model_len=max_model_len, **where)
         self.model: Model = model
-        self.state: EngineState = init_state(
+        self._dropped = deque[int]()  # requests of iterators that are closed, maybe by the garbage collector in the middle of a call
+        self._inbox: Map[int, RequestOutput | None] = Map()
+        self._state: EngineState = init_state(
             self.model,
             num_pages=num_pages,
             num_frames=num_frames,
@@ -173,10 +176,27 @@ class LLM:
             check=check,
             tuning=tuning,
         )
-        self.inbox: Map[int, RequestOutput | None] = Map()
 
     def __repr__(self) -> str:
         return f"LLM({self.model!r}, {self.state!r})"
+
+    @property
+    def state(self) -> EngineState:
+        self._cancel_dropped()
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+
+    @property
+    def inbox(self) -> Map[int, RequestOutput | None]:
+        self._cancel_dropped()
+        return self._inbox
+
+    @inbox.setter
+    def inbox(self, inbox: Map[int, RequestOutput | None]) -> None:
+        self._inbox = inbox
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -236,7 +256,8 @@ class LLM:
                     self._require_known(waited)
             return [output for i in ids if (output := self.inbox[i]) is not None]
         finally:
-            self._forget(ids)
+            self._dropped.extend(ids)
+            self._cancel_dropped()
 
     @explain_unknown_keywords
     def stream(
@@ -407,7 +428,7 @@ class LLM:
                 else:
                     self._step()
         finally:
-            self._forget(ids)
+            self._dropped.extend(ids)  # nothing else: a call that is under way may be interrupted by this
 
     def _submit(
         self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: LogitsProcessor | None
@@ -425,15 +446,23 @@ class LLM:
             self.inbox = self.inbox.update({i: output for i, output in ended.items() if i in self.inbox})
         return set(ended)
 
-    def _forget(self, ids: list[int]) -> None:
-        """Remove requests from the inbox, and cancel those that have not ended."""
-        with uninterrupted():
-            inbox = self.inbox.mutate()
-            for i in ids:
-                if inbox.pop(i, None) is None and sequence_of(self.state, i) is not None:
-                    with suppress(EngineDeadError):  # which the call has raised
-                        self.state = cancel(self.state, i)
-            self.inbox = inbox.finish()
+    def _cancel_dropped(self) -> None:
+        """Remove requests whose call is over from the inbox, and cancel those that have not ended.
+
+        A state that was donated elsewhere cannot be changed. Then the requests stay dropped until a newer state is assigned.
+        """
+        while self._dropped:
+            with uninterrupted():
+                request_id = self._dropped[0]
+                try:
+                    if self._inbox.get(request_id) is None and sequence_of(self._state, request_id) is not None:
+                        with suppress(EngineDeadError):  # which the call has raised
+                            self._state = cancel(self._state, request_id)
+                except DonatedStateError:
+                    return
+                if request_id in self._inbox:
+                    self._inbox = self._inbox.delete(request_id)
+                self._dropped.popleft()
 
     def _drawn(self, request_id: int, seen: int = 0) -> list[int]:
         """The tokens of a running request after the first `seen` of its reply, whichever call ran the steps.
