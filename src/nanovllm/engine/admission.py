@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
-from nanovllm.engine.preemption import make_room
+from nanovllm.engine.preemption import make_room, num_freed
 from nanovllm.engine.prompt_pages import fitting
 from nanovllm.engine.prompt_room import PromptRoom
 from nanovllm.errors import BrokenInvariantError
@@ -62,6 +62,31 @@ def fits(draft: Draft, first: Sequence) -> bool:
     missing = wanted - max(len(matched), len(first.pages))
     idle = int(np.count_nonzero(draft.pool.pages.owners(matched) == 1))
     return missing <= free - idle
+
+
+def set_stranded_apart(draft: Draft, num_steps: int) -> None:
+    """Take the first waiting requests out of the queue that cannot run while the live chunks exist, so that others need not wait for them.
+
+    While something runs, this looks in each `HELD`-th step only, because it counts the pages of all requests. A sequence that is stuck in
+    this step still has its pages.
+    """
+    if draft.stuck or (draft.running and num_steps % HELD):
+        return
+    while (first := draft.waiting.first()) is not None and _is_stranded(draft, first):
+        draft.stranded.append(first)
+        draft.waiting = draft.waiting.pop(id_of(first))
+
+
+def _is_stranded(draft: Draft, first: Sequence) -> bool:
+    """Whether there are too few pages for the tokens of a waiting request even if all other requests give up theirs."""
+    missing = pages_for(first.tokens.length, draft.config.page_size) - len(first.pages)
+    free = draft.pool.pages.num_free + draft.pool.prefix.num_idle
+    if missing <= free:
+        return False
+    missing = min(missing, missing + len(first.pages) - len(reusable(draft, first)[0]))
+    return missing > free and missing > free + num_freed(
+        draft, [*draft.running, *(s for s in draft.waiting.items.values() if s is not first)]
+    )
 
 
 def can_grow(draft: Draft, first: Sequence) -> bool:

@@ -47,6 +47,7 @@ class Draft:
         self.copies: dict[int, list[tuple[int, int]]] = {}
         self.sources: list[int] = []  # released last, so that no page is reallocated before it was copied
         self.stuck: list[Sequence] = []
+        self.stranded: list[Sequence] = []  # waiting requests that cannot run while the live chunks exist
         self.num_preempted = self.num_reused = 0
         self.grew = False
         self.most: int | None = None  # pages that the running sequences could still take if all replies reached their limits
@@ -117,7 +118,7 @@ class Draft:
             frame_copies=frame_copies,
             allocated=tuple(self.taken.pages),
             frames=tuple(self.taken.frames),
-            stuck=tuple(self.stuck),
+            stuck=(*self.stuck, *self.stranded),
             grew=self.grew,
             num_preempted=self.num_preempted,
             num_reused=self.num_reused,

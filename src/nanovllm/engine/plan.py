@@ -20,7 +20,7 @@ class Plan:
         frame_copies: The same for frames.
         allocated: Pages that this plan allocates.
         frames: Frames that this plan allocates.
-        stuck: Sequences that cannot get another page while the live chunks exist; they end with the tokens that they have.
+        stuck: Sequences that cannot get the pages that they need while the live chunks exist; they end with the tokens that they have.
         grew: Whether a decoding sequence has new pages.
         num_preempted: Sequences that this plan preempts.
         num_reused: Tokens of admitted sequences whose KV is already filled.

@@ -4,11 +4,15 @@ So the first sequence always advances, and every workload ends whose requests fi
 whatever its priority.
 """
 
-from nanovllm.engine.draft import Draft, id_of
+from collections.abc import Iterable
+
+import numpy as np
+
+from nanovllm.engine.draft import Draft, id_of, missing_pages
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import give_up_pages
-from nanovllm.state.vector import IntVector
+from nanovllm.state.vector import IntVector, joined
 
 
 def make_room(draft: Draft, sequence: Sequence, length: int) -> bool:
@@ -24,7 +28,7 @@ def make_room(draft: Draft, sequence: Sequence, length: int) -> bool:
         elif at > 0:
             preempt(draft, at)
             return False
-        elif not strip_waiting(draft):
+        elif not strip_waiting(draft, missing_pages(sequence, length, draft.config.page_size)):
             draft.stuck.append(draft.running.pop(at))
             return False
 
@@ -38,15 +42,30 @@ def preempt(draft: Draft, at: int) -> None:
     draft.num_preempted += 1
 
 
-def strip_waiting(draft: Draft) -> bool:
-    """Take the pages of the waiting request that owns some and whose turn is last; it looks them up, or runs them, again later."""
+def strip_waiting(draft: Draft, wanted: int) -> bool:
+    """Take the pages of waiting requests that own some, from those whose turn is last, until `wanted` pages and one to copy are available.
+
+    They look them up, or run them, again later. False if there are none, or if all of them together would not give enough.
+    """
     holders = [s for s in draft.waiting if len(s.pages)]
-    if not holders:
+    if not holders or wanted > draft.pool.num_available + num_freed(draft, holders):
         return False
-    last = holders[-1]
-    draft.pool = give_up_pages(draft.pool, last)
-    draft.waiting = draft.waiting.push(_without_pages(last))
-    return True
+    while True:
+        last = holders.pop()
+        draft.pool = give_up_pages(draft.pool, last)
+        draft.waiting = draft.waiting.push(_without_pages(last))
+        if not holders or draft.pool.num_available > wanted:
+            return True
+
+
+def num_freed(draft: Draft, sequences: Iterable[Sequence]) -> int:
+    """How many pages become available if these sequences give up theirs. Pages of chunks and sessions do not."""
+    held = joined([(s.pages, 0, s.pages.length) for s in sequences if s.pages.length])
+    if not len(held):
+        return 0
+    counts = np.bincount(held)
+    pages = np.flatnonzero(counts).astype(np.int32)
+    return int(np.count_nonzero(draft.pool.pages.owners(pages) - draft.pool.prefix.contains(pages) == counts[pages]))
 
 
 def _without_pages(sequence: Sequence) -> Sequence:

@@ -10,7 +10,7 @@ sequence whose turn is last returns to the queue (`preemption.py`).
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.admission import HELD, admit, may_admit, opens
+from nanovllm.engine.admission import HELD, admit, fits, may_admit, opens, set_stranded_apart
 from nanovllm.engine.decode_pages import EARLY, lacks_pages, may_grow_early, place_decode
 from nanovllm.engine.draft import Draft, id_of, room_of
 from nanovllm.engine.plan import Plan
@@ -52,6 +52,7 @@ def schedule(
             prefill[id_of(sequence)] = count
             room = room.after(sequence, count)
     offer(draft, [(s, prefill[id_of(s)]) for s in draft.running if id_of(s) in prefill] if prefill else ())
+    set_stranded_apart(draft, num_steps)
     admits = bool(prefill) or opens(draft, num_steps)
     while admits and room and may_admit(draft):
         part = room.without_share() if must_leave_share(draft, room) else room
@@ -96,8 +97,11 @@ def steady(
             return None
         if left < steps and lacks_pages(s, size):
             steps = left
+    first = waiting.first()
     if may_admit(draft):
         steps = 0 if opens(draft, num_steps) else min(steps, HELD - num_steps % HELD)
+    elif first is not None and len(running) < config.max_num_seqs and not fits(draft, first):
+        steps = min(steps, HELD - num_steps % HELD)  # `schedule` sees whether it can ever run
     if steps <= 0:
         return None
     written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
