@@ -152,7 +152,8 @@ def host(result: dict[str, Any]) -> str:
     """Return a table of the host's microseconds in a decode step, with a row per kind of client and a column per number of rows."""
     rows = sorted({int(found[1]) for key in result if (found := re.fullmatch(r"plain_x(\d+)_us", key))})
     lines = [(what, *(f"{result[f'{client}_x{count}_us']:,.0f}" for count in rows)) for client, what in HOST.items()]
-    about = f"{result['cpu']}, Python {result['versions']['python']}, commit {result['commit']} (`{result['command']}`); microseconds of a step:"
+    where = f"{result['cpu']}, Python {result['versions']['python']}"
+    about = f"{where}, commit {result['commit']} (`{result['command']}`); the host's microseconds in a decode step:"
     return "\n".join((about, "", *table(("clients ask for", *(f"{count} row{'s' * (count > 1)}" for count in rows)), lines))) + "\n"
 
 
