@@ -1,6 +1,7 @@
 """Measure the host's time around the model's steps, with an executor that runs nothing.
 
-    python benchmarks/host.py --output benchmarks/results/host.json
+    OMP_NUM_THREADS=1 python benchmarks/host.py --repeats 9 --output benchmarks/results/cpu-host.json
+    python benchmarks/write_docs.py
 
 It measures eight things:
 
@@ -21,6 +22,7 @@ for `offline_ms`, which is the minimum. The garbage collector runs once before, 
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -368,7 +370,8 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
-    command = f"python benchmarks/host.py --repeats {options.repeats}"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    command = f"{f'OMP_NUM_THREADS={threads} ' * bool(threads)}python benchmarks/host.py --repeats {options.repeats}"
     result = record(engine_of(1)[0].model, measure(options.repeats), command, options.commit)
     print(json.dumps(result, indent=2))
     if options.output:

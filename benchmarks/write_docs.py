@@ -11,6 +11,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- families: NAME.json -->` ... `<!-- /families -->`: a row for each model in a file of `benchmarks/families.py`.
 - `<!-- embed: NAME.json -->` ... `<!-- /embed -->`: the steps of a caller's program, from a file of `benchmarks/embed.py`.
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
+- `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
 
 Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same.
 """
@@ -27,7 +28,7 @@ from nanovllm.entrypoints.cli.bench.report import markdown, table
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs/explanation/steps-in-your-program.md",)
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-BLOCK = re.compile(r"(<!-- (bench|brief|families|embed|http): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+BLOCK = re.compile(r"(<!-- (bench|brief|families|embed|http|host): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -55,6 +56,16 @@ EMBED = {
     "beam": "a step of a beam search with `split_rows`, captured",
 }
 EMBED_SECONDS = {"compile": "time of the first two calls of the compiled step", "capture": "time of `capture`"}
+
+HOST = {
+    "plain": "replies and nothing else",
+    "stop": "two stop strings for each row",
+    "logprobs": "log-probabilities of five tokens, which nobody reads before the reply ends",
+    "stop_logprobs": "both",
+    "read_logprobs": "log-probabilities of five tokens, read in every step (`StepOutput.logprobs`)",
+    "stream": "text, read in every step",
+    "broken": "the same, and the reply is bytes that are no text",
+}
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -137,7 +148,16 @@ def http(result: dict[str, Any]) -> str:
     return "\n".join((about, "", *table(head, lines))) + "\n"
 
 
-SIMPLE = {"embed": embed, "families": families, "http": http}
+def host(result: dict[str, Any]) -> str:
+    """Return a table of the host's microseconds in a decode step, with a row per kind of client and a column per number of rows."""
+    rows = sorted({int(found[1]) for key in result if (found := re.fullmatch(r"plain_x(\d+)_us", key))})
+    lines = [(what, *(f"{result[f'{client}_x{count}_us']:,.0f}" for count in rows)) for client, what in HOST.items()]
+    where = f"{result['cpu']}, Python {result['versions']['python']}"
+    about = f"{where}, commit {result['commit']} (`{result['command']}`); the host's microseconds in a decode step:"
+    return "\n".join((about, "", *table(("clients ask for", *(f"{count} row{'s' * (count > 1)}" for count in rows)), lines))) + "\n"
+
+
+SIMPLE = {"embed": embed, "families": families, "http": http, "host": host}
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks import write_docs as bench_docs
+from benchmarks.host import CLIENTS
 from nanovllm.entrypoints.cli.bench.report import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,3 +97,15 @@ def test_steps_of_a_program_are_a_table_with_a_row_for_each_way() -> None:
     assert len(rows) == len(bench_docs.EMBED) + len(bench_docs.EMBED_SECONDS)
     captured = next(row for row in rows if "captured by `capture`" in row)
     assert captured.split("|")[2].strip() == f"{result['captured_b1_ms']:.2f}"
+
+
+def test_the_hosts_time_is_a_table_with_a_row_for_each_kind_of_client(tmp_path: Path) -> None:
+    figures = {f"{client}_x{rows}_us": 1000.0 * at + rows + 0.4 for at, client in enumerate(CLIENTS) for rows in (1, 64, 256)}
+    result = {"cpu": "x86_64, 1 thread", "versions": {"python": "3.12.3"}, "commit": "abc", "command": "python it", **figures}
+    (tmp_path / "some.json").write_text(json.dumps(result))
+    found = bench_docs.filled("<!-- host: some.json -->\n<!-- /host -->", tmp_path)
+    assert "x86_64, 1 thread, Python 3.12.3, commit abc (`python it`)" in found
+    assert "| clients ask for | 1 row | 64 rows | 256 rows |" in found
+    for at, client in enumerate(CLIENTS):
+        assert f"| {bench_docs.HOST[client]} | {1000 * at + 1:,} | {1000 * at + 64:,} | {1000 * at + 256:,} |" in found
+    assert list(bench_docs.HOST) == list(CLIENTS) and bench_docs.filled(found, tmp_path) == found

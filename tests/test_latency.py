@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,23 @@ def test_the_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bounds = [figures["max_prefill_tokens"] for figures in told["knobs"].values()]
     assert bounds[:2] == [None, 32] and bounds[2] % 256 == 0 and bounds[2] >= 256
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["inf", "32t", "50"]
+
+
+def test_the_page_tells_what_was_measured() -> None:
+    page = (ROOT / "docs/how-to/keep-latency-steady.md").read_text(encoding="utf-8")
+    told = json.loads((ROOT / "benchmarks/results/h200-latency.json").read_text())
+    assert f"```\n{told['command']}\n```" in page and told["commit"] in page and told["gpu"].removeprefix("NVIDIA ") in page
+    rows = {line.split(" | ")[0].strip("| ").split()[0]: line for line in page.splitlines() if re.match(r"\| (infinity|\d+) ", line)}
+    for name, figures in told["knobs"].items():
+        gaps, speeds = figures["gap_ms"], figures["tokens_per_second"]
+        cells = [cell.strip() for cell in rows["infinity" if name == "inf" else name].strip("|").split("|")][2:]
+        shown = [float(cell.replace(",", "")) for cell in cells]
+        measured = [gaps["p50"], gaps["p99"], gaps["max"], figures["first_token_ms"], speeds["replies"], speeds["all"]]
+        assert shown == pytest.approx(measured, rel=0.01)
+    free, bound = (told["knobs"][name]["tokens_per_second"] for name in ("inf", "35"))
+    falls = {name: 100 * (1 - bound[name] / free[name]) for name in ("all", "replies")}
+    assert f"{falls['all']:.1f}%" in page and f"{falls['replies']:.0f}%" in page
+    assert f"from {free['replies']:,} to {bound['replies']:,} per second" in page
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "t", "2.5t", "0t", "fast"])

@@ -1,8 +1,11 @@
 """`benchmarks/soak.py` serves every kind of client, finds nothing wrong with the engine, and finds what is planted."""
 
 import json
+import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +20,7 @@ ARGUMENTS = ["--device", "cpu", "--cases", "1", "--max-step-ms", "1e6"]
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The arguments for a small model of random weights."""
-    return ["--model", str(save_hf_folder(tmp_path_factory.mktemp("model"), tiny_config(max_position_embeddings=256))), "--num-pages", "96"]
+    return ["--model", str(save_hf_folder(tmp_path_factory.mktemp("model"), tiny_config(max_position_embeddings=256)))]
 
 
 @pytest.fixture
@@ -46,12 +49,14 @@ def test_every_kind_is_served(small: list[str], short: None, tmp_path: Path, cap
         assert counts["started"] - 1 == counts.get("ended", 0) + counts.get("left", 0) + counts.get("refused", 0)  # one warmed up
         assert kind == "sampled" or counts["equal"] > 0
     assert sum(counts.get("left", 0) for counts in told["clients"].values()) > 0
+    assert told["stats"]["preemptions"] > 0 and told["preemptions_per_100_clients"] > 0
     assert "violations: 0" in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_the_packaged_model_is_served(capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.main([*ARGUMENTS, "--model", "tiny", "--num-pages", "224", "--minutes", "0.2"]) == 0
+def test_the_packaged_model_is_served(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(soak, "PREEMPTING", 0.0)
+    assert soak.main([*ARGUMENTS, "--model", "tiny", "--minutes", "0.1", "--rate", "5"]) == 0
     assert "violations: 0" in capsys.readouterr().out
 
 
@@ -63,8 +68,8 @@ def test_what_is_wrong_is_found(small: list[str], short: None, monkeypatch: pyte
         run.compare("plain", case, [*case.want[:3], least, *case.want[4:]])
         run.compare("plain", case, case.want[:-1])
         run.prefill([1, 2, 3])
-        run.memory.append({"seconds": 10**6, "host": 2**50})
-        run.steps.append((2000.0, 5))
+        run.memory.add((10**6, 2**50))
+        run.llm.steps.add(2000.0, 5)
 
     planted(wrong, monkeypatch)
     monkeypatch.setattr(soak, "KINDS", {"plain": soak.Soak.stream})
@@ -80,6 +85,71 @@ def test_what_is_wrong_is_found(small: list[str], short: None, monkeypatch: pyte
         "1 steps were too long",
     ):
         assert message in out
+
+
+def test_a_pool_without_preemption_is_found(
+    small: list[str], short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not in a run that is too short to tell."""
+    monkeypatch.setattr(soak, "KINDS", {"plain": soak.Soak.stream, "wave": soak.Soak.stream})
+    arguments = [*ARGUMENTS, *small, "--minutes", "0.001", "--num-pages", "1000"]
+    assert soak.main(arguments) == 0
+    monkeypatch.setattr(soak, "PREEMPTING", 0.0)
+    assert soak.main(arguments) == 1
+    assert "nothing was preempted in 1000 pages" in capsys.readouterr().out
+    assert soak.main(arguments[:-2]) == 0
+
+
+def test_a_leak_in_every_step_is_found(
+    small: list[str], short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is far below what memory may grow by in all. A run without it passes."""
+    now, leaked, step = count(0.0, 0.01), list[bytearray](), soak.Timed._step
+
+    def leaking(self: soak.Timed) -> set[int]:
+        leaked.append(bytearray(b"x") * 16384)
+        return step(self)
+
+    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter, sleep=lambda _: None))
+    monkeypatch.setattr(soak, "KINDS", {"plain": soak.Soak.stream})
+    monkeypatch.setattr(soak, "SLOPE", 40 << 20)  # 1 MiB in the second half
+    monkeypatch.setattr(soak, "JUMP", 0)
+    arguments = [*ARGUMENTS, *small, "--minutes", "0.05", "--rate", "100"]
+    monkeypatch.setattr(soak, "SLOPED", 0.0)
+    assert soak.main(arguments) == 0
+    monkeypatch.setattr(soak.Timed, "_step", leaking)
+    assert soak.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "violations: 1\n" in out and "MiB per minute in the second half\n" in out
+    assert sum(map(len, leaked)) < soak.ROOM
+
+
+def test_the_slope_of_memory_is_that_of_the_second_half() -> None:
+    memory = soak.Memory(("host", "device"), 128)
+    for second in range(0, 601, 6):
+        memory.add((second, 2**30 + min(second, 100) * 2**20 + second * 2**15, 7.0))
+    assert memory.slope("host", 300, 600) == pytest.approx(60 * 2**15) and memory.slope("device", 300, 600) == pytest.approx(0.0)
+    assert memory.slope("host", 590, 600) == 0.0  # too few samples
+    assert memory.told()[1] == {"seconds": 6.0, "host": 2**30 + 6 * 2**20 + 6 * 2**15, "device": 7}
+    size = memory.rows.nbytes
+    for second in range(601, 2000):
+        memory.add((second, 0.0, 0.0))
+    assert memory.count == 128 and memory.rows.nbytes == size and memory.told()[-1]["seconds"] == 1999
+
+
+def test_times_of_steps_are_kept_in_a_fixed_size() -> None:
+    steps, times = soak.Steps(1e-3, 0.5), [1e-4 * number for number in range(1, 1001)]
+    for seconds in times:
+        steps.add(seconds, 0)
+    for part in (1, 50, 99):
+        assert steps.percentile(part) == pytest.approx(1e-4 * 10 * part, rel=0.006)
+    assert steps.count == 1000 and steps.seconds == pytest.approx(sum(times)) and steps.excess == pytest.approx(0.1)
+    steps.add(0.9, 500)
+    assert steps.num_slow == 0 and steps.excess == pytest.approx(0.4)
+    steps.add(0.9, 300)
+    steps.add(1e9, 0)
+    assert steps.num_slow == 2 and steps.slowest == (1e9, 0) and steps.bins.sum() == steps.count == 1003
+    assert soak.Steps(0.0, 1.0).percentile(50) == 0.0
 
 
 def test_penalties_are_part_of_a_margin() -> None:
