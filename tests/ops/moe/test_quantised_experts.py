@@ -72,7 +72,7 @@ def test_few_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], a
 @pytest.mark.parametrize("form", [*FORMS, *ODD])
 @pytest.mark.parametrize(
     ("sizes", "act", "routing"),
-    [((17, 3, 8, 200, 72), "silu", "random"), ((40, 2, 4, 131, 33), "gelu_tanh", "few"), ((33, 1, 1, 256, 64), "silu", "one")],
+    [((17, 3, 6, 200, 72), "silu", "random"), ((20, 2, 4, 131, 33), "gelu_tanh", "few"), ((33, 1, 1, 256, 64), "silu", "one")],
 )
 def test_many_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], act: str, routing: str) -> None:
     """Experts without tokens, with less than a block, and with several."""
@@ -100,7 +100,7 @@ def test_codes_at_their_limits(kind: Kind, code: float, zero: int | None) -> Non
     problem = (x, gate_up, down, chosen, weights)
     want = wide(problem)
     limit = 1e-5 * 2.0**-30 * (abs(code - (zero or 0)) + 8) * 128
-    for tiles in (FEW[0], MANY[0]):
+    for tiles in (FEW[1], MANY[1]):
         assert (triton_quantised_experts.launch(*problem, "silu", tiles, False).double() - want).abs().max() <= limit
 
 
@@ -123,7 +123,7 @@ def test_the_kernels_round_where_the_plain_functions_do(kind: Kind) -> None:
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
     from nanovllm.ops.moe import triton_quantised_experts
 
-    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 37, 2, 4, 256, 128, group=128)
+    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 19, 2, 4, 256, 64, group=128)
     for tiles in (FEW[1], MANY[0]):
         every = triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, False)
         again = triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, False)
@@ -142,6 +142,7 @@ def test_the_op_chooses_kernels_that_compute_the_same(kind: Kind, order: bool, t
 
     problem = quantised_experts_problem(kind, tokens, 2, 8, 256, 128, group=64, order=order)
     want, asked = wide(problem), list[str]()
+    monkeypatch.setattr(module, "PROGRAMS", 1)  # the interpreter is slow per program
     monkeypatch.setattr(module, "own_kernels", lambda device, dtype: not asked.append("asked"))
     monkeypatch.setattr(module, "dependent_launch", lambda device: False)
     monkeypatch.setattr(module, "shared_memory", lambda device: 200_000)

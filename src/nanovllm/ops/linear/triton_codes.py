@@ -5,8 +5,8 @@ mantissa bits of a number whose exponent is known, and the known part is subtrac
 computed by plain operations, which Triton's interpreter can run.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# (assembly kept as `tl.constexpr`, and types of kernels' arguments)
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# (assembly kept as `tl.constexpr`, types of kernels' arguments, and functions that return several tensors)
 
 import triton
 import triton.language as tl

@@ -97,7 +97,8 @@ def _cuda(x: Tensor, *given) -> Tensor:
         from nanovllm.ops.moe import triton_quantised_experts
 
         new = dependent_launch(x.device)
-        tiles = tiles_of(*chosen.shape, gate_up, down, shared_memory(x.device))
+        tokens, k = chosen.shape
+        tiles = tiles_of(tokens, k, gate_up, down, shared_memory(x.device))
         routing = chosen.contiguous(), weights.contiguous()
         return triton_quantised_experts.launch(x.contiguous(), gate_up, down, *routing, act, tiles, new, new)
     return _one_by_one(x, gate_up, down, chosen, weights, act)

@@ -40,6 +40,7 @@ from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS, Measured, Spent, measure
 from nanovllm.entrypoints.display.tables import WORDS, aligned
 from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
+from nanovllm.ops.linear.quantise import Kind
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 # By hand: of a layer q 8x4, k and v 2x4 each, o 4x8, gate and up 6x4 each, down 4x6; two layers; a head of 10x4.
@@ -71,7 +72,13 @@ def test_bytes_of_a_real_shape() -> None:
 
 def test_quantised_matrices_count_with_the_bytes_of_their_codes_and_scales() -> None:
     whole, moe = SMALL, tiny_config("Qwen3MoeForCausalLM", dtype="bfloat16")
-    for config, kind, head in ((whole, "int8", False), (whole, "int8", True), (whole, "int4", False), (moe, "fp8", True)):
+    cases: list[tuple[ModelConfig, Kind, bool]] = [
+        (whole, "int8", False),
+        (whole, "int8", True),
+        (whole, "int4", False),
+        (moe, "fp8", True),
+    ]
+    for config, kind, head in cases:
         model = random_model_of("small", config, device="cpu", dtype="bfloat16")
         plain = matrix_bytes(model.params, config)
         assert plain.dense + plain.experts + plain.head == weight_bytes(config, torch.bfloat16)
@@ -86,6 +93,7 @@ def test_quantised_matrices_count_with_the_bytes_of_their_codes_and_scales() -> 
         else:
             each = [w.experts for w in params.layers if w.experts is not None]
             assert held.experts == sum(w.gate_up.nbytes + w.down.nbytes for w in each) and held.experts < 0.7 * plain.experts
+            assert config.moe is not None
             share = config.moe.top_k / config.moe.num_experts
             assert weight_bytes(config, torch.bfloat16, 1, held) == held.dense + round(held.experts * share) + held.head
         work = decode_work([9], [3])
